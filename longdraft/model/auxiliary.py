@@ -18,7 +18,7 @@ from longdraft.model.eagle import Eagle
 from longdraft.model.eagle_files import load_eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
-from longdraft.model.native_heads import load_native_head
+from longdraft.model.native_heads import is_speculators_head, load_native_head, load_speculators_head
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer
@@ -82,6 +82,8 @@ class Target(NamedTuple):
         return glide.load_glide(folder, self.model, self._check)
 
     def _eagle(self, folder: Path) -> Eagle:
+        if is_speculators_head(folder):
+            return load_speculators_head(folder, self.model)
         return load_eagle(folder, self.model, self._check, self.encode)
 
     def _check(self, folder: Path, config: dict[str, Any]) -> None:

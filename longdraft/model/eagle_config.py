@@ -27,7 +27,6 @@ _LATER_KINDS = {  # speculators that are not EAGLE, and what longdraft lacks for
     "dflash2": "a block that is drafted in one pass, with attention in both directions",
     "dspark": "DFlash's block, its Markov head and its confidence head",
     "xpress": "its refiner",
-    "mtp": "multi-token prediction from a folder of its own; that of a model's own files is used",
 }
 _BIASES = ("attention_bias", "mlp_bias", "qkv_bias")
 
@@ -153,7 +152,7 @@ def _refuse_other_kinds(folder: Path, config: Mapping[str, Any]) -> None:
     if kind is not None and kind not in ("eagle3", "eagle"):
         lacks = _LATER_KINDS.get(str(kind))
         raise ModelError(f"{folder} has a drafter of the kind {kind!r}, which longdraft does not load yet"
-                         + (f"; it lacks {lacks}" if lacks else "") + "; supported: eagle3, EAGLE-1 and EAGLE-2")
+                         + (f"; it lacks {lacks}" if lacks else "") + "; supported: eagle3, mtp, EAGLE-1 and EAGLE-2")
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:

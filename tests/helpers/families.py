@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from helpers.checkpoints import VOCAB, write_tokenizer
@@ -120,14 +122,16 @@ def make_hybrid(folder: Path, **changes: object) -> None:
 
 
 def add_native_head(folder: Path, seed: int = 3) -> torch.nn.Module:
-    """Give a Qwen3.5 of `make_family` a random `mtp` layer. Returns the layer, as `transformers` computes it."""
+    """Give a Qwen3.5 or Qwen3 of `make_family` a random `mtp` layer. Returns what `transformers` computes it with."""
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(seed)
     hidden, last = config.hidden_size, config.layer_types.index("full_attention")
+    layer, norm = ((modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm) if config.model_type == "qwen3" else
+                   (modeling_qwen3_5.Qwen3_5DecoderLayer, modeling_qwen3_5.Qwen3_5RMSNorm))
     head = torch.nn.ModuleDict({
         "fc": torch.nn.Linear(2 * hidden, hidden, bias=False), "layers": torch.nn.ModuleList([
-            modeling_qwen3_5.Qwen3_5DecoderLayer(config, last)]),
-        **{name: modeling_qwen3_5.Qwen3_5RMSNorm(hidden, config.rms_norm_eps)
+            layer(config, last)]),
+        **{name: norm(hidden, config.rms_norm_eps)
            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}})
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -135,6 +139,31 @@ def add_native_head(folder: Path, seed: int = 3) -> torch.nn.Module:
     save_file(tensors | {f"mtp.{name}": part.to(tensors["model.norm.weight"].dtype)
                          for name, part in head.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
     return head.eval()
+
+
+SPECULATORS = {"fc": "input_proj", "pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm",
+               "norm": "final_layernorm"}
+
+
+def move_native_head(folder: Path, to: Path) -> None:
+    """Move the `mtp` layer from a model folder to one of its own, by the rules of the converter of `speculators`."""
+    tensors, head = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.startswith("mtp.")]:
+        stem = name.removeprefix("mtp.").removesuffix(".weight")
+        stem = SPECULATORS.get(stem, stem.removeprefix("layers.0."))
+        head[f"mtp_layers.0.{stem}.weight"] = tensors.pop(name)
+    experts = "mtp_layers.0.mlp.experts."
+    if count := sum(name.startswith(experts) and "down_proj" in name for name in head):
+        gate, up, down = (torch.stack([head.pop(f"{experts}{expert}.{part}_proj.weight") for expert in range(count)])
+                          for part in ("gate", "up", "down"))
+        head |= {f"{experts}gate_up_proj": torch.cat([gate, up], 1), f"{experts}down_proj": down}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    to.mkdir()
+    save_file(head, to / "model.safetensors", {"format": "pt"})
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    (to / "config.json").write_text(json.dumps({
+        "architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1, "speculators_model_type": "mtp",
+        "speculators_config": {"algorithm": "mtp"}, "transformer_layer_config": {"model_type": kind}}))
 
 
 def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tensor:

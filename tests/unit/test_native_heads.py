@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -10,16 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import longdraft
 from helpers.checkpoints import load
 from helpers.equality import prompt_of
-from helpers.families import HYBRIDS, add_native_head, make_family, make_hybrid
+from helpers.families import HYBRIDS, add_native_head, make_family, make_hybrid, move_native_head
 from helpers.gguf_files import HYBRID_ARCHS, convert, stored, theirs
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
-from longdraft.model.native_heads import load_native_head
+from longdraft.model.native_heads import load_native_head, load_speculators_head
 from longdraft.model.transformer import chain_rows
 
 PARAMS = SamplingParams(max_new_tokens=30, seed=3, ignore_eos=True)
@@ -34,28 +36,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def test_its_logits_are_those_of_the_layer_in_transformers(tmp_path):
-    """Of rows of the text, and of the head's own rows behind them."""
-    make_hybrid(tmp_path)
-    layer = add_native_head(tmp_path)
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+def test_its_logits_are_those_of_the_layer_in_transformers(tmp_path, family):
+    """Of rows of the text, and of the head's own rows behind them. The head of Qwen3 has a folder of its own."""
+    model = tmp_path / "model"
+    make_family(model, family, **({} if family == "qwen3" else dict(num_hidden_layers=4)))
+    layer = add_native_head(model)
+    whole = AutoModelForCausalLM.from_pretrained(model)
     tokens = prompt_of(20)
     rows = whole.model(torch.tensor([tokens])).last_hidden_state[0]
-    rotary = modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(whole.config)
+    rotary = (modeling_qwen3.Qwen3RotaryEmbedding if family == "qwen3" else
+              modeling_qwen3_5.Qwen3_5TextRotaryEmbedding)(whole.config)
 
     def outputs(y: torch.Tensor, following: list[int]) -> torch.Tensor:
         e = layer["pre_fc_norm_embedding"](whole.model.embed_tokens(torch.tensor(following)))
         x = layer["fc"](torch.cat([e, layer["pre_fc_norm_hidden"](y)], 1))[None]
         mask = torch.full((len(y), len(y)), -torch.inf).triu(1)[None, None]
-        places = rotary(x, torch.arange(len(y)).expand(3, 1, -1))
+        positions = torch.arange(len(y))
+        places = rotary(x, positions[None] if family == "qwen3" else positions.expand(3, 1, -1))
         found = layer["layers"][0](x, position_embeddings=places, attention_mask=mask)
         return layer["norm"](found[0] if found.ndim == 3 else found)
 
     known = outputs(rows[:19], tokens[1:])
     expected = outputs(torch.cat([rows[:19], known[-1:]]), [*tokens[1:], 7])
 
-    target = load(tmp_path)
-    head = load_native_head(tmp_path, target)
+    if family == "qwen3":
+        move_native_head(model, tmp_path / "head")
+    target = load(model)
+    head = load_speculators_head(tmp_path / "head", target) if family == "qwen3" else load_native_head(model, target)
     tapped = target.with_taps(head.taps)
     cache = tapped.new_cache()
     tapped.forward(chain_rows(tokens, 0), cache)
@@ -86,6 +94,43 @@ def test_one_of_experts_is_read_too(tmp_path, name):
     engine = longdraft.load(str(tmp_path), drafter="eagle")
     plain, drafted = (each.generate(prompt_of(60), PARAMS) for each in (engine.with_drafter("plain"), engine))
     assert [event.tokens for event in plain] and sum((event.tokens for event in drafted), ()) == tuple(plain.tokens)
+
+
+@pytest.mark.parametrize("name, base", [("qwen3_5", "folder"), ("qwen3_5", "gguf"), ("qwen3_5_moe", "folder"),
+                                        ("qwen3_next", "folder")])
+def test_a_head_in_a_folder_of_its_own_is_the_same_head(tmp_path, name, base):
+    """In the format of `speculators`, also for a target from GGUF, whose norms contain the 1 that a folder's leave out.
+    """
+    model, head = tmp_path / "model", tmp_path / "head"
+    theirs = make_family(model, name)
+    copy_layer_as_head(model)
+    native = longdraft.load(str(model), drafter="eagle").generate(prompt_of(60), PARAMS)
+    expected = [(event.tokens, event.drafted, event.sources) for event in native]
+    move_native_head(model, head)
+    if base == "gguf":
+        convert(model, theirs, tmp_path / "model.gguf")
+    path = tmp_path / "model.gguf" if base == "gguf" else model
+    alone = longdraft.load(str(path), drafter="eagle", heads=str(head)).generate(prompt_of(60), PARAMS)
+    assert [(event.tokens, event.drafted, event.sources) for event in alone] == expected
+    assert alone.stats()["draft_tokens"] > 20
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(num_nextn_predict_layers=2), "num_nextn_predict_layers is 2 in config.json; supported: 1"),
+    (dict(transformer_layer_config={"model_type": "gemma2"}), "of the type 'gemma2'; supported: qwen3, qwen3_next"),
+    (dict(transformer_layer_config=None), "of the type None"),
+    ({}, r"does not match the model that it shall draft for: .*mtp_layers\.0\.mlp"),  # of a model of another width
+])
+def test_a_head_of_another_kind_or_model_is_refused(folder, tmp_path, changes, message):
+    model, head = tmp_path / "model", tmp_path / "head"
+    make_family(model, "qwen3_5", intermediate_size=80)
+    add_native_head(model)
+    move_native_head(model, head)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=message) as caught:
+        longdraft.load(str(folder), drafter="eagle", heads=str(head))
+    assert "\n" not in str(caught.value)
 
 
 def copy_layer_as_head(folder: Path) -> None:
