@@ -62,7 +62,8 @@ CHECKED = {
     "glm4": Family(has_glide=False),
     "gpt_oss": Family(14, "float32", batched=("magicdec",)),
     "qwen3_moe": Family(14, "float32", batched=("magicdec",)),
-    "qwen3_5": Family(24, draft="llama", batched=("auto", "suffix", "magicdec", "glide")),
+    "qwen3_5": Family(24, draft="llama", batched=(
+        "auto", "ngram", "suffix", "tokenswift", "medusa", "magicdec", "glide", "eagle", "triforce")),
 }
 
 

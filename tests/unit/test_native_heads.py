@@ -18,6 +18,7 @@ import longdraft
 from helpers.checkpoints import load
 from helpers.equality import prompt_of
 from helpers.families import HYBRIDS, add_native_head, make_family, make_hybrid, move_native_head
+from helpers.family_checks import check_batch_and_resumed_text
 from helpers.gguf_files import HYBRID_ARCHS, convert, stored, theirs
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
@@ -85,6 +86,10 @@ def test_its_drafts_do_not_change_the_text(folder, dtype, quantize):
     assert "".join(event.text for event in plain) == "".join(event.text for event in drafted)
     assert plain.tokens.tolist() == drafted.tokens.tolist()
     assert drafted.stats()["draft_tokens"] > 20
+
+
+def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path):
+    check_batch_and_resumed_text(folder, "eagle", tmp_path / "j")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
