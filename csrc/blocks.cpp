@@ -154,10 +154,13 @@ void read_iq4_xs(const uint8_t* block, int g, Numbers& to) {
     to.scales[0] = to.scales[1] = ((block[4 + g / 2] >> 4 * (g % 2) & 15) | (half_at(block + 2) >> 2 * g & 3) << 4) - 32;
 }
 
+constexpr long DISTANCE = 384;  // bytes of a row that are fetched ahead: 64 rows are too many streams for the processor itself
+
 void read_numbers(int type, const uint8_t* row, long group, Numbers& found) {
     const BlockSize size = size_of(type);
     const uint8_t* block = row + group / size.groups * size.bytes;
     const int g = static_cast<int>(group % size.groups);
+    __builtin_prefetch(block + DISTANCE);
     if (size.groups == 1) {
         read_small(type, block, found);
     } else if (type == Q4_K || type == Q5_K) {
