@@ -60,7 +60,7 @@ template <class T> class TextAttention {
     void prepare(void* queries, void* states) {
         queries_ = static_cast<Element*>(queries);
         states_ = static_cast<float*>(states);
-        if (layout_.is_chain) write_as<T>(store_, a_.length, a_.k, a_.v, nullptr, a_.rows);
+        if (layout_.is_chain && a_.k.data) write_as<T>(store_, a_.length, a_.k, a_.v, nullptr, a_.rows);
         for (long head = 0; head < store_.heads; head++) copy_queries(head);
     }
 

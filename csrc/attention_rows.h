@@ -46,7 +46,7 @@ template <class T> RowLayout row_layout(const Attention& a) {
     }
     layout.longest = *std::max_element(layout.row_ends.begin(), layout.row_ends.end());
     // In a chain, a value that is not finite would also reach the rows before it: a weight of 0 times infinity is NaN.
-    layout.is_chain = layout.is_chain && finite_rows<T>(a.v, a.rows, a.store->heads, a.store->dim);
+    layout.is_chain = layout.is_chain && (!a.v.data || finite_rows<T>(a.v, a.rows, a.store->heads, a.store->dim));
     layout.shared_end =
         layout.is_chain ? round_up(layout.longest, POSITION_GROUP) : a.length / POSITION_GROUP * POSITION_GROUP;
     const long group = a.heads / a.store->heads;

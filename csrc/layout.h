@@ -226,7 +226,7 @@ struct Attention {
     long length;             // committed positions
     long rows, heads;        // uncommitted rows, query heads
     const void* q;           // [rows, heads, dim]
-    Rows k, v;               // keys and values of the uncommitted rows
+    Rows k, v;               // keys and values of the uncommitted rows; null: they follow the others in the store
     const int32_t* parent;   // [rows]; -1: the row follows the committed positions
     float scale;             // of the scores: 1 / sqrt(dim)
     long window;             // positions that a row sees, itself included; 0: all
@@ -235,11 +235,27 @@ struct Attention {
     float* lse;              // [rows, heads]: log of the sum of exp(score)
 };
 
-// The fit of the remainder for `count` heads, from `rows` new rows x, y [count, rows, n] and the decayed sums gram and cross
-// [count, n, n] of x^T x and x^T y over earlier ones. The constants are those of longdraft/cache/remainder.py.
+// The fit of the remainder (longdraft/cache/remainder.py, which names the constants) for `count` heads and rows of n
+// numbers. Each head has its memory (fit.h): decayed sums over rows, and up to `room` rows that are not in the sums yet.
 struct RemainderFit {
-    long count, rows, n;
-    float decay_rows, ridge, ridge_rows, least_spread, log_zero;
+    long count, n, room;
+    float decay_rows, ridge, ridge_rows, least_spread, last_error, log_zero;
+    long held = 0;  // rows that are not in the sums yet
+    bool is_solved = false;
+    std::unique_ptr<Memory> memory = std::make_unique<Memory>(bytes());
+
+    long width() const { return round_up(n, 16); }
+    long per_head() const { return (2 * n + 1 + 2 * room) * width(); }
+    size_t bytes() const { return static_cast<size_t>(count * per_head()) * sizeof(float); }
+    float* of_head(long head) const { return reinterpret_cast<float*>(memory->words()) + head * per_head(); }
+};
+
+// Rows for the fit: content [layers, rows, heads, n - 1] elements, whose layers are `layer_rows` rows apart, and remainders
+// [layers, rows, heads, n].
+struct RemainderRows {
+    long rows, heads, layer_rows;
+    const void* content;
+    const float* remainders;
 };
 
 constexpr long MAX_WIDTH = 16;  // of the convolution of a delta layer
@@ -288,7 +304,11 @@ struct Kernels {
     void (*attention)(const Attention*, long count);  // of `count` texts, each with its own store
     void (*map_remainder)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
     void (*scale)(bool bf16, void* x, long count, float by);
-    void (*fit_remainder)(const RemainderFit&, const float* x, const float* y, float* gram, float* cross, float* fit);
+    // Add rows to the fit. `solves`: the equations are solved with them. fit: the maps [count, n, n], which are changed.
+    void (*learn_rows)(bool bf16, const RemainderFit&, const RemainderRows&, bool solves, float* fit);
+    // The remainders [count, dim + 1] of `count` rows and heads: `whole` attention less that to a part of its keys.
+    void (*subtract_part)(bool bf16, const void* whole, const float* whole_lse, const void* part, const float* part_lse,
+                          long count, long dim, float* out);
     void (*delta)(bool bf16, const DeltaLayer&, const DeltaText*, long count);  // of `count` texts
     // As rms_norm with rounds_once, with a float32 weight.
     void (*rms_norm_float)(bool bf16, const void* x, const float* weight, long rows, long width, float eps, void* out);

@@ -180,6 +180,13 @@ NB_MODULE(_cpu, m) {
         .def_prop_ro("capacity", &Store::capacity)
         .def_prop_ro("nbytes", &Store::bytes);
 
+    nb::class_<RemainderFit>(m, "RemainderFit")
+        .def("__init__", [](RemainderFit* fit, long count, long n, long room, float decay_rows, float ridge, float ridge_rows,
+                            float least_spread, float last_error, float log_zero) {
+            require(count > 0 && n > 1 && room > 0, "heads, rows of two numbers or more, and room");
+            new (fit) RemainderFit{count, n, room, decay_rows, ridge, ridge_rows, least_spread, last_error, log_zero}; })
+        .def_prop_ro("nbytes", &RemainderFit::bytes);
+
     nb::class_<PartOfVocabulary>(m, "PartOfVocabulary")
         .def("__init__", [](PartOfVocabulary* part, std::vector<int64_t> ids, long vocabulary) {
             for (size_t i = 0; i < ids.size(); i++)
@@ -276,27 +283,22 @@ NB_MODULE(_cpu, m) {
                 k.write(s, start, rows_at(key + offset, strides[1], strides[2]), rows_at(value + offset, strides[1], strides[2]),
                         rows.data(), count);
             } })
-        .def("copy", [](const Kernels& k, const std::vector<Store*>& sources, const std::vector<Store*>& targets,
-                        Address positions, long count, long start) {
+        .def_static("copy", [](const std::vector<Store*>& sources, const std::vector<Store*>& targets, Address positions,
+                               long count, long start) {
             const int64_t* from = at<int64_t>(positions);
-            for (size_t i = 0; i < sources.size(); i++, from += sources[0]->heads * count) {
-                for (long p = 0; p < sources[i]->heads * count; p++)
-                    require(0 <= from[p] && from[p] < sources[i]->capacity(), "positions below the store's capacity");
-                copy(k, *sources[i], *targets[i], from, count, start);
-            } })
+            for (const Store* source : sources)
+                for (long p = 0; p < source->heads * count; p++, from++)
+                    require(0 <= *from && *from < source->capacity(), "positions below the store's capacity");
+            copy(sources, targets, at<int64_t>(positions), count, start); })
         .def("remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long rows, long heads,
-                             Address q, Address whole, Address lse, Address out) {
-            for (size_t i = 0; i < parts.size(); i++) {
-                const long before = static_cast<long>(i) * rows * heads;
-                const long offset = before * parts[i]->dim * (parts[i]->is_bf16 ? 2 : 4);
-                remainder(k, *parts[i], length, rows, heads, at<void>(q + offset), at<void>(whole + offset),
-                          at<float>(lse) + before, at<float>(out) + before * (parts[i]->dim + 1));
-            } }, free_gil)
-        .def("fit_remainder", [](const Kernels& k, long count, long rows, long n, float decay_rows, float ridge, float ridge_rows,
-                                 float least_spread, float log_zero, Address x, Address y, Address gram, Address cross,
-                                 Address fit) {
-            k.fit_remainder({count, rows, n, decay_rows, ridge, ridge_rows, least_spread, log_zero}, at<float>(x),
-                            at<float>(y), at<float>(gram), at<float>(cross), at<float>(fit)); }, free_gil)
+                             long layer_rows, Address q, Address whole, Address lse, Address out) {
+            remainder(k, parts, length, {rows, heads, layer_rows, at<void>(q), at<void>(whole), at<float>(lse)},
+                      at<float>(out)); }, free_gil)
+        .def("learn_remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long rows, long heads,
+                                   long layer_rows, Address q, Address whole, Address lse, Address content,
+                                   RemainderFit& fit, Address maps) {
+            learn_remainder(k, parts, length, {rows, heads, layer_rows, at<void>(q), at<void>(whole), at<float>(lse)},
+                            at<void>(content), fit, at<float>(maps)); }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
             k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); }, free_gil)
         .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,

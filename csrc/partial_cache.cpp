@@ -1,57 +1,79 @@
 #include "partial_cache.h"
 
+#include "pool.h"
+
 #include <cmath>
-#include <limits>
 
 namespace longdraft {
 namespace {
 
-constexpr float NEGLIGIBLE_SHARE = 1e-3f;  // a share of attention that rounding errors may produce
+constexpr long POSITIONS = 16;  // whose words of a key stand side by side (layout.h)
 
-float as_float(bool bf16, const void* data, long i) {
-    if (!bf16) return static_cast<const float*>(data)[i];
-    uint32_t word = static_cast<uint32_t>(static_cast<const uint16_t*>(data)[i]) << 16;
-    float x;
-    std::memcpy(&x, &word, 4);
-    return x;
+// Copy one position of one head. Keys and values of bfloat16 have two elements in a word.
+void copy_position(const Store& source, long head, long from, Store& target, long to) {
+    const long words = source.padded / source.step();
+    auto key = [&](const Store& s, long at) {
+        const long place = at % SPLIT;
+        return s.key(at / SPLIT, head) + place / POSITIONS * words * POSITIONS + place % POSITIONS;
+    };
+    auto value = [&](const Store& s, long at) { return s.value(at / SPLIT, head) + at % SPLIT / s.step() * s.padded; };
+    const uint32_t *from_key = key(source, from), *from_value = value(source, from);
+    uint32_t *to_key = key(target, to), *to_value = value(target, to);
+    for (long i = 0; i < words; i++) to_key[i * POSITIONS] = from_key[i * POSITIONS];
+    if (!source.is_bf16) {
+        std::memcpy(to_value, from_value, static_cast<size_t>(source.padded) * 4);
+        return;
+    }
+    const auto* elements = reinterpret_cast<const uint16_t*>(from_value) + from % 2;
+    auto* placed = reinterpret_cast<uint16_t*>(to_value) + to % 2;
+    for (long i = 0; i < source.padded; i++) placed[2 * i] = elements[2 * i];
 }
 
 }  // namespace
 
-void copy(const Kernels& kernels, const Store& source, Store& target, const int64_t* positions, long count, long start) {
-    const size_t size = static_cast<size_t>(source.heads * count * source.dim) * (source.is_bf16 ? 2 : 4);
-    std::vector<char> k(size), v(size);
-    kernels.read(source, positions, count, k.data(), v.data());
-    target.prepare(start, count);
-    kernels.write(target, start, {k.data(), source.dim, count * source.dim}, {v.data(), source.dim, count * source.dim},
-                  nullptr, count);
+void copy(const std::vector<Store*>& sources, const std::vector<Store*>& targets, const int64_t* positions, long count,
+          long start) {
+    const long heads = sources[0]->heads;
+    for (Store* target : targets) target->prepare(start, count);
+    parallel(static_cast<long>(sources.size()) * heads, [&](long i) {
+        const size_t layer = static_cast<size_t>(i / heads);
+        for (long n = 0; n < count; n++)
+            copy_position(*sources[layer], i % heads, positions[i * count + n], *targets[layer], start + n);
+    });
 }
 
-void remainder(const Kernels& kernels, Store& part, long length, long rows, long heads, const void* q, const void* whole,
-               const float* whole_lse, float* out) {
-    // The rows' own keys and values are the last ones: read them, and pass them as a chain that follows the others.
-    const long dim = part.dim, size = part.is_bf16 ? 2 : 4, held = part.heads * rows;
-    std::vector<int64_t> last(static_cast<size_t>(held));
-    for (long i = 0; i < held; i++) last[static_cast<size_t>(i)] = length - rows + i % rows;
-    std::vector<char> k(static_cast<size_t>(held * dim * size)), v(k.size());
-    std::vector<char> part_out(static_cast<size_t>(rows * heads * dim * size));
-    std::vector<float> lse(static_cast<size_t>(rows * heads));
-    std::vector<int32_t> parent(static_cast<size_t>(rows));
-    for (long i = 0; i < rows; i++) parent[static_cast<size_t>(i)] = static_cast<int32_t>(i - 1);
-    kernels.read(part, last.data(), rows, k.data(), v.data());
-    const Attention attention = {&part, length - rows, rows, heads, q, {k.data(), dim, rows * dim},
-                                 {v.data(), dim, rows * dim}, parent.data(), 1.0f / std::sqrt(static_cast<float>(dim)),
-                                 0, nullptr, part_out.data(), lse.data()};
-    kernels.attention(&attention, 1);
-    for (long h = 0; h < rows * heads; h++, out += dim + 1) {
-        const float share = std::exp(lse[static_cast<size_t>(h)] - whole_lse[h]), left = 1.0f - share;
-        const bool is_negligible = !(left >= NEGLIGIBLE_SHARE);
-        for (long i = 0; i < dim; i++)
-            out[i] = is_negligible ? 0.0f
-                                 : (as_float(part.is_bf16, whole, h * dim + i) -
-                                    share * as_float(part.is_bf16, part_out.data(), h * dim + i)) / left;
-        out[dim] = is_negligible ? -std::numeric_limits<float>::infinity() : whole_lse[h] + std::log(left);
-    }
+void remainder(const Kernels& kernels, const std::vector<Store*>& parts, long length, const WholeAttention& whole, float* out) {
+    const long dim = parts[0]->dim, count = whole.rows * whole.heads;
+    const bool bf16 = parts[0]->is_bf16;
+    const size_t layer_bytes = static_cast<size_t>(count * dim) * (bf16 ? 2 : 4);
+    auto of_layer = [&](const void* rows, size_t layer) {
+        return static_cast<const char*>(rows) + static_cast<long>(layer) * whole.layer_rows * whole.heads * dim * (bf16 ? 2 : 4);
+    };
+    std::vector<char> part_out(parts.size() * layer_bytes);
+    std::vector<float> lse(parts.size() * static_cast<size_t>(count));
+    std::vector<int32_t> parent(static_cast<size_t>(whole.rows));
+    for (size_t i = 0; i < parent.size(); i++) parent[i] = static_cast<int32_t>(i) - 1;
+    std::vector<Attention> attentions;
+    for (size_t layer = 0; layer < parts.size(); layer++)
+        attentions.push_back({parts[layer], length - whole.rows, whole.rows, whole.heads, of_layer(whole.q, layer),
+                              {nullptr, 0, 0}, {nullptr, 0, 0}, parent.data(), 1.0f / std::sqrt(static_cast<float>(dim)), 0,
+                              nullptr, part_out.data() + layer * layer_bytes, lse.data() + layer * static_cast<size_t>(count)});
+    kernels.attention(attentions.data(), static_cast<long>(attentions.size()));
+    for (size_t layer = 0; layer < parts.size(); layer++)
+        kernels.subtract_part(bf16, of_layer(whole.out, layer), whole.lse + static_cast<long>(layer) * whole.layer_rows * whole.heads,
+                              part_out.data() + layer * layer_bytes, lse.data() + layer * static_cast<size_t>(count), count,
+                              dim, out + static_cast<long>(layer) * count * (dim + 1));
+}
+
+void learn_remainder(const Kernels& kernels, const std::vector<Store*>& parts, long length, const WholeAttention& whole,
+                     const void* content, RemainderFit& fit, float* maps) {
+    std::vector<float> remainders(static_cast<size_t>(fit.count * whole.rows * fit.n));
+    remainder(kernels, parts, length, whole, remainders.data());
+    const bool solves = !fit.is_solved || fit.held + whole.rows >= fit.room;
+    kernels.learn_rows(parts[0]->is_bf16, fit, {whole.rows, whole.heads, whole.layer_rows, content, remainders.data()}, solves,
+                       maps);
+    fit.held = solves ? 0 : fit.held + whole.rows;
+    fit.is_solved = true;
 }
 
 }  // namespace longdraft

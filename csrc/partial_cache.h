@@ -4,16 +4,30 @@
 
 #include "layout.h"
 
+#include <vector>
+
 namespace longdraft {
 
-// Copy the rows at positions [heads, count] of `source` to positions start, start + 1, ... of `target`.
-void copy(const Kernels& kernels, const Store& source, Store& target, const int64_t* positions, long count, long start);
+// Copy the rows at positions [layers, heads, count] of each source to positions start, start + 1, ... of its target.
+void copy(const std::vector<Store*>& sources, const std::vector<Store*>& targets, const int64_t* positions, long count,
+          long start);
 
-// The remainder of the text's last rows, which are also the last of the `length` positions of `part`: full attention minus
-// the attention to the positions of `part` up to the row's own.
-//   q, whole [rows, heads, dim], whole_lse [rows, heads] float32: queries, outputs and log-sum-exp of full attention
-//   -> out [rows, heads, dim + 1]: an output and its log-sum-exp, which is -infinity where nothing remains
-void remainder(const Kernels& kernels, Store& part, long length, long rows, long heads, const void* q, const void* whole,
-               const float* whole_lse, float* out);
+// The attention to the full cache of the text's last rows: of all layers, [layers, rows, heads, dim] elements, and
+// [layers, rows, heads] log-sum-exps. The layers are `layer_rows` rows apart.
+struct WholeAttention {
+    long rows, heads, layer_rows;
+    const void *q, *out;
+    const float* lse;
+};
+
+// The remainder of these rows, which are also the last of the `length` positions of `parts`: full attention minus the
+// attention to the positions of `parts` up to the row's own. `parts` have one shape.
+//   -> out [layers, rows, heads, dim + 1]: an output and its log-sum-exp, which is -infinity where nothing remains
+void remainder(const Kernels& kernels, const std::vector<Store*>& parts, long length, const WholeAttention& whole, float* out);
+
+// The same, and the fit to them, whose maps [layers, heads, dim + 1, dim + 1] change.
+//   content  [layers, rows, heads, dim], as `whole`
+void learn_remainder(const Kernels& kernels, const std::vector<Store*>& parts, long length, const WholeAttention& whole,
+                     const void* content, RemainderFit& fit, float* maps);
 
 }  // namespace longdraft

@@ -93,6 +93,16 @@ void attention(const Attention* texts, long count) {
     texts->store->is_bf16 ? attention_as<BF16>(texts, count) : attention_as<F32>(texts, count);
 }
 
+void learn_rows(bool bf16, const RemainderFit& f, const RemainderRows& rows, bool solves, float* fit) {
+    bf16 ? learn_rows_as<BF16>(f, rows, solves, fit) : learn_rows_as<F32>(f, rows, solves, fit);
+}
+
+void subtract_part(bool bf16, const void* whole, const float* whole_lse, const void* part, const float* part_lse, long count,
+                   long dim, float* out) {
+    bf16 ? subtract_part_as<BF16>(whole, whole_lse, part, part_lse, count, dim, out)
+         : subtract_part_as<F32>(whole, whole_lse, part, part_lse, count, dim, out);
+}
+
 void delta(bool bf16, const DeltaLayer& layer, const DeltaText* texts, long count) {
     bf16 ? delta_as<BF16>(layer, texts, count) : delta_as<F32>(layer, texts, count);
 }
@@ -115,7 +125,7 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, mxfp4::pack, quantise_int4, products, embed, take_rows,
                        rms_norm, add, swiglu, gate, rope, write, read, weights, attention, map_remainder, scale,
-                       fit_remainder, delta, rms_norm_float, geglu, soft_cap_all,
+                       learn_rows, subtract_part, delta, rms_norm_float, geglu, soft_cap_all,
                        clamped_swiglu, route, sigmoid_all, add_weighted, narrow};
 
 }  // namespace LONGDRAFT_VARIANT

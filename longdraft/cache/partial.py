@@ -38,7 +38,7 @@ from torch import Tensor
 
 from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
-from longdraft.cache.remainder import Remainder
+from longdraft.cache.remainder import RemainderFit, new_fit
 from longdraft.errors import check
 from longdraft.kernels import AttentionOutput, Kernels, LayersKV
 from longdraft.kernels.native_draft import DraftStores
@@ -92,7 +92,7 @@ class PartialCache:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
-        self._fits: list[Remainder] = []  # fit the remainder to verified rows: of all layers, or of one each
+        self._fits: list[RemainderFit] = []  # fit the remainder to verified rows: of all layers, or of one each
         self._remainder: Tensor | tuple[Tensor, ...] | None = None  # the current fit, as the kernels take it
         self._size = size
         self._selection = selection or row_selection.heavy_hitters(size.selected, size.sinks, size.recent)
@@ -178,10 +178,8 @@ class PartialCache:
         groups = [(stores, whole)] if is_uniform else [
             ([store], whole.alone(layer, store.shape[1])) for layer, store in enumerate(stores)]
         if not self._fits:
-            sizes = [(len(part.content), part.content.shape[2], part.content.shape[3]) for _, part in groups]
-            self._fits = [Remainder(*size, whole.content.device) for size in sizes]
-        maps = [fit.learn(part.content, self._kernels.remainder(own, self._rows.length, part))
-                for fit, (own, part) in zip(self._fits, groups, strict=True)]
+            self._fits = [new_fit(self._kernels, own, part.lse.shape[2]) for own, part in groups]
+        maps = [fit.update(own, self._rows.length, part) for fit, (own, part) in zip(self._fits, groups, strict=True)]
         return self._with_sinks(maps[0]) if is_uniform else tuple(each[0] for each in maps)
 
     def _with_sinks(self, maps: Tensor) -> Tensor:

@@ -14,11 +14,14 @@ right from 0.76 (every draft uses the last row's remainder) to 0.9 (docs/noteboo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longdraft.kernels import native
+from longdraft.kernels import AttentionOutput, Kernels, KVStore
+from longdraft.kernels.native_remainder import CompiledRemainder, FitRules, supports
 
 _DECAY_ROWS = 128.0  # rows after which a row's weight is 1 / e
 _RIDGE = 0.05  # ridge penalty, relative to the queries' mean variance
@@ -27,15 +30,36 @@ _LEAST_SPREAD = 1e-3  # of the queries' mean square
 _LAST_ERROR = 0.4  # share of the last row's error that is added
 _FIT_EVERY = 32  # rows between two solutions of the normal equations
 _LOG_ZERO = -1e30  # log-sum-exp of no keys
-_RULES = native.FitRules(_DECAY_ROWS, _RIDGE, _RIDGE_ROWS, _LEAST_SPREAD, _LOG_ZERO)
+_RULES = FitRules(_FIT_EVERY, _DECAY_ROWS, _RIDGE, _RIDGE_ROWS, _LEAST_SPREAD, _LAST_ERROR, _LOG_ZERO)
+
+
+class RemainderFit(Protocol):
+    """The fit of one partial cache."""
+
+    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
+        """Add verified rows. Returns the function [L, H, D + 1, D + 1] for the next drafts; the next call changes it.
+
+        The arguments are those of `Kernels.remainder`.
+        """
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def new_fit(kernels: Kernels, stores: Sequence[KVStore], num_heads: int) -> RemainderFit:
+    """The fit for a partial cache in these stores, which have one shape."""
+    if supports(stores):
+        return CompiledRemainder(stores, num_heads, _RULES)
+    return Remainder(kernels, len(stores), num_heads, stores[0].shape[1])
 
 
 class Remainder:
-    """The fit of one partial cache."""
+    """The fit with PyTorch, on any device. `CompiledRemainder` is its fast twin on a CPU."""
 
-    def __init__(self, num_layers: int, num_heads: int, head_dim: int, device: torch.device) -> None:
+    def __init__(self, kernels: Kernels, num_layers: int, num_heads: int, head_dim: int) -> None:
+        self._kernels = kernels
         self._shape = (num_layers, num_heads, head_dim + 1, head_dim + 1)
-        count = num_layers * num_heads
+        count, device = num_layers * num_heads, kernels.device
         # Decayed sums over rows of x^T x and x^T y with x = (u, 1) and y = r; and the solution (W, b) [L H, D+1, D+1].
         self._gram, self._cross, self._fit = (torch.zeros(count, *self._shape[2:], device=device) for _ in range(3))
         self._base = self._fit[:, -1:].clone()  # b, to which the last row's error is added
@@ -46,8 +70,12 @@ class Remainder:
     def nbytes(self) -> int:
         return self._gram.nbytes + self._cross.nbytes + self._fit.nbytes
 
+    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
+        """See RemainderFit."""
+        return self.learn(whole.content, self._kernels.remainder(stores, length, whole))
+
     def learn(self, content: Tensor, remainders: Tensor) -> Tensor:
-        """Add verified rows. Returns the function [L, H, D + 1, D + 1] for the next drafts; the next call changes it.
+        """`update` with rows whose remainders are known.
 
         content     the rows' queries before rotation [L, T, H, D]
         remainders  the rows' exact remainders [L, T, H, D + 1], from `Kernels.remainder`
@@ -70,11 +98,8 @@ class Remainder:
     def _fit_to_new_rows(self) -> Tensor:
         x, y = (torch.cat(parts, 1) for parts in zip(*self._new, strict=True))
         self._new.clear()
-        fit = native.fit_remainder(_RULES, x, y, self._gram, self._cross)
-        if fit is None:
-            self._add(x, y)
-            fit = self._solve()
-        return fit
+        self._add(x, y)
+        return self._solve()
 
     def _add(self, x: Tensor, y: Tensor) -> None:
         """Add rows to the sums."""

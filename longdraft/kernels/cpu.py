@@ -19,6 +19,7 @@ from longdraft.kernels.cpu_decoder import CpuDecoder
 from longdraft.kernels.cpu_store import (
     CpuLinear,
     CpuStore,
+    WholeAttention,
     address,
     are_layers,
     native_stores,
@@ -263,17 +264,9 @@ class CpuKernels:
         self.native.copy(source, target, positions.data_ptr(), count, start)
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
-        num_layers, rows, heads, dim = whole.queries.shape
-        q, output, lse = (part.contiguous() for part in (whole.queries, whole.output, whole.lse))
-        require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
-        native = native_stores(self.dtype, stores, num_layers)
-        fits = all(store.dim == dim and heads % store.heads == 0 and 0 < rows <= length <= store.capacity
-                   for store in native)
-        require(fits, f"query heads of {dim} in groups of KV heads, and rows within the stores' positions",
-                (heads, length))
-        remainder = torch.empty(num_layers, rows, heads, dim + 1)
-        self.native.remainder(native, length, rows, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(),
-                              remainder.data_ptr())
+        rows = WholeAttention.of(self.dtype, stores, length, whole)
+        remainder = torch.empty(len(stores), rows.rows, rows.heads, whole.queries.shape[3] + 1)
+        self.native.remainder(*rows.arguments(length), remainder.data_ptr())
         return remainder
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:

@@ -9,11 +9,12 @@ import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import STORE_BLOCK, KVStore
+from longdraft.kernels.interface import STORE_BLOCK, AttentionOutput, KVStore
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
@@ -47,8 +48,7 @@ class CpuStore:
 
     def __init__(self, kernels: _cpu.Kernels, dtype: torch.dtype, num_kv_heads: int, head_dim: int,
                  score_cap: float = 0.0) -> None:
-        self._kernels = kernels
-        self._dtype = dtype
+        self.kernels, self.dtype = kernels, dtype
         self._heads, self._dim = num_kv_heads, head_dim
         self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim, score_cap)
 
@@ -63,14 +63,14 @@ class CpuStore:
         k, v = self.as_rows(k), self.as_rows(v)
         require(start >= 0 and len(k) == len(v), "a start of 0 or more and as many values as keys",
                  (start, k.shape, v.shape))
-        self._kernels.write(self.native, start, 0, len(k), *strided(k), *strided(v), len(k))
+        self.kernels.write(self.native, start, 0, len(k), *strided(k), *strided(v), len(k))
 
     def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
         self.write(start, k.transpose(0, 1), v.transpose(0, 1))
 
     def as_rows(self, x: Tensor) -> Tensor:
         """Check x [T, Hkv, D] and convert it to the store's dtype, with contiguous heads; a view where possible."""
-        x = x.to(self._dtype)
+        x = x.to(self.dtype)
         require(x.shape[1:] == (self._heads, self._dim), f"[T, {self._heads}, {self._dim}]", x.shape)
         return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -80,18 +80,18 @@ class CpuStore:
         if positions.numel():
             low, high = (int(bound) for bound in positions.aminmax())
             require(low >= 0 and high < self.native.capacity, f"positions below {self.native.capacity}", (low, high))
-        k = torch.empty(*positions.shape, self._dim, dtype=self._dtype)
+        k = torch.empty(*positions.shape, self._dim, dtype=self.dtype)
         v = torch.empty_like(k)
-        self._kernels.read(self.native, positions.data_ptr(), positions.shape[1], k.data_ptr(), v.data_ptr())
+        self.kernels.read(self.native, positions.data_ptr(), positions.shape[1], k.data_ptr(), v.data_ptr())
         return k, v
 
     def weights(self, queries: Tensor, length: int) -> Tensor:
-        queries = queries.to(self._dtype).contiguous()
+        queries = queries.to(self.dtype).contiguous()
         num, heads, dim = queries.shape
         require(dim == self._dim and heads % self._heads == 0, "queries [Q, H, D] of the store's heads", queries.shape)
         require(0 < length <= self.native.capacity, f"1 to {self.native.capacity} positions", length)
         out = torch.empty(self._heads, length)
-        self._kernels.weights(self.native, length, queries.data_ptr(), num, heads, 1 / math.sqrt(dim), out.data_ptr())
+        self.kernels.weights(self.native, length, queries.data_ptr(), num, heads, 1 / math.sqrt(dim), out.data_ptr())
         return out
 
     def append(self, source: KVStore, first: int, count: int) -> None:
@@ -156,3 +156,43 @@ def remainder_address(remainder: Tensor | None, shape: tuple[int, ...]) -> int:
     if remainder is not None:
         require_tensor("a remainder", remainder, shape, torch.float32)
     return address(remainder)
+
+
+class WholeAttention(NamedTuple):
+    """The attention of the last rows of a text to the full cache, in all layers, beside stores of a partial cache.
+
+    layer_rows  rows from a layer to the next one
+    """
+
+    stores: list[_cpu.Store]
+    rows: int
+    heads: int
+    layer_rows: int
+    queries: Tensor
+    output: Tensor
+    lse: Tensor
+    content: Tensor
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> WholeAttention:
+        """Checked. The stores have `length` positions; the rows are the last of them."""
+        num_layers, rows, heads, dim = whole.queries.shape
+        layer_rows = whole.lse.stride(0) // heads
+        strides = (layer_rows * heads * dim, heads * dim, dim, 1)
+        are_apart = all(part.stride() == strides for part in (whole.queries, whole.output, whole.content))
+        if not are_apart or whole.lse.stride() != (layer_rows * heads, heads, 1):
+            whole, layer_rows = AttentionOutput(*(part.contiguous() for part in whole)), rows
+        q, output, lse, content = whole
+        fits = all(part.dtype == dtype and part.shape == q.shape for part in (q, output, content))
+        require(fits and lse.dtype == torch.float32 and lse.shape == q.shape[:3], f"rows of {dtype}", q.dtype)
+        native = native_stores(dtype, stores, num_layers)
+        fits = all((store.heads, store.dim) == (native[0].heads, dim) and 0 < rows <= length <= store.capacity
+                   for store in native) and heads % native[0].heads == 0
+        require(fits, f"query heads of {dim} in groups of KV heads, and rows within the stores' positions",
+                (heads, length))
+        return cls(native, rows, heads, layer_rows, q, output, lse, content)
+
+    def arguments(self, length: int) -> tuple[list[_cpu.Store], int, int, int, int, int, int, int]:
+        """As the compiled module takes them."""
+        return (self.stores, length, self.rows, self.heads, self.layer_rows, self.queries.data_ptr(),
+                self.output.data_ptr(), self.lse.data_ptr())

@@ -154,8 +154,9 @@ class AttentionOutput(NamedTuple):
         return AttentionOutput(q, output, self.lse[layer : layer + 1], content)
 
     def rows(self, rows: Sequence[int]) -> AttentionOutput:
-        """These rows, of several layers."""
-        return self.cut(list(rows))
+        """These rows, of several layers; views if they follow one another, as those of a chain do."""
+        run = range(rows[0], rows[0] + len(rows))
+        return self.cut(slice(run.start, run.stop or None) if list(rows) == list(run) else list(rows))
 
     def last(self, count: int) -> AttentionOutput:
         """The last `count` rows, of several layers."""

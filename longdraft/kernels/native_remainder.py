@@ -1,0 +1,61 @@
+"""The remainder of a partial cache in one call of the compiled module (csrc/partial_cache.h, csrc/fit.h).
+
+The exact remainders of new rows, the sums over them and the solution for all layers and heads. The PyTorch code in
+longdraft/cache/remainder.py computes the same up to rounding, in some fifty operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.cpu_store import CpuStore, WholeAttention, require
+from longdraft.kernels.interface import AttentionOutput, KVStore
+
+with suppress(ImportError):
+    from longdraft.kernels import _cpu
+
+
+class FitRules(NamedTuple):
+    """The constants of longdraft/cache/remainder.py, where each is described."""
+
+    fit_every: int
+    decay_rows: float
+    ridge: float
+    ridge_rows: float
+    least_spread: float
+    last_error: float
+    log_zero: float
+
+
+def supports(stores: Sequence[KVStore]) -> bool:
+    """Whether `CompiledRemainder` can read these stores."""
+    return all(isinstance(store, CpuStore) for store in stores)
+
+
+class CompiledRemainder:
+    """The twin of `Remainder` in longdraft/cache/remainder.py, for stores of one shape."""
+
+    def __init__(self, stores: Sequence[KVStore], num_heads: int, rules: FitRules) -> None:
+        first = stores[0]
+        assert isinstance(first, CpuStore)
+        self._kernels, self._dtype = first.kernels, first.dtype
+        n = first.shape[1] + 1
+        self._maps = torch.zeros(len(stores), num_heads, n, n)
+        self._fit = _cpu.RemainderFit(len(stores) * num_heads, n, *rules)
+
+    @property
+    def nbytes(self) -> int:
+        return self._maps.nbytes + self._fit.nbytes
+
+    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
+        rows = WholeAttention.of(self._dtype, stores, length, whole)
+        shape = (len(stores), rows.heads, stores[0].shape[1] + 1)
+        require(shape == self._maps.shape[:3], f"stores and heads {tuple(self._maps.shape[:3])}", shape)
+        self._kernels.learn_remainder(*rows.arguments(length), rows.content.data_ptr(), self._fit,
+                                      self._maps.data_ptr())
+        return self._maps
