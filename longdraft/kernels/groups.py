@@ -24,6 +24,7 @@ from torch import Tensor
 from longdraft.kernels.int4 import GROUP, Int4Weight, quantised_rows
 
 COMMON_GROUPS = 8  # groups that share a scale
+_LARGEST = 127  # magnitude of whole numbers of 8 bits
 _OFFSET = {4: 0, 5: 16, 6: 32, 8: 128}  # by bits; 5 bits with least values: 0
 
 
@@ -141,6 +142,19 @@ class BlockRows(NamedTuple):
     def rows(self, which: Tensor) -> BlockRows:
         """Some of the rows."""
         return BlockRows(self.addresses[which], self.types[which], self.columns, self.owners)
+
+
+def quantise(weight: Tensor) -> GroupedWeight:
+    """A weight [N, K] of any floating dtype in 8 bits, symmetric and rounded to nearest; K is a multiple of 32.
+
+    A group with NaN or infinity gets the scale NaN.
+    """
+    parts = weight.float().view(len(weight), -1, GROUP)
+    largest = parts.abs().amax(2)
+    scale = torch.where(largest.isfinite(), largest / _LARGEST, torch.nan).half()
+    divisors = torch.where(scale > 0, scale.float(), torch.inf)[..., None]  # a division by infinity gives 0, or NaN
+    values = (parts / divisors).nan_to_num_(0.0).round_().clamp_(-_LARGEST, _LARGEST) + _OFFSET[8]
+    return GroupedWeight(values.to(torch.uint8).view(weight.shape), scale, None, 8)
 
 
 def dequantise(weight: GroupedWeight) -> Tensor:

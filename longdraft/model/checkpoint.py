@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from longdraft.errors import ModelError
-from longdraft.kernels import Kernels, LayerWeights, Linear
+from longdraft.kernels import Kernels, LayerWeights, Linear, groups
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.cpu_store import CpuLinear
 from longdraft.kernels.delta import DeltaWeights
+from longdraft.kernels.int4 import GROUP
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, Mlp, QuantisedWeight
 from longdraft.machine import return_free_memory
@@ -91,20 +92,23 @@ def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
     """A copy of `target` with quantised matrices, read from its files again, for drafts that the target verifies.
 
     quantize  int8 | int4, for the layers; the head is int8 with both
-    packed    as for `load_transformer`
+    packed    as for `load_transformer`. Without it, an int8 copy has layers with a scale for each 32 inputs on a CPU:
+              their products are those of whole numbers, which take half the time where weights stay in caches
 
     The copy shares the target's embedding table. Rows of its KV cache have the target's layout. Raises ModelError if
     the target's weights are divided among ranks.
     """
-    return Loader(files, target.whole, target.kernels, quantize, packed).transformer(target.weights)
+    return Loader(files, target.whole, target.kernels, quantize, packed, drafts=True).transformer(target.weights)
 
 
 class Loader:
     """Reads and packs the matrices of a checkpoint that `require_tensors` has accepted."""
 
     def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
-                 packed: PackedFile | None) -> None:
+                 packed: PackedFile | None, drafts: bool = False) -> None:
+        """drafts: the model is a draft copy, whose products need not be those of a target."""
         self._packed = packed
+        self._in_groups = drafts and quantize == "int8" and not packed and isinstance(kernels, CpuKernels)
         self._files, self._whole, self._kernels, self._quantize = files, config, kernels, quantize
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
@@ -247,7 +251,10 @@ class Loader:
                 packed = self._files.mxfp4(names)
                 if packed is not None:
                     return self._kernels.pack_mxfp4(packed, bias)
-            return self._kernels.pack(exact() or read("weight", self._dtype), bias, quantize=self._format)
+            weight = exact() or read("weight", self._dtype)
+            if self._in_groups and isinstance(weight, Tensor) and weight.shape[1] % GROUP == 0:
+                weight = groups.quantise(weight)
+            return self._kernels.pack(weight, bias, quantize=self._format)
 
         if self._packed:
             rows = sum(sum(segments) for _, segments in stacked.parts)

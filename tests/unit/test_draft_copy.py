@@ -7,9 +7,11 @@ import logging
 import pytest
 
 import longdraft
+from helpers.checkpoints import make_checkpoint
 from helpers.families import make_family
 from longdraft.drafters.chain import Chain
 from longdraft.errors import UsageError
+from longdraft.kernels import native
 from longdraft.model import draft_copy
 
 PARAMS = longdraft.SamplingParams(max_new_tokens=48, seed=3, temperature=1.0, min_p=0.05, ignore_eos=True)
@@ -63,6 +65,22 @@ def test_auto_makes_a_copy_of_large_weights_only(tiny, monkeypatch):
     assert longdraft.load(str(tiny["mha"]), drafter="suffix").loaded.draft_copy is None, "suffix drafts without weights"
     quantised = longdraft.load(str(tiny["mha"]), drafter="magicdec", quantize="int4")
     assert quantised.loaded.draft_copy is None, "the target is as small as its copy"
+
+
+@pytest.mark.skipif(not native.variants(), reason="the compiled kernels are missing")
+def test_an_int8_copy_has_a_scale_for_each_32_inputs_and_an_int8_target_has_not(tmp_path, monkeypatch):
+    """The copy drafts a whole chain in one call, and most of its guesses are right."""
+    make_checkpoint(tmp_path, hidden_size=64, intermediate_size=96)
+    path = str(tmp_path)
+    plain, _ = text_of(longdraft.load(path, drafter="plain"))
+    monkeypatch.setattr(Chain, "_step_by_step", None)
+    engine = longdraft.load(path, drafter="magicdec", drafter_options={"draft_weights": "int8"})
+    found, stats = text_of(engine)
+    assert found == plain and stats["mean_accepted_length"] > 3
+    target = longdraft.load(path, drafter="plain", quantize="int8").loaded.target
+    for model, is_grouped in ((engine.loaded.draft_copy, True), (target, False)):
+        weights = (model.weights.layers[0].qkv, model.weights.layers[1].down, model.weights.head)
+        assert [weight.native.is_grouped for weight in weights] == [is_grouped, is_grouped, False]
 
 
 def test_a_request_may_draft_with_the_targets_own_weights(tiny):

@@ -55,6 +55,17 @@ def numbers(kind: str, rows: int = 70, columns: int = WIDTH) -> GroupedWeight:
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+def test_a_weight_rounded_to_8_bits_is_off_by_half_a_step_at_most():
+    weight = torch.randn(70, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[3] = 0
+    found = groups.quantise(weight)
+    error = (groups.dequantise(found) - weight.float()).view(70, 3, 32).abs()
+    assert (error <= 0.501 * found.scale.float()[..., None] + 127 * found.scale.float()[..., None] / 2048).all()
+    assert not groups.dequantise(found)[3].any()
+    weight[5, 40] = torch.inf
+    assert groups.quantise(weight).scale.isnan().nonzero().tolist() == [[5, 1]]
+
+
 @every_kernel
 @every_kind
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
