@@ -120,7 +120,7 @@ class Book:
                 began, now = getattr(found, name), getattr(state, name)
                 if began != now:
                     raise UsageError(f"the book in {folder} was begun with another {_WORDS[name]}"
-                                     f"{_difference(began, now)}; give what it was begun with, or another --folder")
+                                     f"{_difference(began, now)}; give the first one again, or another --folder")
             state = found
         try:
             folder.mkdir(parents=True, exist_ok=True)

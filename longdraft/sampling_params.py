@@ -297,8 +297,10 @@ def _check_left_out(params: SamplingParams, samplers: Sequence[str]) -> None:
 
 
 def _check_texts(name: str, texts: object) -> None:
-    check(isinstance(texts, tuple) and all(isinstance(text, str) and text for text in texts), name, texts,
-          "a tuple of non-empty texts")
+    check(isinstance(texts, tuple), name, texts, "a tuple of non-empty texts")
+    assert isinstance(texts, tuple)
+    for text in texts:
+        check(isinstance(text, str) and bool(text), name, text, "non-empty texts")
 
 
 def _check_bias(pairs: object) -> None:

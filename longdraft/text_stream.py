@@ -100,7 +100,7 @@ class TextStream:
             part = tokens[start : start + _REPLAYED]
             new = self.push(part).pieces if self.finish_reason is None else ()
             if len(new) < len(part):
-                raise JournalError("the journal holds tokens behind the text's end; it cannot be used")
+                raise JournalError("the journal holds tokens after the end of the text; it cannot be used")
             pieces += new
             yield
 

@@ -74,7 +74,7 @@ class BatchPlan(NamedTuple):
         least = longest + max(self.texts) - 1
         if len(self.ids) < least:
             raise UsageError(f"the prompt file has {len(self.ids)} tokens; allowed: {least} or more, for "
-                             f"{max(self.texts)} texts behind {longest} tokens each")
+                             f"{max(self.texts)} texts after {longest} tokens each")
         if longest + self.num_new > limit:
             raise UsageError(f"--contexts, --turn and --repeats come to {longest + self.num_new} positions; allowed: "
                              f"{limit} (the model's context limit)")

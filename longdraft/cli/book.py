@@ -27,9 +27,9 @@ def book(
     premise_file: Annotated[str | None, option("Read the premise from a UTF-8 file; '-' is stdin.", FILES)] = None,
     folder: Annotated[Path, option("Folder for the outline, the journals and the book.", FILES)] = Path("book"),
     chapters: Annotated[int, option("Number of chapters, 1 to 200.", FILES)] = 10,
-    words: Annotated[int, option("Words of a chapter, about, 50 to 20000.", FILES)] = 1500,
-    outline_only: Annotated[bool, option("Stop behind the outline, which you can edit in BOOK.json. The same command "
-                                         "without this option goes on.", FILES, "--outline-only")] = False,
+    words: Annotated[int, option("Approximate number of words in a chapter, 50 to 20000.", FILES)] = 1500,
+    outline_only: Annotated[bool, option("Stop after the outline, which you can edit in BOOK.json. The same command "
+                                         "without this option continues.", FILES, "--outline-only")] = False,
     chat_option: options.ChatOption = None,
     quiet: options.Quiet = False,
     *,
@@ -38,7 +38,7 @@ def book(
                                 SAMPLING)] = 0,
     sampling: Sampling,
 ) -> int:
-    """Write a book from PREMISE. Start the same command again to go on after any interruption.
+    """Write a book from PREMISE. Start the same command again to continue after an interruption.
 
     The folder has BOOK.json with the outline, a journal for each chapter, book.md and book.epub. The same premise,
     model, settings and seed give the same book.
@@ -63,7 +63,7 @@ def book(
                     print(f"longdraft: outline of {len(found.state.chapters)} chapters in {folder / 'BOOK.json'}",
                           file=sys.stderr)
         except Interrupted:
-            print(f"longdraft: interrupted; the same command goes on with the book in {folder}", file=sys.stderr)
+            print(f"longdraft: interrupted; the same command continues the book in {folder}", file=sys.stderr)
             return 128 + interrupt.number
     if not quiet and not outline_only:
         print(f"longdraft: the book is in {folder / 'book.md'} and {folder / 'book.epub'}", file=sys.stderr)

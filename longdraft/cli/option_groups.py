@@ -38,7 +38,7 @@ _SAMPLERS: dict[str, tuple[Any, str]] = {
     "top_n_sigma": (float, "Keep logits within this many standard deviations of the highest; 0: off."),
     "xtc_probability": (float, "XTC: how often the top choices are excluded, 0 to 1; 0: off."),
     "xtc_threshold": (float, "XTC: probability from which a token is a top choice; above 0.5: off."),
-    "temperature_last": (bool, "Apply the temperature behind the filters, as llama.cpp does."),
+    "temperature_last": (bool, "Apply the temperature after the filters, as llama.cpp does."),
     "dynatemp_range": (float, "Temperature plus or minus this, by the entropy; needs --temperature-last; 0: off."),
     "dynatemp_exponent": (float, "Exponent of the entropy in dynamic temperature."),
     "ban": (list[str], "Phrase that the text must not contain, in any letter case, or a UTF-8 file with one on each "
@@ -46,11 +46,11 @@ _SAMPLERS: dict[str, tuple[Any, str]] = {
     "json_schema": (Path, "The text is JSON that matches this JSON schema, a file (extra: structured)."),
     "regex": (str, "The text matches this regular expression as a whole (extra: structured)."),
     "grammar": (Path, "The text matches this grammar, a file in Lark's or llama.cpp's notation (extra: structured)."),
-    "structured_after": (str, "Text behind which --json-schema, --regex or --grammar begins, such as </think>."),
+    "structured_after": (str, "Text after which --json-schema, --regex or --grammar begins, such as </think>."),
 }
 _SHOWN = {"dry_sequence_breaker": "line break, colon, quote and asterisk", "typical_p": "the model's, else 1",
           "no_repeat_ngram_size": "the model's, else 0", "ban": "none", "json_schema": "any text",
-          "regex": "any text", "grammar": "any text", "structured_after": "the end of a thinking that the prompt opens"}
+          "regex": "any text", "grammar": "any text", "structured_after": "the end of thinking that the prompt opens"}
 
 
 def _annotation(name: str) -> Any:

@@ -42,13 +42,13 @@ DrafterName = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, med
                                     "eagle or triforce.", RUNNING, "--drafter")]
 DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter (see docs/drafters.md). Repeatable.",
                                                    RUNNING, "--drafter-option")]
-HeadsSource = Annotated[str | None, option("Folder or hub id of trained heads or a glide layer.", RUNNING, "--heads",
-                                           show_default="the model's")]
+HeadsSource = Annotated[str | None, option("Folder or hub id of trained heads, an EAGLE head or a glide layer.",
+                                           RUNNING, "--heads", show_default="the model's")]
 Device = Annotated[str, option("auto (a GPU if there is one), cpu or cuda.", RUNNING, "--device")]
 Dtype = Annotated[str, option("auto (the checkpoint's; float16 becomes bfloat16 on the CPU), float32, bfloat16, or on "
                               "CUDA float16.", RUNNING, "--dtype")]
-Quantize = Annotated[str, option("none, int8 or int4: weights in half or a third of the memory; file: those of a "
-                                 "quantised file with its numbers. The text differs from the unquantised model's.",
+Quantize = Annotated[str, option("none, int8 or int4: weights in half or a third of the memory; file: keep the numbers "
+                                 "of a quantised file. The text differs from the unquantised model's.",
                                  RUNNING, "--quantize")]
 QuantizedCache = Annotated[str | None, option("Folder that keeps quantised weights for the next start, or none.",
                                               RUNNING, "--quantized-cache", envvar="LONGDRAFT_QUANTIZED_CACHE",
@@ -73,8 +73,8 @@ TopP = Annotated[float | None, _of_model("Keep the likeliest tokens with this to
 MinP = Annotated[float | None, _of_model("Keep tokens with at least this fraction of the highest probability.", "0",
                                          "--min-p")]
 EtaCutoff = Annotated[float | None, _of_model("Entropy-dependent probability cutoff; 0: off.", "0", "--eta-cutoff")]
-MinTokensToKeep = Annotated[int | None, option("Tokens that --min-p and --eta-cutoff keep at least.", SAMPLING,
-                                               "--min-tokens-to-keep", show_default="1")]
+MinTokensToKeep = Annotated[int | None, option("Smallest number of tokens that --min-p and --eta-cutoff keep.",
+                                               SAMPLING, "--min-tokens-to-keep", show_default="1")]
 RepetitionPenalty = Annotated[float | None, _of_model("Penalty on tokens in the penalty window; 1: off.", "1",
                                                       "--repetition-penalty")]
 PenaltyWindowLength = Annotated[int | None, option("Number of latest tokens that are penalised.", SAMPLING,
@@ -86,7 +86,7 @@ Fsync = Annotated[str, option("When the journal is synced to the disk, to surviv
 SnapshotMode = Annotated[str, option("Keep keys and values beside the journal, so that resuming reads a file, not the "
                                      "text: auto (on the CPU, after 10 seconds), never or always.", FILES,
                                      "--snapshot")]
-SnapshotMax = Annotated[float, option("GiB of a text's snapshot.", FILES, "--snapshot-max")]
+SnapshotMax = Annotated[float, option("Largest size of a text's snapshot in GiB.", FILES, "--snapshot-max")]
 Stop = Annotated[list[str] | None, option("Text that ends the generation. Repeatable.", SAMPLING, "--stop")]
 StopTokenId = Annotated[list[int] | None, option("Token id that ends the generation. Repeatable.", SAMPLING,
                                                  "--stop-token-id")]

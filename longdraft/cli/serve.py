@@ -25,7 +25,7 @@ def serve(
     port: Annotated[int, _env("Port; 0: any free one.", "PORT")] = 8000,
     api_key: Annotated[list[str] | None, option("Key required for everything except /health. Repeatable. Also "
                                                 "LONGDRAFT_API_KEY.", _SERVING, "--api-key")] = None,
-    api_key_file: Annotated[Path | None, _env("File of keys, one per line, each with a label behind it if you like.",
+    api_key_file: Annotated[Path | None, _env("File of keys, one per line, each followed by an optional label.",
                                               "API_KEY_FILE")] = None,
     certfile: Annotated[Path | None, _env("TLS certificate chain (PEM); the server then speaks HTTPS.",
                                           "CERTFILE")] = None,

@@ -208,7 +208,7 @@ def read_file(file: BinaryIO, path: Path) -> JournalContent:
     tokens, finish = array("i"), None
     for end, kind, payload in records:  # noqa: B007 - `end` is used after the loop
         if finish is not None:
-            raise UnusableJournalError(f"{path}: there are records behind the end of the text; it cannot be used")
+            raise UnusableJournalError(f"{path}: there are records after the end of the text; it cannot be used")
         if kind == RUN:
             runs.append(_typed(Run, _json(payload, path), path))
         elif kind == TOKENS:

@@ -206,7 +206,7 @@ def length(document: Record) -> Figure:
             _line(axes, _ends(found["buckets"]), [bucket[key] for bucket in found["buckets"]], drafter, place)
         axes.set_ylim(bottom=0)
     _legend(panels[-1])
-    figure.suptitle(f"behind {document['prefill']:,} tokens of prompt: {_machine(document)}")
+    figure.suptitle(f"after {document['prefill']:,} tokens of prompt: {_machine(document)}")
     return figure
 
 
@@ -278,7 +278,7 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, place: 
 
 def _finish(axes: Axes, text: MeasuredText) -> None:
     axes.set_ylim(bottom=0)
-    axes.set_title(f"behind {text.about['prefill']:,} tokens of prompt", fontsize=9)
+    axes.set_title(f"after {text.about['prefill']:,} tokens of prompt", fontsize=9)
     _legend(axes)
 
 

@@ -56,7 +56,7 @@ def text_sections(texts: Iterable[MeasuredText], session: Record) -> list[Sectio
     found = []
     for text in figures.main_texts(texts):
         sampling = ", ".join(f"{name} {text.about['sampling'][name]}" for name in _SHOWN_SAMPLING)
-        found.append(Section(f"Behind {text.about['prefill']:,} tokens of prompt", f"Sampling: {sampling}.",
+        found.append(Section(f"After {text.about['prefill']:,} tokens of prompt", f"Sampling: {sampling}.",
                              [(CAPTIONS[name], figure) for name, figure in figures.of_text(text, session)]))
     return found
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from longdraft.errors import UsageError
@@ -24,8 +34,26 @@ def check_utf8(text: str) -> str:
     try:
         require_text(text, "the text", "escape it as whole characters")
     except UsageError as error:
-        raise PydanticCustomError("utf8", "the text has half of a surrogate pair; send whole characters") from error
+        raise surrogate_error() from error
     return text
+
+
+def surrogate_error() -> PydanticCustomError:
+    return PydanticCustomError("utf8", "the text has half of a surrogate pair; send whole characters")
+
+
+def one_of(words: str) -> WrapValidator:
+    """For a union: one error, which says what is allowed. Pydantic reports one for each of the alternatives."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if "utf8" in {each["type"] for each in error.errors(include_url=False, include_input=False)}:
+                raise surrogate_error() from error
+            raise PydanticCustomError("one_of", "must be {words}", {"words": words}) from error
+
+    return WrapValidator(validate)
 
 
 Utf8Text = Annotated[str, AfterValidator(check_utf8)]
@@ -75,7 +103,9 @@ class SamplerFields(StrictModel):
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
     dry_range: int | None = None
-    dry_sequence_breakers: BreakerText | Stops | None = Field(default=None, description="A list, or a list as JSON.")
+    dry_sequence_breakers: Annotated[BreakerText | Stops | None, one_of(
+        f"at most {MAX_STOPS} texts of {MAX_STOP_LENGTH:,} characters, as a list or as JSON")] = Field(
+            default=None, description="A list, or a list as JSON.")
     no_repeat_ngram_size: int | None = None
     typical_p: float | None = None
     typical: float | None = None
@@ -95,13 +125,14 @@ class SamplerFields(StrictModel):
     response_format: AnyObject | None = Field(default=None, description="OpenAI's: text, json_object, json_schema.")
     structured_outputs: AnyObject | None = Field(
         default=None, description="vLLM's: an object with one of json, regex, choice, grammar.")
-    guided_json: AnyObject | StructureText | None = None
+    guided_json: Annotated[AnyObject | StructureText | None, one_of(
+        f"a JSON schema, as an object of at most {MAX_MEMBERS} members or as JSON")] = None
     guided_regex: StructureText | None = None
     guided_choice: Stops | None = None
     guided_grammar: StructureText | None = None
     json_schema: AnyObject | None = Field(default=None, description="llama.cpp's.")
     grammar: StructureText | None = Field(default=None, description="llama.cpp's GBNF, or Lark.")
     structured_after: Annotated[str, Field(max_length=MAX_PHRASE)] | None = Field(
-        default=None, description="The text behind which the structure begins, such as </think>.")
+        default=None, description="The text after which the structure begins, such as </think>.")
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None

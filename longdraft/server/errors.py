@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -78,13 +78,17 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
-def from_validation_error(first: Mapping[str, Any]) -> ApiError:
-    """The error of a body or a path: the first of pydantic's list. `param` is the name of the parameter."""
+def from_validation_error(first: Mapping[str, Any], extension: Container[str] = ()) -> ApiError:
+    """The error of a body or a path: the first of pydantic's list. `param` is the name of the parameter.
+
+    extension  names that are known in the object `longdraft` of a body
+    """
     location = [str(part)[:_MAX_NAME] for part in first["loc"] if part != "body"]
     context = first.get("ctx") or {}
     param = str(context.get("param") or ".".join(part for part in location if part.isidentifier())) or None
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown parameter {'.'.join(location)!r}; remove it", param=param,
+        cure = f'write "longdraft": {{"{param}": ...}}' if len(location) == 1 and param in extension else "remove it"
+        return ApiError(400, f"unknown parameter {'.'.join(location)!r}; {cure}", param=param,
                         code="unknown_parameter")
     message = first["msg"] if "param" in context else f"{'.'.join(location) or 'the body'}: {first['msg']}"
     code = "missing_parameter" if first["type"] == "missing" else "invalid_value"

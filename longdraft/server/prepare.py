@@ -242,7 +242,8 @@ class Preparer:
             return params
         except UsageError as error:
             param = _request_spelling(error.name, given, extension.model_fields_set)
-            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+            message = str(error).replace(f"{error.name} is ", f"{param} is ", 1)
+            raise ApiError(400, message, param=param, code="invalid_value") from error
 
     def _engine_with(self, drafter: str | None, options: Mapping[str, Any] | None) -> Engine:
         """The engine with the drafter of a request."""

@@ -106,8 +106,7 @@ def run_server(engine: Engine, settings: ServerSettings) -> int:
                   warning="anyone who can reach this port can use the server")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     server = HttpServer(App(engine, settings), settings)
-    _freeze_objects()
-    with suppress(SystemExit):  # raised by uvicorn if the port is taken
+    with _frozen_objects(), suppress(SystemExit):  # raised by uvicorn if the port is taken
         server.run()
     if not server.started:
         print(f"longdraft: cannot listen on {settings.host}:{settings.port}; choose another --port or --host",
@@ -116,11 +115,17 @@ def run_server(engine: Engine, settings: ServerSettings) -> int:
     return 0
 
 
-def _freeze_objects() -> None:
-    """Take what exists now out of later garbage collections.
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Take what exists now out of garbage collections, until the server ends.
 
     A full collection visits all objects and stops all threads: with the modules of PyTorch that is 150 to 350 ms, in
-    which not even /health is answered. What lives now lives as long as the process.
+    which not even /health is answered. What lives now lives as long as the server. At exit it must be collected:
+    otherwise nanobind reports all objects of the kernels as leaked.
     """
     gc.collect()
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

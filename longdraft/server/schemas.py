@@ -24,6 +24,8 @@ from longdraft.openai_body import UNSUPPORTED, unsupported
 from longdraft.server.body_types import (
     MAX_IDS,
     MAX_MEMBERS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
     AnyObject,
     Name,
     SamplerFields,
@@ -32,6 +34,7 @@ from longdraft.server.body_types import (
     StrictModel,
     Utf8Text,
     check_utf8,
+    one_of,
 )
 from longdraft.server.errors import ApiError, from_validation_error
 
@@ -83,8 +86,9 @@ class LongdraftOptions(SamplerFields):
     min_tokens_to_keep: int | None = None
     min_new_tokens: int | None = None
     on_loop: Literal["warn", "stop", "off"] | None = None
-    journal: bool | Annotated[str, Field(pattern=ID_PATTERN)] | None = Field(
-        default=None, description="Keep the text on disk under this id (true: the response's id), to resume it.")
+    journal: Annotated[bool | Annotated[str, Field(pattern=ID_PATTERN)] | None, one_of(
+        "true, false or an id: 1 to 100 letters, digits, '_', '.' and '-', the first a letter or digit")] = Field(
+            default=None, description="Keep the text on disk under this id (true: the response's id), to resume it.")
     timeout: float | None = Field(default=None, gt=0, description="Limit in seconds, including time in the queue; the "
                                                                   "server's own limit applies as well.")
     cache: bool = Field(default=True, description="Take keys and values of earlier texts that begin alike, and give "
@@ -112,7 +116,8 @@ class SamplingRequest(SamplerFields):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: StopString | Stops | None = None
+    stop: Annotated[StopString | Stops | None, one_of(
+        f"a text or a list of at most {MAX_STOPS} texts, of {MAX_STOP_LENGTH:,} characters each")] = None
     logit_bias: LogitBias | None = None
     user: Name | None = Field(default=None, description="Label for the server's log.")
     return_progress: bool = Field(default=False, description="A stream has chunks with `prompt_progress` while the "
@@ -171,7 +176,8 @@ class ContentPart(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Utf8Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MAX_PARTS)]
+    content: Annotated[Utf8Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MAX_PARTS)], one_of(
+        f"a text, or a list of at most {_MAX_PARTS:,} parts with the type text")]
     name: Name | None = None
     reasoning_content: Utf8Text | None = Field(default=None, description="An answer's thinking, for templates that "
                                                                          "show it. Also `reasoning`.")
@@ -292,7 +298,8 @@ def parse_body(model: type[Model], body: bytes | bytearray, on_unknown: Callable
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise from_validation_error(error.errors(include_url=False, include_input=False)[0]) from None
+        extension = LongdraftOptions.model_fields if issubclass(model, SamplingRequest) else ()
+        raise from_validation_error(error.errors(include_url=False, include_input=False)[0], extension) from None
 
 
 def body_reference(model: type[StrictModel]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class TrainingSettings:
     learning_rate: float = setting(1e-2, "Peak learning rate of AdamW; above 0, at most 1.")
     warmup_steps: int = setting(50, "Steps of linear warm-up.")
     schedule: str = setting("product",
-        "product: linear warm-up times a cosine over all steps; warmup-cosine: a cosine that begins behind the warm-up "
+        "product: linear warm-up times a cosine over all steps; warmup-cosine: a cosine that begins after the warm-up "
         "at the full rate, as that of transformers.")
     weight_decay: float = setting(0.1, "Weight decay of AdamW, for matrices only; 0 to below 1.")
     beta2: float = setting(0.999, "beta2 of AdamW; 0 to below 1.")
@@ -135,7 +135,7 @@ class FrozenTargetSettings(TrainingSettings):
         "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).")
     shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
     start: str = setting("",
-        "Folder of a trained part of the same kind and sizes to go on from, also one of another model with the same "
+        "Folder of a trained part of the same kind and sizes to continue from, also one of another model with the same "
         "vocabulary. Default: new weights.")
 
     def __post_init__(self) -> None:

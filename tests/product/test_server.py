@@ -232,7 +232,23 @@ def test_an_unsupported_or_invalid_parameter_is_refused_by_name(server, body, pa
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     if param:
-        assert (error["param"] or "").startswith(param), error
+        assert error["param"] == param, error
+    for internal in ("pydantic", "function", "tuple"):
+        assert internal not in error["message"]
+
+
+@pytest.mark.parametrize("body, message", [
+    ({"stop": ["a"] * 17}, "stop: must be a text or a list of at most 16 texts, of 1,024 characters each"),
+    ({"stop": ""}, "stop is ''; allowed: non-empty texts"),
+    ({"stop": ["\ud800"]}, "stop: the text has half of a surrogate pair; send whole characters"),
+    ({"max_tokens": 0}, "max_tokens is 0; allowed: 1 or more"),
+    ({"eta_cutoff": 0.1}, 'unknown parameter \'eta_cutoff\'; write "longdraft": {"eta_cutoff": ...}'),
+    ({"longdraft": {"journal": "../x"}}, "longdraft.journal: must be true, false or an id: "),
+], ids=lambda each: json.dumps(each)[:40])
+def test_a_refusal_says_what_is_allowed(server, body, message):
+    reply = httpx.post(server.url + "/v1/completions", content=json.dumps({"prompt": "a"} | body),
+                       headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(message), reply.text
 
 
 def test_unsupported_parameters_with_neutral_values_are_accepted(post):

@@ -235,6 +235,7 @@ def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tm
         error = json.loads(rest[-2][6:])["error"]
         name = error["message"].rpartition("/generations/")[2].removesuffix("/resume")
         assert error["code"] == "draining" and server.child.wait(10) == 0
+        assert "leaked" not in server.child.stderr  # nanobind reports objects that outlive the interpreter
     with serving.process(tmp_path / "server", "--journals", str(tmp_path / "journals")) as server:
         assert listed(server.url)[name]["resumable"]
         assert resume(server.url, name) == uncut(engine, 1500)

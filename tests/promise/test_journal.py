@@ -198,7 +198,7 @@ def test_a_header_with_false_values_is_refused_with_one_line(tmp_path, what):
     ([(form.RUN, RUN_PAYLOAD), (form.TOKENS, form.dump_step(np.array([-1], np.int32), 0, 0.0))], "invalid values"),
     ([(form.RUN, RUN_PAYLOAD), (form.TOKENS, form.dump_step(np.array([1], np.int32), 0, np.nan))], "invalid values"),
     ([(form.RUN, RUN_PAYLOAD), (form.TOKENS, b"\0" * 14)], "14 bytes"),
-    ([(form.FINISH, b"{}"), (form.RUN, RUN_PAYLOAD)], "records behind the end"),
+    ([(form.FINISH, b"{}"), (form.RUN, RUN_PAYLOAD)], "records after the end"),
     ([(ord("Z"), b"")], "of kind 90"),
     ([(form.RUN, RUN_PAYLOAD), (form.TOKENS, form.dump_step(np.ones(10_001, np.int32), 0, 0.0))], "more than"),
 ])

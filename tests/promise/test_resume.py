@@ -222,7 +222,7 @@ def test_tokens_after_the_end_are_refused(engine, tmp_path):
     journal, _ = writing.Journal.open(tmp_path)
     journal.append((1, 5), 0, 0.0)  # 1 ends a text
     journal.close()
-    with pytest.raises(JournalError, match="behind the text's end"):
+    with pytest.raises(JournalError, match="after the end of the text"):
         next(engine.resume(tmp_path))
 
 

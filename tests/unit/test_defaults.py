@@ -64,7 +64,7 @@ def test_settings_record_which_values_came_from_the_model(given, expected):
     ({"temperature": float("nan")}, "temperature nan"),
     ({"min_p": True}, "min_p True"),
     ({"stop_strings": 3}, "stop_strings 3"),
-    ({"stop_strings": [""]}, "allowed: a tuple of non-empty texts"),
+    ({"stop_strings": [""]}, "allowed: non-empty texts"),
     ({"do_sample": "yes"}, "do_sample 'yes'"),
     ({"num_beams": 4}, "num_beams 4 (not supported)"),
     ({"no_repeat_ngram_size": 300}, "no_repeat_ngram_size 300; allowed: 0 to 51"),
