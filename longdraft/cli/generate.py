@@ -66,6 +66,8 @@ def generate(
         raise UsageError("--chat-option is a variable of the chat template; give --chat with it")
     parse_fsync(fsync)
     SnapshotOptions.parse(snapshot, snapshot_max)
+    if not journal and (fsync, snapshot, snapshot_max) != ("1", "auto", 8):
+        raise UsageError("--fsync, --snapshot and --snapshot-max are settings of a journal; give --journal with them")
     options.require_one_process(tensor_parallel)
     loading = {**loading, "tensor_parallel": tensor_parallel, "cache_ram": 0}
     if options.is_follower():
