@@ -197,8 +197,9 @@ class Tokenizer:
         Raises UsageError if the model has no template, for unknown options, and for messages that it refuses.
         """
         if self.chat_template is None:
-            raise UsageError(f"the model in {self._folder} has no chat template; use an instruction-tuned model, or "
-                             "give it a plain text to continue")
+            raise UsageError(f"the model in {self._folder} has no chat template; use an instruction-tuned model, "
+                             "name a folder or hub id that has a template with --tokenizer, or give it a plain text to "
+                             "continue")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.chat_template.render(messages, **options)
