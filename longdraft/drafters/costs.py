@@ -266,14 +266,15 @@ def _text_costs(model: Transformer, sampler: Sampler, agree: Callable[[float], f
     """`ForwardCosts.positions`, `growth`, `near` and `near_positions`. They are measured where a cache of moderate size
     takes a good part of a step, else taken by size. rows: seconds of forwards behind an empty text"""
     most = min(_MOST_BYTES // model.cache_bytes_per_token, model.config.max_positions // 2)
-    near = int(min(model.weights_in_tokens, most))
+    weights = agree(model.weights_in_tokens)  # the last rank may hold fewer rows of the vocabulary
+    near = int(min(weights, most))
     if near < _SHORT:
-        return model.weights_in_tokens, _GROWTH, 0.0, 1.0
+        return weights, _GROWTH, 0.0, 1.0
 
     def alone(text: _RandomText, length: int) -> float:
         """Seconds for the text itself."""
-        by_size = rows[0] * length / model.weights_in_tokens
-        is_small = length < model.weights_in_tokens / 4
+        by_size = rows[0] * length / weights
+        is_small = length < weights / 4
         return by_size if is_small else max(text.seconds(1).verify - rows[0], 0.1 * by_size)
 
     far = max(near, min(most, _UNCACHED_BYTES // model.cache_bytes_per_token))

@@ -12,6 +12,7 @@ from helpers.checkpoints import load
 from longdraft.core import SamplingParams
 from longdraft.drafters import costs
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace, load_or_measure
+from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
 
 FORWARD = ForwardCosts(0.5, (10.0, 10.0, 11.0, 12.5, 14.0, 20.0, 32.0), 1000.0, 0.1)
@@ -82,6 +83,20 @@ def test_ranks_use_the_first_ranks_costs(monkeypatch, tmp_path):
     answers = iter(sent)
     found = load_or_measure({}, list(COSTS.drafts), lambda own: next(answers), lambda: pytest.fail("measured"))
     assert found == COSTS
+
+
+def test_ranks_whose_parts_differ_in_size_time_the_same_steps(tiny, monkeypatch):
+    """The last rank may hold fewer rows of the vocabulary. A step that one rank does not take would never end."""
+    model, sampler, seen = load(tiny["gqa"]), Sampler(SamplingParams(temperature=0.0, seed=1), [1]), {}
+    forward = model.forward_batch
+    for own in (1000.0, 100.0):
+        rows = seen.setdefault(own, [])
+        model.forward_batch = lambda requests, rows=rows: rows.append(len(requests[0].rows.tokens)) or forward(requests)
+        monkeypatch.setattr(Transformer, "weights_in_tokens", own)
+        # The numbers of rank 0: the size of its weights, and seconds that are not measured again.
+        costs._text_costs(model, sampler, lambda number, own=own: 1000.0 if number == own else 1.0,
+                          [1.0] * len(costs.ROWS))
+    assert seen[1000.0] == seen[100.0] != []
 
 
 def test_rows_that_are_timed_are_different_tokens(tiny):
