@@ -56,7 +56,10 @@ class FullCache:
         self._kernels = kernels
         self.taps, self.states = taps, states
         self.shapes, self.windows = tuple(shapes), tuple(windows) or (0,) * len(shapes)
-        self.is_uniform, self.score_cap, self.sinks = len(set(shapes)) == 1, score_cap, sinks
+        self.score_cap, self.sinks = score_cap, sinks
+        # The layers of each shape: operations on several stores take stores of one shape.
+        self.groups = [[layer for layer, other in enumerate(self.shapes) if other == shape]
+                       for shape in dict.fromkeys(self.shapes)]
         self.stores = self._new_stores()
         self.length = 0
         self._tail: LayersKV | None = None

@@ -92,7 +92,7 @@ class PartialCache:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
-        self._fits: list[RemainderFit] = []  # fit the remainder to verified rows: of all layers, or of one each
+        self._fits: list[RemainderFit] = []  # fit the remainder to verified rows: of the layers of each shape
         self._remainder: Tensor | tuple[Tensor, ...] | None = None  # the current fit, as the kernels take it
         self._size = size
         self._selection = selection or row_selection.heavy_hitters(size.selected, size.sinks, size.recent)
@@ -174,13 +174,20 @@ class PartialCache:
 
     def _fit_remainder(self, whole: AttentionOutput) -> Tensor | tuple[Tensor, ...]:
         """Fit to the text's last rows, which are the last rows of this cache too (a static cache appends none)."""
-        stores, is_uniform = self._rows.stores, self._rows.is_uniform
-        groups = [(stores, whole)] if is_uniform else [
-            ([store], whole.alone(layer, store.shape[1])) for layer, store in enumerate(stores)]
+        stores, groups = self._rows.stores, self._rows.groups
+        if len(groups) == 1:
+            parts = [(stores, whole)]
+        else:
+            parts = [([stores[layer] for layer in group], whole.layers(group, stores[group[0]].shape[1]))
+                     for group in groups]
         if not self._fits:
-            self._fits = [new_fit(self._kernels, own, part.lse.shape[2]) for own, part in groups]
-        maps = [fit.update(own, self._rows.length, part) for fit, (own, part) in zip(self._fits, groups, strict=True)]
-        return self._with_sinks(maps[0]) if is_uniform else tuple(each[0] for each in maps)
+            self._fits = [new_fit(self._kernels, own, part.lse.shape[2]) for own, part in parts]
+        maps = [fit.update(own, self._rows.length, part) for fit, (own, part) in zip(self._fits, parts, strict=True)]
+        if len(groups) == 1:
+            return self._with_sinks(maps[0])
+        by_layer = {layer: each for group, some in zip(groups, maps, strict=True)
+                    for layer, each in zip(group, some, strict=True)}
+        return tuple(by_layer[layer] for layer in range(len(stores)))
 
     def _with_sinks(self, maps: Tensor) -> Tensor:
         """Give the layers that hold their whole window their sinks as the remainder: nothing else was left out."""
@@ -224,15 +231,11 @@ class PartialCache:
     def _copy(self, positions: Tensor | Sequence[Tensor]) -> None:
         """Append the rows at these positions of the full cache: [N], or for each layer [Hkv, N]."""
         sources, targets, shapes = self._full.stores, self._rows.stores, self._rows.shapes
-        if self._rows.is_uniform:
-            whole = (positions.expand(len(shapes), shapes[0][0], -1) if isinstance(positions, Tensor)
-                     else torch.stack(tuple(positions)))
-            self._kernels.copy(sources, targets, whole, self._rows.length)
-        else:
-            for layer, (heads, _) in enumerate(shapes):
-                own = positions if isinstance(positions, Tensor) else positions[layer]
-                self._kernels.copy(sources[layer : layer + 1], targets[layer : layer + 1], own.expand(1, heads, -1),
-                                   self._rows.length)
+        for group in self._rows.groups:
+            own = (positions.expand(len(group), shapes[group[0]][0], -1) if isinstance(positions, Tensor)
+                   else torch.stack([positions[layer] for layer in group]))
+            self._kernels.copy([sources[layer] for layer in group], [targets[layer] for layer in group], own,
+                               self._rows.length)
         self._rows.length += (positions if isinstance(positions, Tensor) else positions[0]).shape[-1]
 
     @property

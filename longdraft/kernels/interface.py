@@ -135,7 +135,7 @@ class LayersKV(NamedTuple):
 class AttentionOutput(NamedTuple):
     """The attention of some rows in one layer, or in several layers with a first axis L.
 
-    Where layers differ in D, the axis has the largest number, and a layer uses its beginning (`alone`).
+    Where layers differ in D, the axis has the largest number, and a layer uses its beginning (`layers`).
 
     queries, output  [T, H, D] in the model's dtype
     lse              [T, H] float32: log-sum-exp of the scores
@@ -148,10 +148,10 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
     content: Tensor
 
-    def alone(self, layer: int, dim: int) -> AttentionOutput:
-        """One of several layers, of dimension `dim`, with a first axis of 1."""
-        q, output, content = (part[layer : layer + 1, ..., :dim] for part in (self.queries, self.output, self.content))
-        return AttentionOutput(q, output, self.lse[layer : layer + 1], content)
+    def layers(self, which: Sequence[int], dim: int) -> AttentionOutput:
+        """Some of several layers, all of dimension `dim`."""
+        q, output, content = (part[list(which), ..., :dim] for part in (self.queries, self.output, self.content))
+        return AttentionOutput(q, output, self.lse[list(which)], content)
 
     def rows(self, rows: Sequence[int]) -> AttentionOutput:
         """These rows, of several layers; views if they follow one another, as those of a chain do."""

@@ -198,8 +198,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UsageError(f"the model in {self._folder} has no chat template; use an instruction-tuned model, "
-                             "name a folder or hub id that has a template with --tokenizer, or give it a plain text to "
-                             "continue")
+                             "name one that has a template with --tokenizer, or give it a plain text to continue")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.chat_template.render(messages, **options)
