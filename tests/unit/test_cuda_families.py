@@ -12,7 +12,10 @@ from helpers.cuda_texts import LENGTH, NEW, generate, load
 from helpers.equality import liar, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, MIXTURES, UNIFIED, make_family
 from helpers.generation import by_name
+from longdraft.bench.cuda.models import switched
 from longdraft.core import SamplingParams
+from longdraft.kernels.cuda import layerwise
+from longdraft.kernels.cuda.captured_layers import CapturedLayers
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.kernels.experts import experts_forward
@@ -137,13 +140,16 @@ PARAMS = SamplingParams(max_new_tokens=NEW, seed=11, min_p=0.05, repetition_pena
 
 
 @pytest.mark.parametrize("name", EVERY if HAS_CUDA else QUICK)
-def test_families_agree_with_the_reference_and_every_drafter_writes_the_plain_text(tmp_path, name):
+def test_families_agree_with_the_reference_and_every_drafter_writes_the_plain_text(tmp_path, name, monkeypatch):
     layers = None if HAS_CUDA else QUICK[name]
     make_family(tmp_path, name, **(dict(num_hidden_layers=2, layer_types=layers) if layers else {}))
     model, definition = load(tmp_path), load(tmp_path, "reference")
     assert isinstance(model._decoder, CudaLayerwiseDecoder)
     check_rows_of(model, definition)
+    captured: list[object] = []
+    monkeypatch.setattr(layerwise, "CapturedLayers", lambda *given: captured.append(given) or CapturedLayers(*given))
     plain = generate(model, PARAMS, by_name("plain"))
+    assert len(captured) == (name not in HYBRIDS), "a text has one graph for plain decoding; delta layers have none"
     tally = Tally()
     assert generate(model, PARAMS, lambda given: liar("half true", plain, LENGTH), tally) == plain
     assert tally.accepted.total() > 0 and tally.steps < NEW
@@ -174,3 +180,12 @@ def check_rows_of(model: Transformer, definition: Transformer) -> None:
         alone.commit([0])
     _, tree, behind = found[0]
     assert torch.equal(torch.cat([tree[[0, 2, 3]], behind]), torch.cat(logits))
+    parts: list[list[torch.Tensor]] = [[], []] if alone.states else []  # layers with states are in no graph
+    for is_captured in (True, False) if not alone.states else ():
+        alone.truncate(30)
+        with switched(layerwise, "CAPTURES_LAYERS", is_captured):
+            result = model.forward(rows, alone, 5)
+        parts.append([result.logits, *result.attention_output, *(part for k_or_v in alone.provisional
+                                                                 for part in k_or_v)])
+        alone.commit([])
+    assert all(torch.equal(*pair) for pair in zip(*parts, strict=True)), "in a graph and kernel by kernel"

@@ -1,35 +1,53 @@
 """All layers of a model for a few rows, operation by operation: for layers that `decoder.CudaDecoder` does not have.
 
 Those are delta layers, mixtures of experts, norms on both sides, several rotations, sinks and heads of several sizes.
-Each operation is row-invariant, so the texts are those of plain decoding. The host launches every kernel, so the host
-limits the speed of such a step. No CUDA graph holds it.
+Each operation is row-invariant, so the texts are those of plain decoding.
+
+The rows of one text run as a CUDA graph for each bucket of rows (`captured_layers`). Layers that a graph cannot hold
+(delta layers, experts in 4 bits), several texts and remainders are launched by the host, kernel by kernel.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from longdraft.kernels.cuda.captured_layers import CapturedLayers
+from longdraft.kernels.cuda.graph_cache import BUCKETS
+from longdraft.kernels.cuda.kv_store import cuda_stores
+from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
 from longdraft.kernels.interface import AttentionOutput, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
+from longdraft.kernels.switches import is_on
 from longdraft.kernels.weights import Geometry, LayerWeights
+
+CAPTURES_LAYERS = is_on("CAPTURES_LAYERS")  # False: the host launches every kernel
+_MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 
 
 class CudaLayerwiseDecoder:
     """See :class:`longdraft.kernels.interface.Decoder`."""
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
-        self._ops, self._layers, self._geometry = ops, layers, geometry
+        self._ops, self._layers, self._geometry = ops, tuple(layers), geometry
         self._few_rows = LayerwiseDecoder(ops, layers, geometry)
+        self._buffers = RecentlyUsed[object, CapturedLayers](_MAX_BUFFERS, ops.graphs.drop)
+        self._can_capture = all(layer.delta is None and (layer.experts is None or ops.groups_experts(layer.experts))
+                                for layer in layers)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """The rows of all texts together, or one text after another if a chunk of a prompt is among them."""
         if not any(kv.is_prompt for kv in texts):
+            is_captured = CAPTURES_LAYERS and self._can_capture and len(texts) == 1 and len(x) <= BUCKETS[-1]
+            if is_captured and texts[0].remainder is None:
+                return self._replayed(x, cos, sin, texts[0], parents)
             return self._few_rows.forward(x, cos, sin, texts, parents)
         if len(texts) == 1:
             return prefill(self._ops, self._layers, self._geometry, x, cos, sin, texts[0], parents)
@@ -41,3 +59,31 @@ class CudaLayerwiseDecoder:
         attended = (with_all_rows(output, len(hidden)) for hidden, output in results)
         outputs = (torch.cat(part, 1) for part in zip(*attended, strict=True))
         return torch.cat([hidden for hidden, _ in results]), AttentionOutput(*outputs)
+
+    def _replayed(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV,
+                  parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        """The rows of one text, by the graph of their bucket."""
+        bucket, stores = next(size for size in BUCKETS if size >= len(x)), cuda_stores(kv.stores)
+        for store in stores:
+            store.reserve_drafts(BUCKETS[-1])
+        taps = kv.taps.layers if kv.taps else ()
+        key = bucket, taps, tuple(store.serial for store in stores)
+
+        def make() -> CapturedLayers:
+            weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
+            return CapturedLayers(self._ops, self._layers, self._geometry, stores, bucket, (x, cos, kv.k), taps)
+
+        buffers = self._buffers.get(key, make)
+        buffers.load(x, cos, sin, kv.length, parents)
+        self._ops.graphs.run(buffers, partial(buffers.run, stores))
+        return buffers.result_of(kv)
+
+    def drop_buffers(self, key: object) -> None:
+        """Free the buffers of `key` and their graph."""
+        self._buffers.drop(key)
+
+
+def _drop_buffers(decoder: weakref.ref[CudaLayerwiseDecoder], key: object) -> None:
+    """Runs when a cache is freed: no later cache has its serials."""
+    if found := decoder():
+        found.drop_buffers(key)

@@ -94,10 +94,14 @@ class CudaOperations:
     def route(self, logits: Tensor, experts: Experts) -> Routing:
         return route(self._checked_input(logits, logits.shape[1]), experts)
 
+    def groups_experts(self, experts: Experts) -> bool:
+        """Whether `grouped_experts` computes this mixture, without a wait of the host."""
+        return self.experts.stacks_of(experts) is not None and experts.complete is None
+
     def grouped_experts(self, x: Tensor, experts: Experts, routed: Tensor | None) -> Tensor | None:
         """See `longdraft.kernels.experts.GroupsExperts`."""
         stacks = self.experts.stacks_of(experts)
-        if stacks is None or experts.complete is not None:  # ranks add up the sums of the experts
+        if stacks is None or not self.groups_experts(experts):  # ranks add up the sums of the experts
             return None
         x = self._checked_input(x, stacks.gate_up.first.in_features)
         routing = self.route(self.linear(x if routed is None else routed, experts.router), experts)
