@@ -132,7 +132,7 @@ class Engine:
         return self.tokenizer.encode(self.tokenizer.chat(messages, **options), add_special_tokens=False)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; ids are checked and returned. UsageError if the prompt is empty."""
+        """Token ids of a prompt; ids are checked and returned. UsageError if it is empty or of another type."""
         return self.loaded.encode(prompt)
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
@@ -192,8 +192,11 @@ class Engine:
 
         params  for all prompts, or one for each; default: the model's defaults
 
-        A text that fails has `error` on its last event, and the others continue. UsageError for `batch_size`.
+        A text that fails has `error` on its last event, and the others continue. UsageError for `batch_size`, and for a
+        single text instead of several.
         """
+        if isinstance(prompts, str):
+            raise UsageError("prompts is a single text; allowed: several prompts, such as a list of texts", "prompts")
         check(1 <= batch_size <= 4096, "batch_size", batch_size, "1 to 4096 texts")
         return batching.generate_many(self.loaded, self.choice, iter(prompts), params, batch_size)
 

@@ -101,7 +101,7 @@ class Generation(Iterator[Event]):
               on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None,
               cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
         """A new text. See `Engine.generate`."""
-        params = params or model.defaults.params({})
+        params = model.settings(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids, params = model.check_request(prompt, params), params.with_seed(seed)
         interval, vocabulary = parse_fsync(fsync), model.target.config.vocab_size

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from longdraft import drafters, parallel
@@ -189,14 +190,22 @@ class LoadedModel:
         return copy and copy.for_length(length)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; ids are checked and returned. UsageError if the prompt is empty."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        """Token ids of a prompt; ids are checked and returned. UsageError if it is empty or of another type."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _row_of_ids(prompt)
         if not ids:
             raise UsageError("the prompt is empty; give at least one token of text")
         vocabulary = self.target.config.vocab_size
         bad = next((i for i in ids if not 0 <= i < vocabulary), None)
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
         return ids
+
+    def settings(self, params: SamplingParams | None) -> SamplingParams:
+        """The settings of a request: those given, or the model's defaults. UsageError for another type."""
+        if params is None:
+            return self.defaults.params({})
+        check(isinstance(params, SamplingParams), "params", type(params).__name__, "SamplingParams",
+              "engine.params(max_new_tokens=...) makes them from names")
+        return params
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt's token ids. UsageError if the model cannot serve a request with these settings."""
@@ -275,3 +284,15 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """`identity` as a short hash. Models with equal fingerprints write equal texts."""
         return "fp_" + hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _row_of_ids(prompt: object) -> list[int]:
+    """The token ids of a list, a tuple or an array [T] of whole numbers. UsageError for everything else."""
+    try:
+        found = np.asarray(prompt)
+    except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors of a device or with gradients
+        found = np.empty((0, 0))
+    if found.shape != (0,) and (found.ndim != 1 or found.dtype.kind not in "iu"):
+        raise UsageError(f"the prompt is a {type(prompt).__name__}; allowed: a text, or one row of token ids (whole "
+                         "numbers)", "prompt")
+    return [int(token) for token in found.tolist()]

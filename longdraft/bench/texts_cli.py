@@ -39,7 +39,7 @@ def length(
     drafters: Annotated[str, typer.Option(
         help="Drafters to compare, with options such as magicdec,chain=6; separated by spaces.")] = "plain auto",
     model: ModelOption = "novelist",
-    prefill: Annotated[int, typer.Option(help="Tokens of the prompt that are used.")] = 4096,
+    prefill: Annotated[int, typer.Option(help="Largest number of tokens of the prompt that is used.")] = 4096,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 100_000,
     bucket: Annotated[int, typer.Option(help="New tokens that are reported together.")] = 10_000,
     turn: Annotated[int, typer.Option(help="New tokens that a drafter writes before the next one's turn.")] = 1_000,

@@ -69,7 +69,9 @@ def _unfinished(output: Path) -> tuple[dict[str, Any], checkpoints.Checkpoint | 
     try:
         return dict(json.loads((output / SETTINGS).read_text(encoding="utf-8"))), None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{str(output)!r} holds no checkpoint to resume; leave --resume out to start there") from error
+        is_done = (output / METRICS).exists()
+        raise UsageError(f"{str(output)!r} holds a complete training; there is nothing to resume" if is_done else
+                         f"{str(output)!r} holds no checkpoint to resume; leave --resume out to start there") from error
 
 
 def prepare_output(output: Path, settings: TrainingSettings) -> None:

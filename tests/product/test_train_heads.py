@@ -233,6 +233,9 @@ def test_outputs_that_must_not_be_overwritten_are_refused(base, tmp_path):
         job.train(settings(base), tmp_path / "full" / "precious")
     with pytest.raises(UsageError, match="holds no checkpoint"):
         job.resume("heads", tmp_path / "full", {})
+    job.train(settings(base), tmp_path / "done")
+    with pytest.raises(UsageError, match="holds a complete training"):
+        job.resume("heads", tmp_path / "done", {})
     cut = tmp_path / "cut"
     job.train(settings(base), cut, At(2, lambda: signal.raise_signal(signal.SIGINT)))
     with pytest.raises(UsageError, match="continue it with --resume"):

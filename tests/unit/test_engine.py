@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 import longdraft
 from longdraft import run_statistics
@@ -87,6 +88,25 @@ def long_run(engine):
     _, events, text = run(engine, temperature=0.0, max_new_tokens=150)
     assert any(len(event.tokens) > 2 for event in events)
     return [list(event.tokens) for event in events], text
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], (5, 6), np.array([5, 6], np.uint16), torch.tensor([5, 6])], ids=type)
+def test_a_row_of_token_ids_may_be_a_list_an_array_or_a_tensor(engine, prompt):
+    assert engine.encode(prompt) == [5, 6]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, [1.5, 2], [True], [[5, 6]], [[5], [6, 7]], ["a", "b"], b"It was",
+                                    {5: 6}, torch.tensor([[5, 6]]), [2**70]], ids=str)
+def test_a_prompt_that_is_neither_a_text_nor_a_row_of_ids_is_refused(engine, prompt):
+    with pytest.raises(UsageError, match="allowed: a text, or one row of token ids"):
+        engine.generate(prompt)
+
+
+def test_settings_of_another_type_and_a_single_text_for_many_are_refused(engine):
+    with pytest.raises(UsageError, match="params is 'dict'; allowed: SamplingParams"):
+        engine.generate("It was", {"max_new_tokens": 3})
+    with pytest.raises(UsageError, match="prompts is a single text"):
+        engine.generate_many("It was")
 
 
 def test_a_stop_token_among_accepted_tokens_ends_the_text(engine):
