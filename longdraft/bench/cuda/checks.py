@@ -22,6 +22,7 @@ from longdraft.kernels.reference import ReferenceKernels
 _ROOT = Path(__file__).resolve().parents[3]
 _TREE_ROWS, _CHAIN = (70, 16), (30, 9)  # sizes of trees, and the length of the chain in each
 _FAILURES = 20  # that are reported
+_PYTEST = ("-q", "--numprocesses", "8", "--timeout", "120", "-p", "no:cacheprovider")
 _CHECKER = "compute-sanitizer"
 
 
@@ -101,12 +102,14 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.float() - expected.float()).abs().max())
 
 
-def tests(plan: CudaPlan, bench: Bench) -> dict[str, Any]:
-    """The kernels' tests on the device, in a process of their own. Their report is kept as junit.xml."""
-    report = bench.folder / "junit.xml"
+def tests(plan: CudaPlan, bench: Bench, files: tuple[str, ...]) -> dict[str, Any]:
+    """Files of the kernels' tests on the device, in a process of their own. Their report is kept as junit.xml, or with
+    the name of a single file."""
+    report = bench.folder / (f"junit-{Path(files[0]).stem}.xml" if len(files) == 1 else "junit.xml")
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "pytest", *plan.tests, f"--junitxml={report}"], cwd=_ROOT, check=False,
-                          capture_output=True, text=True, timeout=max(20.0, bench.seconds_left() - 10))
+    command = [sys.executable, "-m", "pytest", *files, *_PYTEST, f"--junitxml={report}"]
+    done = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True,
+                          timeout=max(20.0, bench.seconds_left() - 10))
     if not report.is_file():
         raise RuntimeError(f"pytest wrote no report: {(done.stdout + done.stderr)[-500:]}")
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))

@@ -50,7 +50,7 @@ class CudaPlan(NamedTuple):
     tokens         written by each drafter behind each context
     whole          tokens of the drafted text; its windows have `window` tokens
     drafters       name -> drafter and its options, for the texts
-    tests          arguments of pytest; empty: no tests
+    tests          files of tests; empty: no tests
     copied         bytes of the copy
     repeats        of each measurement
     has_peer       measure transformers too
@@ -76,8 +76,8 @@ class CudaPlan(NamedTuple):
 _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
           "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_layer_chain.py", "tests/unit/test_cuda_int4.py",
           "tests/unit/test_cuda_small_drafts.py", "tests/unit/test_cuda_support.py", "tests/unit/test_cuda_texts.py",
-          "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py", "tests/unit/test_cuda_families.py",
-          "-q", "--numprocesses", "8", "--timeout", "120", "-p", "no:cacheprovider")
+          "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py")
+_FAMILIES = ("tests/unit/test_cuda_families.py",)
 _SELF = {"chain": 4, "suffix": False}
 ON_DEVICE = CudaPlan(
     "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
@@ -113,10 +113,11 @@ def _first(plan: CudaPlan) -> list[Part]:
         parts += [Part(f"rows {name} {prefix}", "rows", {"name": name, "prefix": prefix},
                        12 if prefix == plan.prefixes[0] else 3) for prefix in plan.prefixes]
         if plan.tests and name == plan.kernels_names[0]:
-            parts.append(Part("tests", "tests", {}, 120))
+            parts.append(Part("tests", "tests", {"files": plan.tests}, 100))
     parts += [Part(f"reference {name}", "reference", {"name": name}, 10) for name in plan.kernels_names]
     if plan.device == "cuda":
-        parts.append(Part("memory checker", "memory_checker", {}, 15))
+        parts += [Part("memory checker", "memory_checker", {}, 15),
+                  Part("tests of families", "tests", {"files": _FAMILIES}, 60)]
     return parts
 
 
