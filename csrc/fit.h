@@ -1,9 +1,10 @@
-// The exact remainder of a row, and the fit to such rows (longdraft/cache/remainder.py): new rows of each head, sums over
-// them, and the solution of the normal equations. The heads are divided among the threads; all that a head needs stays in
+// The exact remainder of a row, the fit to such rows (longdraft/cache/remainder.py): new rows of each head, sums over them,
+// and the solution of the normal equations; and what the fit gives drafts. The heads are divided among the threads; all that a head needs stays in
 // the caches of its core.
 #pragma once
 
 #include "layout.h"
+#include "linear.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -172,6 +173,30 @@ template <class T> void learn_rows_as(const RemainderFit& f, const RemainderRows
             head.solve(mine);
         }
         head.correct(last, mine);
+    });
+}
+
+// The remainder of each row and head, by an affine map of the row's content: content times the first dim rows of `map`, plus
+// its last row.
+//   content [rows, heads, dim], map [heads, dim + 1, dim + 1] -> out [rows, heads, dim + 1]
+template <class T>
+void map_remainder_as(const void* content, const float* map, long rows, long heads, long dim, float* out) {
+    const long wide = dim + 1, in_one = rows * heads * dim * wide < MIN_PARALLEL_WORK ? heads : 1;
+    parallel((heads + in_one - 1) / in_one, [&](long job) {
+        std::vector<float> held(static_cast<size_t>(dim));
+        float* u = held.data();
+        for (long h = job * in_one; h < (job + 1) * in_one; h++)
+            for (long r = 0; r < rows; r++) {
+                const auto* from = static_cast<const typename T::Element*>(content) + (r * heads + h) * dim;
+                const float *mine = map + h * wide * wide, *base = mine + dim * wide;
+                float* to = out + (r * heads + h) * wide;
+                for (long d = 0; d < dim; d++) u[d] = T::widen(from[d]);
+                add_rows(base, 1.0f, u, 1, mine, wide, dim, 0, to);
+                for (long j = wide / LANES * LANES; j < wide; j++) {
+                    to[j] = base[j];
+                    for (long d = 0; d < dim; d++) to[j] += u[d] * mine[d * wide + j];
+                }
+            }
     });
 }
 

@@ -172,29 +172,6 @@ void rope_as(Rows x, const float* cos, const float* sin, long rows, long heads, 
         }
 }
 
-// The remainder (partial_cache.h) of each row and head, by an affine map of the row's content: content times the first
-// dim rows of `map`, plus its last row.
-//   content [rows, heads, dim], map [heads, dim + 1, dim + 1] -> out [rows, heads, dim + 1]
-template <class T>
-void map_remainder_as(const void* content, const float* map, long rows, long heads, long dim, float* out) {
-    const long wide = dim + 1;
-    parallel(heads, [&](long h) {
-        const float* mine = map + h * wide * wide;
-        for (long r = 0; r < rows; r++) {
-            const auto* u = static_cast<const typename T::Element*>(content) + (r * heads + h) * dim;
-            float* to = out + (r * heads + h) * wide;
-            std::copy_n(mine + dim * wide, wide, to);
-            for (long d = 0; d < dim; d++) {
-                const float by = T::widen(u[d]);
-                const float* row = mine + d * wide;
-                long i = 0;
-                for (; i + LANES <= wide; i += LANES) store(to + i, fma(load(row + i), broadcast(by), load(to + i)));
-                for (; i < wide; i++) to[i] += by * row[i];
-            }
-        }
-    });
-}
-
 // The offset, in elements, of element d of a position in a head's keys and values (drawn in layout.h).
 template <class T> long key_at(const Store& s, long place, long d) {
     const long word = ((place / LANES) * (s.padded / T::PER_WORD) + d / T::PER_WORD) * LANES + place % LANES;
@@ -206,14 +183,13 @@ template <class T> long value_at(const Store& s, long place, long d) {
 
 // Whether all elements of the rows are finite.
 template <class T> bool finite_rows(Rows x, long rows, long heads, long dim) {
-    using Element = typename T::Element;
-    float zero = 0;  // 0 * x is NaN where x is not finite
+    Floats zero = {};  // 0 * x is NaN where x is not finite
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
-            const Element* in = element_row<T>(x, r, h);
-            for (long d = 0; d < dim; d++) zero += 0.0f * T::widen(in[d]);
+            const auto* in = element_row<T>(x, r, h);
+            for (long d = 0; d < dim; d += LANES) zero += 0.0f * widen_some<T>(in + d, dim - d);
         }
-    return zero == zero;
+    return sum(zero) == 0.0f;
 }
 
 // Write rows which[0], which[1], ... (null: all, in order) of k and v to positions start, start + 1, ...
