@@ -39,6 +39,9 @@ class ChosenToken(NamedTuple):
     logprob: TokenLogprob | None = None
 
 
+SettledTokens = tuple[tuple[int, ...], tuple[str, ...], tuple[TokenLogprob, ...]]  # tokens, sources, log-probabilities
+
+
 class _Held(NamedTuple):
     """A token that may be taken back, and the state before it."""
 
@@ -145,19 +148,21 @@ class PhraseFilter:
 
 
 def settle(phrases: PhraseFilter | None, accepted: Accepted, step: Step, cache: FullCache,
-           new_drafter: Callable[[Sampler], Drafter]) -> tuple[list[ChosenToken], Step]:
+           new_drafter: Callable[[Sampler], Drafter]) -> tuple[SettledTokens, Step]:
     """The tokens that belong to the text for good after a step, and the parts of the next step.
 
     Where a phrase is complete, the text and the cache are cut before it.
     """
-    chosen = [ChosenToken(token, source, logprob) for token, source, logprob in zip_longest(
-        accepted.tokens, (*accepted.sources, ""), accepted.logprobs)]
+    sources = (*accepted.sources, "")
     if phrases is None:
-        return chosen, step
+        return (accepted.tokens, sources, accepted.logprobs), step
+    chosen = [ChosenToken(*each) for each in zip_longest(accepted.tokens, sources, accepted.logprobs)]
     settled, num_new = phrases.push(chosen)
     if cache.states:
         cache.states.settle(step.context.prompt_length - 1 + phrases.earliest_cut)
-    return settled, step if num_new is None else _rewound(step, cache, num_new, phrases.banned_tokens, new_drafter)
+    columns = (tuple(each.token for each in settled), tuple(each.source for each in settled),
+               tuple(each.logprob for each in settled if each.logprob))
+    return columns, step if num_new is None else _rewound(step, cache, num_new, phrases.banned_tokens, new_drafter)
 
 
 def _rewound(step: Step, cache: FullCache, num_new: int, banned: Sequence[int],

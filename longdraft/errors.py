@@ -62,11 +62,16 @@ def translate_memory_errors() -> Iterator[None]:
     """Raise `MemoryError` regardless of which allocator failed."""
     try:
         yield
-    except RuntimeError as error:
-        if any(sign in str(error) for sign in ("can't allocate memory", "not enough memory", "out of memory")):
-            raise MemoryError(str(error).splitlines()[0]) from error
-        raise
-    except OSError as error:
-        if error.errno == errno.ENOMEM:
-            raise MemoryError(str(error)) from error
-        raise
+    except (RuntimeError, OSError) as error:
+        if (translated := translated_error(error)) is error:
+            raise
+        raise translated from error
+
+
+def translated_error(error: Exception) -> Exception:
+    """A `MemoryError` for an error that says that an allocator failed; other errors as they are."""
+    is_of_torch = isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in ("can't allocate memory", "not enough memory", "out of memory"))
+    if is_of_torch or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return MemoryError(str(error).splitlines()[0])
+    return error

@@ -82,9 +82,10 @@ class Generation(Iterator[Event]):
             knowledge=model.knowledge, draft_copy=self._draft_copy, eagle=model.eagle)
         context = Context(prompt)
         context.extend(int(token) for token in written)
-        ahead = PlainAhead(target, cache, sampler, self.clock) if drafter.name == "plain" else None
+        drafts = drafter.name != "plain"
+        ahead = None if drafts or not sampler.on_device else PlainAhead(target, cache, sampler, self.clock)
         self._step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
-                          drafts_forced=ahead is None, ahead=ahead)
+                          drafts and bool(params.structured_outputs), ahead)
         self._phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
         if self._phrases and cache.states:
             cache.states.hold(len(context) - 1)
@@ -281,18 +282,18 @@ class Generation(Iterator[Event]):
         for _ in self._text_stream.replay(written, pieces):
             if self._reuse.is_in_batch:
                 yield WAITING
-        yield self._event(DecodedTokens(tuple(written), tuple(pieces)))._replace(sources=("",) * len(written))
+        yield self._event(DecodedTokens(tuple(written), tuple(pieces)), sources=("",) * len(written))
 
     def _advance(self) -> Routine[Event]:
         """One step. Its tokens are in the journal before the caller sees them."""
         start, stream, drafting = time.perf_counter(), self._text_stream, self._step.timings.draft
         with self._model.ranks.synchronized(self._step.context):
             accepted = yield from self._step.run(self._params.max_new_tokens - self._step.context.num_new)
-        had_loop = stream.loop is not None
-        settled, self._step = settle(self._phrases, accepted, self._step, self._cache, self._new_drafter)
-        new = stream.push([each.token for each in settled])
+        (tokens, sources, logprobs), self._step = settle(self._phrases, accepted, self._step, self._cache,
+                                                         self._new_drafter)
+        had_loop, new = stream.loop is not None, stream.push(tokens)
         count = len(new.tokens)  # tokens behind the end of the text are dropped
-        self._accepted.update(each.source for each in settled[:count] if each.source)
+        self._accepted.update(filter(None, sources[:count]))
         self._full_acceptance.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start
         self._decode_seconds += seconds
@@ -305,20 +306,19 @@ class Generation(Iterator[Event]):
             drafts = ", and nearly every draft is accepted whole" if self._full_acceptance.is_high else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",
                         stream.loop, drafts)
-        return self._event(new)._replace(
-            sources=tuple(each.source for each in settled[:count]), drafted=accepted.drafted, depth=accepted.depth,
-            logprobs=tuple(each.logprob for each in settled[:count] if each.logprob), seconds=seconds)
+        return self._event(new, sources=sources[:count], drafted=accepted.drafted, depth=accepted.depth,
+                           logprobs=logprobs[:count], seconds=seconds)
 
     def _new_drafter(self, sampler: Sampler) -> Drafter:
         return self._drafter.build(self._resources._replace(sampler=sampler))
 
-    def _event(self, new: DecodedTokens) -> Event:
+    def _event(self, new: DecodedTokens, **about: Any) -> Event:
         reason = self._text_stream.finish_reason
         if reason and self._journal:
             self._journal.finish(reason)
         if reason:
             self._reuse.close()
-        return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces)
+        return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces, **about)
 
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""

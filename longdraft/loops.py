@@ -1,6 +1,7 @@
 """Detects a text that repeats itself. It uses only the tokens, so no drafter can change where a text ends.
 
-There are two signs. Each takes constant time and memory per token:
+There are two signs. Each takes constant time and memory per token, and the first is checked only when a period can
+have held for long enough:
 
     period   the last tokens repeat with a period of up to PERIODS: at least REPEATS times after the first, and
              for at least LEAST_LOOP tokens
@@ -13,7 +14,7 @@ in full, depends on the drafter. It therefore only adds a remark to the warning 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ LEAST_LOOP = 512  # tokens
 WINDOW = 2048  # 4-grams
 GRAM = 4
 POOR, RICH = 0.1, 0.5  # distinct 4-grams over 4-grams
+_KEPT = PERIODS + LEAST_LOOP  # tokens that a check looks at
 _HIGH_SHARE = 0.95  # of the steps whose draft was accepted in full
 _LAST_STEP_WEIGHT = 1 / 64  # in the moving average of that share
 
@@ -55,15 +57,18 @@ class LoopGuard:
     def __init__(self) -> None:
         self.loop: Loop | None = None
         self.is_looping = False  # whether the last token is part of a loop
+        self.period = 0  # the shortest that has held for long enough; 0: none
         self._num = 0
-        # _last[_at - PERIODS : _at]: the last tokens; _held[i]: for how many tokens period PERIODS - i has held.
+        # _last[_at - _KEPT : _at]: the last tokens, of which the last _unchecked ones are not in _held yet.
+        # _held[i]: for how many tokens period PERIODS - i had held before these.
         self._last: NDArray[np.int32] = np.full(8 * PERIODS, -1, dtype=np.int32)
-        self._at = PERIODS
+        self._at = _KEPT
+        self._unchecked, self._due = 0, LEAST_LOOP  # before _due tokens, no period can have held for long enough
         self._held: NDArray[np.int32] = np.zeros(PERIODS, dtype=np.int32)
         self._needed = np.maximum(LEAST_LOOP, REPEATS * np.arange(PERIODS, 0, -1)).astype(np.int32)
         self._gram: deque[int] = deque(maxlen=GRAM)
         self._grams: deque[tuple[int, ...]] = deque()
-        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._counts: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self._was_rich = False
 
     @property
@@ -74,24 +79,39 @@ class LoopGuard:
     def push(self, token: int) -> None:
         self._num += 1
         self._count(token)
-        period = self._repeat(token)
-        self.is_looping = bool(period) or self._is_poor()
+        self.period = self._repeat(token)
+        self.is_looping = bool(self.period) or self._is_poor()
         if self.loop is None and self.is_looping:
-            repeated = int(self._held[PERIODS - period]) if period else 0
-            self.loop = Loop(self._num, period, repeated, self.distinct)
+            repeated = int(self._held[PERIODS - self.period]) if self.period else 0
+            self.loop = Loop(self._num, self.period, repeated, self.distinct)
 
     def _repeat(self, token: int) -> int:
         """The shortest period that has held for long enough; 0: none."""
-        last = self._last[self._at - PERIODS : self._at]
-        self._held += 1
-        self._held *= last == token
-        found = np.flatnonzero(self._held >= self._needed)
         if self._at == len(self._last):
-            self._last[:PERIODS] = last
-            self._at = PERIODS
+            self._last[:_KEPT] = self._last[-_KEPT:]
+            self._at = _KEPT
         self._last[self._at] = token
         self._at += 1
+        self._unchecked += 1
+        if self._unchecked < self._due:
+            return 0
+        self._check()
+        missing = self._needed - self._held
+        self._due = max(1, int(missing.min()))
+        found = np.flatnonzero(missing <= 0)
         return PERIODS - int(found[-1]) if len(found) else 0
+
+    def _check(self) -> None:
+        """Compare the unchecked tokens with those a period before, from the last one back: most periods end at once."""
+        last, places = self._last, np.arange(PERIODS)  # of the periods that have held so far
+        for end in range(self._at - 1, self._at - 1 - self._unchecked, -1):
+            holds = last[end - PERIODS + places] == last[end]
+            self._held[places[~holds]] = self._at - 1 - end
+            places = places[holds]
+            if not len(places):
+                break
+        self._held[places] += self._unchecked
+        self._unchecked = 0
 
     def _count(self, token: int) -> None:
         self._gram.append(token)

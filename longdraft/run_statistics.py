@@ -97,14 +97,14 @@ class _Fit:
     """A least-squares line through the costs of steps by their rows."""
 
     def __init__(self) -> None:
-        self._sums: tuple[float, ...] = (0.0,) * 6  # over the steps: 1, rows, cost, rows^2, rows * cost, cost^2
+        self._sums = [0.0] * 6  # over the steps: 1, rows, cost, rows^2, rows * cost, cost^2
 
     def add(self, rows: int, cost: float) -> None:
         count, _, costs, *_ = self._sums
         if count > 3:
             cost = min(cost, _OUTLIER * costs / count)
-        new = (1.0, rows, cost, rows * rows, rows * cost, cost * cost)
-        self._sums = tuple(old + value for old, value in zip(self._sums, new, strict=True))
+        for place, value in enumerate((1.0, rows, cost, rows * rows, rows * cost, cost * cost)):
+            self._sums[place] += value
 
     def of_one_row(self) -> float:
         """The fitted cost; 0.0 if its standard error is too large."""

@@ -63,6 +63,8 @@ class Tree:
 
     def pruned(self, max_depth: int) -> Tree:
         """The tree without the nodes deeper than `max_depth`."""
+        if max(self.depths) <= max_depth:
+            return self
         return self.kept([depth <= max_depth for depth in self.depths])
 
     def kept(self, wanted: Sequence[bool]) -> Tree:

@@ -28,6 +28,7 @@ from longdraft.batching import Batch
 from longdraft.bench import peers
 from longdraft.bench.systems import System
 from longdraft.core import SamplingParams
+from longdraft.drafters.auto_settings import AUTO_SETTINGS
 from longdraft.engine import Engine
 from longdraft.errors import UsageError
 from longdraft.generation import Generation
@@ -61,7 +62,7 @@ class BatchPlan(NamedTuple):
     @property
     def num_new(self) -> int:
         """Tokens that a text may write: per repeat one step and two turns, each with the surplus of its last step."""
-        longest_step = drafters.selector.AUTO_SETTINGS.max_depth
+        longest_step = AUTO_SETTINGS.max_depth
         return len(self.texts) * (self.repeats + 1) * (1 + 2 * self.turn + 3 * longest_step)
 
     def prompt(self, context: int, place: int) -> list[int]:

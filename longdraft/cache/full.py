@@ -17,6 +17,8 @@ from longdraft.cache.taps import TapLog
 from longdraft.kernels import Kernels, KVStore, LayersKV
 from longdraft.kernels.interface import STORE_BLOCK
 
+_ROWS_RESERVED = 64  # at a time, at least; stores grow by multiples of it
+
 
 class KVCache(Protocol):
     """A cache that a model forward reads and appends to."""
@@ -62,6 +64,7 @@ class FullCache:
                        for shape in dict.fromkeys(self.shapes)]
         self.stores = self._new_stores()
         self.length = 0
+        self._reserved = 0  # rows for which the stores have room
         self._tail: LayersKV | None = None
         self._is_placed = False
 
@@ -69,9 +72,12 @@ class FullCache:
         return [self._kernels.new_store(heads, dim, self.score_cap) for heads, dim in self.shapes]
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` rows."""
-        for store in self.stores:
-            store.reserve(length)
+        """Make room for `length` rows, and for some more, so that few steps have to."""
+        if length > self._reserved:
+            length = -(-length // _ROWS_RESERVED) * _ROWS_RESERVED
+            for store in self.stores:
+                store.reserve(length)
+            self._reserved = length
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
         self.reserve(self.length + k.shape[1])

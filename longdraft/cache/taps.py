@@ -61,11 +61,13 @@ class TapLog:
         """Keep these provisional rows, in this order; drop the others."""
         if self._tail is not None and len(rows):
             states = self._tail.rows
-            if list(rows) != list(range(states.shape[1])):  # selecting takes longer than a short forward's attention
+            count = states.shape[1]
+            if len(rows) != count or (count > 1 and list(rows) != list(range(count))):  # selecting takes long
                 states = states[:, list(rows)]
             self._runs.append(TappedRows(self._end, states))
             self._end += len(rows)
-            self._forget()
+            if self._end - self._runs[0].start > LATEST:
+                self._forget()
         self._tail = None
 
     def skip(self, count: int) -> None:

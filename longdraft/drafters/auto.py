@@ -31,12 +31,13 @@ from typing import Any, NamedTuple
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
 from longdraft.drafters.acceptance import NodeAcceptance
+from longdraft.drafters.auto_settings import AUTO_SETTINGS
 from longdraft.drafters.confidence import confidence_of
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
 from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
 from longdraft.drafters.options import DrafterOptions
-from longdraft.drafters.selector import AUTO_SETTINGS, Selector, SharedKnowledge
+from longdraft.drafters.selector import Selector, SharedKnowledge
 from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.routine import CostClock, Routine, run_alone
@@ -129,7 +130,7 @@ class AutoDrafter:
         self._sampler = sampler
         self._clock = clock
         self._shared = shared
-        self._selector: Selector | None = None
+        self.selector: Selector  # from `begin` on
         self._node_acceptance = NodeAcceptance()
         self._proposal: Proposal | None = None  # None: plain decoding
         self._plain = PlainRun()
@@ -141,11 +142,6 @@ class AutoDrafter:
         self._last_writer = ""
         self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
         self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
-
-    @property
-    def selector(self) -> Selector:
-        assert self._selector is not None, "propose before begin"
-        return self._selector
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +158,7 @@ class AutoDrafter:
             drafter.begin(context, verified)
         if not self._shared.candidates:
             self._calibrate()
-        self._selector = Selector(self._shared, self._clock, context, self._readers)
+        self.selector = Selector(self._shared, self._clock, context, self._readers)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         began, selector = self._clock(), self.selector

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -33,15 +33,10 @@ class DraftModel(Protocol):
         """Logits [1, V] behind `path`: the last token of the text, then drafted tokens. None: the model is still
         reading the text, and drafts nothing in this step."""
 
-
-@runtime_checkable
-class ChainModel(DraftModel, Protocol):
-    """A draft model that can draft a whole chain in one call."""
-
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float, end: ChainEnd) -> list[Ranked] | None:
-        """The guesses of a chain behind `path`, place by place. None where that is not possible: see `_step_by_step`,
-        which gives the same guesses."""
+        """The guesses of a chain behind `path`, place by place, in one call. None where that is not possible: see
+        `Chain._step_by_step`, which gives the same guesses."""
 
 
 class Chain(NamedTuple):
@@ -69,16 +64,20 @@ class Chain(NamedTuple):
         guess, and where `confidence` ends it.
         """
         node, path, end = 0, list(path), self.confidence.end() if self.confidence else NEVER
-        places = None
-        if isinstance(self.draft_model, ChainModel):
-            places = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin, end)
+        places = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin, end)
         if places is None:
             places = yield from self._step_by_step(context, path, length, end)
-        for tokens, _ in places:
-            node, *_ = [trie.add(node, token, self.source) for token in tokens] or [node]
-        best = [tokens[0] for tokens, _ in places if tokens]
+        best, leads = list[int](), list[float]()
+        for tokens, lead in places:
+            parent = node
+            for place, token in enumerate(tokens):
+                child = trie.add(parent, token, self.source)
+                if place == 0:
+                    node = child
+                    best.append(token)
+            leads.append(lead)
         if self.confidence:
-            self.confidence.expect(best, [lead for _, lead in places])
+            self.confidence.expect(best, leads)
         return node, path + best
 
     def _step_by_step(self, context: Context, path: Sequence[int], length: int, end: ChainEnd

@@ -161,6 +161,10 @@ class Pace:
         """Factor for the expected seconds of this kind of work."""
         return self._of.get(kind, 1.0)
 
+    def __contains__(self, kind: object) -> bool:
+        """Whether work of this kind was timed."""
+        return kind in self._of
+
     def add(self, kind: object, measured: float, expected: float, *, is_forward: bool = False, slack: float = 0.0
             ) -> None:
         """A piece of work took `measured` seconds. expected: this kind's factor included

@@ -101,7 +101,7 @@ class EagleDraftModel:
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float, end: ChainEnd) -> list[Ranked] | None:
-        """See `ChainModel`. Only on a device, where the rows of the drafts are forgotten: the next step computes them
+        """See `DraftModel`. Only on a device, where the rows of the drafts are forgotten: the next step computes them
         from the target's states."""
         if not sampler.on_device or length < 1 or len(path) != 1 or not self._head.shares_kernels:
             return None

@@ -79,7 +79,7 @@ class GlideDraftModel:
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float, end: ChainEnd) -> list[Ranked] | None:
-        """See `ChainModel`. Only on a device."""
+        """See `DraftModel`. Only on a device."""
         if not sampler.on_device or length < 1 or len(path) != 1 or not self._cache.length:
             return None
         self._read_text(context)

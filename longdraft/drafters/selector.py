@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
 
@@ -12,57 +11,10 @@ from numpy.typing import NDArray
 
 from longdraft.core import Context
 from longdraft.drafters.acceptance import AcceptanceByDepth
+from longdraft.drafters.auto_settings import AUTO_SETTINGS
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace
 from longdraft.model.routine import CostClock
 from longdraft.tree import Tree
-
-
-@dataclass(frozen=True)
-class AutoSettings:
-    """The constants of `auto`. They set how fast it learns and what it may spend on that; none changes a text.
-
-    max_depth              deepest draft
-    max_rows               most rows of a verification
-    switch_ratio           another candidate must take at most this share of the leader's time for each token
-    batch_ratio            the same between plain decoding and a candidate in a batch, whose forwards are charged to the
-                           requests by their expected costs, so that errors in these show late
-    steps_per_decision     steps between two decisions while plain decoding leads; they are short
-    drafts_per_decision    steps between two decisions while another candidate leads
-    decision_share         share of the time that decisions may take
-    steps_per_exploration  every so many steps a draft is `exploration_depth` tokens deeper than the best depth
-    first_steps            steps that a candidate is probed before it may be chosen
-    probe_steps            steps of a later probe
-    probe_budget           share of the time that probes may lose
-    hopeful_budget         share of the time that the probes of one candidate may lose, whatever others lost, while it
-                           is expected to be the fastest
-    allowance              steps of plain decoding that first probes may lose besides
-    least_loss             steps of plain decoding that each step of a probe is expected to lose at least
-    delivery_decay         weight of what earlier steps delivered at each new one: about the last 33 count
-    delivery_prior         steps of plain decoding that a candidate is trusted with before what it delivers counts
-    tokens_per_report      new tokens over which `choices` of the statistics are counted
-    """
-
-    max_depth: int = 16
-    max_rows: int = 64
-    switch_ratio: float = 0.97
-    batch_ratio: float = 0.8
-    steps_per_decision: int = 8
-    drafts_per_decision: int = 2
-    decision_share: float = 0.005
-    steps_per_exploration: int = 32
-    exploration_depth: int = 2
-    first_steps: int = 4
-    probe_steps: int = 3
-    probe_budget: float = 0.005
-    hopeful_budget: float = 0.0025
-    allowance: float = 4.0
-    least_loss: float = 0.5
-    delivery_decay: float = 0.97
-    delivery_prior: float = 2.0
-    tokens_per_report: int = 1024
-
-
-AUTO_SETTINGS = AutoSettings()
 
 _SIZES = [rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)]  # forwards of a size share a pace
 _NOISE = 0.05  # of a step: a draft that takes less does not tell that its costs are off
@@ -77,12 +29,14 @@ class Rating(NamedTuple):
     depth    that depth; 0 for plain decoding
     least    seconds for each token if all guesses were right
     tokens   expected of a step
+    short    seconds of a step with a draft of two tokens, and the tokens expected of it
     """
 
     seconds: float
     depth: int
     least: float
     tokens: float
+    short: tuple[float, float]
 
 
 class Candidate:
@@ -113,8 +67,9 @@ class Candidate:
         seconds = steps[rows] + draft_factor * (self.costs.base + self.costs.token * depths)
         tokens = 1 + np.cumsum(reached[: len(depths)])
         best = int((seconds / tokens).argmin())
+        two = min(2, len(depths)) - 1
         return Rating(float(seconds[best] / tokens[best]), best + 1, float((seconds / (1 + depths)).min()),
-                      float(tokens[best]))
+                      float(tokens[best]), (float(seconds[two]), float(tokens[two])))
 
 
 class Delivery:
@@ -123,10 +78,12 @@ class Delivery:
 
     def __init__(self) -> None:
         self._spent = self._promised = 0.0
+        self._prior = AUTO_SETTINGS.delivery_prior  # what is left of it
 
     def add(self, spent: float, promised: float) -> None:
         decay = AUTO_SETTINGS.delivery_decay
         self._spent, self._promised = decay * self._spent + spent, decay * self._promised + promised
+        self._prior *= decay
 
     def forget_half(self) -> None:
         """It is tried again: the latest steps shall decide."""
@@ -134,7 +91,7 @@ class Delivery:
 
     def error(self, plain: float) -> float:
         """Factor for the rated seconds, 1 or more. plain: seconds of a step of plain decoding"""
-        prior = AUTO_SETTINGS.delivery_prior * plain
+        prior = self._prior * plain
         return max(1.0, (self._spent + prior) / (self._promised + prior))
 
 
@@ -173,6 +130,7 @@ class Selector:
         self._ratings: dict[str, Rating] = {}
         self._next_decision = 0.0  # by the clock
         self._probe_steps, self._reserved = 0, 0.0  # steps and seconds that are left to the current probe
+        self._probe_depth = AUTO_SETTINGS.max_depth  # of its drafts at most
         self._look(context)
         for name in shared.candidates:
             self._rate(name)
@@ -208,6 +166,8 @@ class Selector:
         ends_itself: its chains end where a further token does not pay (`least_probability`)
         """
         deepest = self._deepest() if ends_itself else self._ratings[self.active].depth
+        if self.is_probing:
+            deepest = min(deepest, self._probe_depth)
         return min(deepest, 2 << min(8, self._shared.candidates[self.active].steps))
 
     def _deepest(self) -> int:
@@ -288,7 +248,10 @@ class Selector:
 
     def _look(self, context: Context) -> None:
         """Seconds of a step without its draft, by rows, behind the text as it is now."""
-        factors = [self._shared.pace[self._forward_kind(size)] for size in range(_SIZES[-1] + 1)]
+        pace, factors = self._shared.pace, list[float]()
+        for size, kind in enumerate(map(self._forward_kind, range(_SIZES[-1] + 1))):
+            # Several rows that were not timed are expected to be as far off as fewer of them.
+            factors.append(factors[-1] if size > _SIZES[2] and kind not in pace else pace[kind])
         forward, requests = self._shared.forward, self._clock.batch_size
         self._steps = np.take(factors, _SIZES) * forward.at(np.arange(len(_SIZES)), len(context), requests)
 
@@ -306,7 +269,7 @@ class Selector:
     def _rate(self, name: str) -> None:
         if name == self._plain:
             plain = float(self._steps[1]) * (AUTO_SETTINGS.batch_ratio if self._clock.batch_size > 1 else 1.0)
-            self._ratings[name] = Rating(plain, 0, plain, 1.0)
+            self._ratings[name] = Rating(plain, 0, plain, 1.0, (plain, 1.0))
         else:
             rating = self._shared.candidates[name].rate(
                 self._steps, self._draft_factor(name), self._acceptance[name].reached())
@@ -320,22 +283,37 @@ class Selector:
     def _best(self) -> str:
         return min(filter(self._is_trusted, self._ratings), key=self._ratings.__getitem__)
 
+    def _is_timed(self, name: str) -> bool:
+        """Whether the drafts of a candidate were timed since the engine began."""
+        return name == self._plain or self._draft_kind(name) in self._shared.pace
+
     def _probe(self, name: str) -> None:
-        """Probe a candidate, if it could be the fastest and what it may lose is within the budget."""
-        leader, rating, plain = self._ratings[self._leader], self._ratings[name], self._ratings[self._plain].seconds
-        if name in self._watched or (rating.least > leader.seconds and name != self._plain):
+        """Probe a candidate if it could be the fastest. If only its costs speak against that, check them."""
+        leader, rating = self._ratings[self._leader], self._ratings[name]
+        if name in self._watched:
             return
-        budget = AUTO_SETTINGS.probe_budget * self._shared.seconds
-        if self._is_trusted(name):
-            steps = AUTO_SETTINGS.probe_steps
-        else:
-            steps = AUTO_SETTINGS.first_steps
+        if rating.least <= leader.seconds or name == self._plain:
+            steps = AUTO_SETTINGS.probe_steps if self._is_trusted(name) else AUTO_SETTINGS.first_steps
+            self._begin_probe(name, steps, rating.tokens * (rating.seconds - leader.seconds))
+        if not self.is_probing and not self._is_timed(name) and rating.least <= AUTO_SETTINGS.doubt * leader.seconds:
+            seconds, tokens = rating.short
+            self._begin_probe(name, AUTO_SETTINGS.check_steps, seconds - tokens * leader.seconds, depth=2)
+
+    def _begin_probe(self, name: str, steps: int, loss: float, depth: int = AUTO_SETTINGS.max_depth) -> None:
+        """Probe a candidate if what that may lose is within the budget.
+
+        loss   seconds, expected of each step
+        depth  of its drafts at most
+        """
+        shared, plain = self._shared, self._ratings[self._plain].seconds
+        loss = steps * max(AUTO_SETTINGS.least_loss * plain, loss)
+        budget = AUTO_SETTINGS.probe_budget * shared.seconds
+        if not self._is_trusted(name):
             budget += AUTO_SETTINGS.allowance * plain
-        loss = steps * max(AUTO_SETTINGS.least_loss * plain, rating.tokens * (rating.seconds - leader.seconds))
-        is_hopeful = rating.seconds < leader.seconds and (
-            self._shared.candidates[name].lost + loss <= AUTO_SETTINGS.hopeful_budget * self._shared.seconds)
-        if is_hopeful or self._shared.lost + loss <= budget:
-            self.active, self._probe_steps, self._reserved = name, steps, loss
+        is_hopeful = self._ratings[name].seconds < self._ratings[self._leader].seconds and (
+            shared.candidates[name].lost + loss <= AUTO_SETTINGS.hopeful_budget * shared.seconds)
+        if is_hopeful or shared.lost + loss <= budget:
+            self.active, self._probe_steps, self._probe_depth, self._reserved = name, steps, depth, loss
             if not is_hopeful:
                 self._deliveries[name].forget_half()
-            self._shared.lost += loss
+            shared.lost += loss

@@ -76,7 +76,7 @@ class StreamingDraftModel:
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float, end: ChainEnd) -> list[Ranked] | None:
-        """See `ChainModel`. Only on a device, for a model with the target's vocabulary, where neither the window moves
+        """See `DraftModel`. Only on a device, for a model with the target's vocabulary, where neither the window moves
         nor much text is left to read."""
         model, last = self._model, len(context) - 2 + len(path)  # the place of the last token of `path`
         if not sampler.on_device or not device.DRAFTS_LAYERS or length < 1 or self.cache.states:

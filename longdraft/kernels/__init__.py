@@ -13,8 +13,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -105,22 +103,24 @@ def is_compiled(kernels: Kernels) -> bool:
     return isinstance(getattr(kernels, "local", kernels), CpuKernels)
 
 
-@contextmanager
-def single_threaded_torch(kernels: Kernels) -> Iterator[None]:
+class single_threaded_torch:
     """A context in which PyTorch uses one thread, if `kernels` are the compiled ones, which have their own threads.
 
     After each operation, PyTorch's threads spin for a while on the cores that the compiled kernels need. That makes
-    drafting two to three times slower (docs/notebook.md).
+    drafting two to three times slower (docs/notebook.md). Each step enters it, so it is no generator.
     """
-    before = torch.get_num_threads()
-    if not is_compiled(kernels) or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._before = torch.get_num_threads()
+        self._changes = self._before > 1 and is_compiled(kernels)
+
+    def __enter__(self) -> None:
+        if self._changes:
+            torch.set_num_threads(1)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._changes:
+            torch.set_num_threads(self._before)
 
 
 native.set_threads(torch.get_num_threads())

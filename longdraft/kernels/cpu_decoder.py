@@ -11,9 +11,9 @@ from torch import Tensor
 from longdraft.kernels import cpu_delta
 from longdraft.kernels.cpu_store import (
     CpuLinear,
+    CpuStore,
     address,
     are_layers,
-    native_stores,
     remainder_address,
     require,
     require_length,
@@ -42,6 +42,7 @@ class CpuDecoder:
         self._deltas = [layer.delta for layer in layers if layer.delta is not None]
         self._shapes = [layer.heads_in(geometry)[:2] for layer in layers  # of the stores
                         if layer.delta is None and layer.source is None]
+        self._kinds = [(dtype == torch.bfloat16, *shape) for shape in self._shapes]  # of the stores as well
         self._largest = max(kv_heads for kv_heads, _ in self._shapes), max(dim for _, dim in self._shapes)
         for kv_heads, dim in self._shapes:
             require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
@@ -50,6 +51,7 @@ class CpuDecoder:
         self.native = _cpu.Decoder(heads, *self._largest, geometry.eps, geometry.post_norm, geometry.rounds_once,
                                    geometry.residual_factor, geometry.has_gelu, geometry.num_ropes,
                                    self._norm_dtype == torch.float32 != dtype)
+        self._known_taps: tuple[int, ...] = ()  # tapped layers that were checked
         self._num_stores = 0  # of the layers that were added
         for layer in self._layers:
             self._add(layer)
@@ -164,15 +166,18 @@ class CpuDecoder:
         heads, (kv_heads, dim) = self._geometry.num_heads, self._largest
         num_layers, rows, dtype = len(self._shapes), x.shape[0], self._dtype
         width = self._hidden + self._input_width
-        require(x.shape == (rows, width), f"rows [R, {width}]", x.shape)
-        given = x[:, self._hidden :].to(dtype)
-        require(not self._input_width or given.stride(1) == 1, "rows of adjacent numbers", x.stride())
+        if x.shape != (rows, width):
+            require(False, f"rows [R, {width}]", x.shape)
         self._require_rotations(cos, sin, rows)
         require_tensor("parents", parents, (rows,), torch.int32)
         shape = (num_layers, rows, kv_heads, dim)
         k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
         stores = [self._native_stores(kv.stores, kv.length) for kv in texts]
-        result = x[:, : self._hidden].to(dtype, copy=True, memory_format=torch.contiguous_format)
+        result, given = x, x  # where layers have no other inputs
+        if self._input_width:
+            result, given = x[:, : self._hidden], x[:, self._hidden :].to(dtype)
+            require(given.stride(1) == 1, "rows of adjacent numbers", x.stride())
+        result = result.to(dtype, copy=True, memory_format=torch.contiguous_format)
         reported = min(rows, REPORTED_ROWS) if len(texts) == 1 and texts[0].is_prompt else rows
         q, content, output = (torch.empty(num_layers, reported, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, reported, heads)
@@ -185,21 +190,25 @@ class CpuDecoder:
         return result, AttentionOutput(q, output, lse, content)
 
     def _native_stores(self, stores: Sequence[KVStore], length: int) -> list[_cpu.Store]:
-        native = native_stores(self._dtype, stores, len(self._shapes))
-        shapes = [store.shape for store in stores]
-        require(shapes == self._shapes, f"stores of {self._shapes} heads and dimensions", shapes)
+        known = [store for store in stores if isinstance(store, CpuStore)]
+        if [store.kind for store in known] != self._kinds:
+            require(False, f"stores of {self._shapes} heads and dimensions in {self._dtype}",
+                    [store.kind for store in known])
+        native = [store.native for store in known]
         require_length(length, native)
         return native
 
     def _remainder_addresses(self, maps: RemainderMaps) -> list[int]:
         """Of each layer's map; empty for None."""
+        if maps is None:
+            return []
         heads, count, dim = self._geometry.num_heads, len(self._shapes), self._largest[1]
         if isinstance(maps, Tensor):
             first = remainder_address(maps, (count, heads, dim + 1, dim + 1))
             return [first + index * maps.stride(0) * maps.itemsize for index in range(count)]
-        require(maps is None or len(maps) == count, f"remainders of {count} layers", maps)
+        require(len(maps) == count, f"remainders of {count} layers", maps)
         return [remainder_address(each, (heads, dim + 1, dim + 1))
-                for each, (_, dim) in zip(maps or (), self._shapes, strict=bool(maps))]
+                for each, (_, dim) in zip(maps, self._shapes, strict=True)]
 
     def checked_norm(self, norm: Tensor) -> Tensor:
         """The norm of the layers' inputs. ValueError if it does not fit."""
@@ -216,16 +225,22 @@ class CpuDecoder:
         if not kv.taps:
             return []
         layers, rows = kv.taps
-        require(len(set(layers)) == len(layers) and all(0 <= layer <= len(self._layers) for layer in layers),
-                 f"different tapped layers, 0 to {len(self._layers)}", layers)
-        require_tensor("tapped rows", rows, (len(layers), kv.k.shape[1], self._hidden), self._dtype)
-        where = [0] * (len(self._layers) + 1)
-        for place, layer in enumerate(layers):
-            where[layer] = rows.data_ptr() + place * rows.stride(0) * rows.itemsize
+        if layers != self._known_taps:
+            require(len(set(layers)) == len(layers) and all(0 <= layer <= len(self._layers) for layer in layers),
+                    f"different tapped layers, 0 to {len(self._layers)}", layers)
+            self._known_taps = layers
+        count = kv.k.shape[1]
+        require_tensor("tapped rows", rows, (len(layers), count, self._hidden), self._dtype)
+        where, start = [0] * (len(self._layers) + 1), rows.data_ptr()
+        for layer in layers:
+            where[layer] = start
+            start += count * self._hidden * self._dtype.itemsize
         return where
 
     def _delta_addresses(self, kv: LayersKV) -> list[list[int]]:
         """Of the text's rows in each delta layer."""
+        if not kv.deltas and not self._deltas:
+            return []
         require(len(kv.deltas) == len(self._deltas), f"rows of {len(self._deltas)} delta layers", len(kv.deltas))
         for delta, rows in zip(self._deltas, kv.deltas, strict=True):
             require(len(rows.mixed) == kv.k.shape[1], f"{kv.k.shape[1]} rows in a delta layer", len(rows.mixed))
@@ -252,7 +267,11 @@ class CpuDecoder:
 def _whole_address(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """The address of the tensor [L, R, Hkv, D] of which `parts` are consecutive slices [L, T, Hkv, D]."""
     num_layers, rows, heads, dim = shape
-    width, start = heads * dim, parts[0].data_ptr()
+    start = parts[0].data_ptr()
+    if len(parts) == 1:
+        require_tensor("keys and values", parts[0], shape, dtype)
+        return start
+    width = heads * dim
     row, size = 0, width * dtype.itemsize
     for part in parts:
         count = part.shape[1]

@@ -51,6 +51,7 @@ class CpuStore:
         self.kernels, self.dtype = kernels, dtype
         self._heads, self._dim = num_kv_heads, head_dim
         self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim, score_cap)
+        self.kind = dtype == torch.bfloat16, num_kv_heads, head_dim
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -115,9 +116,10 @@ def address(x: Tensor | None) -> int:
 
 def native_stores(dtype: torch.dtype, stores: Sequence[KVStore], num_layers: int) -> list[_cpu.Store]:
     """The compiled module's stores of so many layers. ValueError for stores of other kernels or another dtype."""
-    native = [store.native for store in stores if isinstance(store, CpuStore)]
-    require(len(native) == num_layers and all(store.is_bf16 == (dtype == torch.bfloat16) for store in native),
-            f"{num_layers} stores of {dtype}", len(native))
+    is_bf16 = dtype == torch.bfloat16
+    native = [store.native for store in stores if isinstance(store, CpuStore) and store.kind[0] == is_bf16]
+    if len(native) != num_layers or len(stores) != num_layers:
+        require(False, f"{num_layers} stores of {dtype}", len(native))
     return native
 
 
@@ -128,7 +130,7 @@ def strided(x: Tensor) -> tuple[int, int, int]:
 
 def require_length(length: int, stores: Sequence[_cpu.Store]) -> None:
     """ValueError unless all stores hold so many positions."""
-    capacity = min(store.capacity for store in stores)
+    capacity = min([store.capacity for store in stores])
     require(0 <= length <= capacity, f"a length of 0 to {capacity} positions", length)
 
 

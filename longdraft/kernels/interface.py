@@ -10,6 +10,7 @@ Axes in shapes: R rows, T rows of one text, H query heads, Hkv KV heads, D head 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -184,6 +185,12 @@ class Decoder(Protocol):
 
         `LayersKV.taps` are filled too. They copy rows and change none.
         """
+
+
+@lru_cache(maxsize=256)
+def parents_tensor(parents: tuple[int, ...]) -> Tensor:
+    """[R] int32 for `Decoder.forward`. It is shared: most forwards have few rows, each of which follows another."""
+    return torch.tensor(parents, dtype=torch.int32)
 
 
 class TokenRows(NamedTuple):

@@ -141,9 +141,9 @@ def part_of_vocabulary(kernels: Kernels, head: Linear, ids: Tensor) -> PartOfVoc
 
 def supports(kernels: Kernels, decoder: Decoder, weights: DraftWeights) -> bool:
     """Whether `draft_chain` can draft with this model."""
-    tables = (weights.embedding, weights.head, *(weights.inputs[:2] if weights.inputs else ()))
+    tables = [weights.embedding, weights.head, *(weights.inputs[:2] if weights.inputs else ())]
     return (isinstance(kernels, CpuKernels) and isinstance(decoder, CpuDecoder)
-            and all(isinstance(table, CpuLinear) for table in tables))
+            and {type(table) for table in tables} == {CpuLinear})
 
 
 def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache: DraftStores, ranking: Ranking,

@@ -163,10 +163,11 @@ class RopeTable:
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin [R, S D / 2] float32 of positions, for S rotations."""
-        if len(positions) == 1:  # plain decoding and drafting: views, no gather
-            number, place = divmod(positions[0], _CHUNK_SIZE)
+        number, place = divmod(positions[0], _CHUNK_SIZE)
+        end = place + len(positions)
+        if end <= _CHUNK_SIZE and _are_consecutive(positions):  # most forwards: views, no gather
             cos, sin = self._chunk(number)
-            return cos[place : place + 1], sin[place : place + 1]
+            return cos[place:end], sin[place:end]
         numbers = sorted({position // _CHUNK_SIZE for position in positions})
         chunks = [self._chunk(number) for number in numbers]
         start = {number: place * _CHUNK_SIZE for place, number in enumerate(numbers)}
@@ -198,3 +199,8 @@ class RopeTable:
             parts.append((parts[0][0] * growth, parts[0][1] * growth))
         cos, sin = (torch.cat(part, 1).to(self._device) for part in zip(*parts, strict=True))
         return cos, sin
+
+
+def _are_consecutive(positions: Sequence[int]) -> bool:
+    first = positions[0]
+    return positions[-1] - first == len(positions) - 1 and list(positions) == list(range(first, first + len(positions)))

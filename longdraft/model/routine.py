@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from longdraft.errors import translate_memory_errors
+from longdraft.errors import translated_error
 from longdraft.model.transformer import Forward, ForwardRequest
 
 T = TypeVar("T")
@@ -68,11 +68,10 @@ def run_batched(requests: Sequence[ForwardRequest],
 
 def _run_together(requests: Sequence[ForwardRequest]) -> Sequence[Forward | Exception]:
     try:
-        with translate_memory_errors():
-            return requests[0].model.forward_batch(requests)
+        return requests[0].model.forward_batch(requests)
     except Exception as error:  # any error becomes the result of the request that caused it
         if len(requests) == 1:
-            return [error]
+            return [translated_error(error)]
         return [result for request in requests for result in _run_together([request])]
 
 
@@ -82,7 +81,7 @@ class CostClock:
     batch_size  number of texts that currently share forwards
     """
 
-    def __init__(self, always: bool = False, agree: Callable[[float], float] = lambda seconds: seconds) -> None:
+    def __init__(self, always: bool = False, agree: Callable[[float], float] = float) -> None:
         """always: start now, for a text generated alone; agree: maps this rank's number to that of all ranks."""
         self.batch_size = 1
         self._charged = 0.0
@@ -91,10 +90,7 @@ class CostClock:
 
     def __call__(self) -> float:
         """Cost so far, in seconds."""
-        return self.agree(self._so_far())
-
-    def _so_far(self) -> float:
-        return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)
+        return self.agree(self._charged + (0.0 if self._since is None else time.perf_counter() - self._since))
 
     def charge(self, seconds: float) -> None:
         """Add the text's share of a forward, in seconds."""
@@ -107,4 +103,6 @@ class CostClock:
 
     def stop(self) -> None:
         """Stop the clock of the text's own work."""
-        self._charged, self._since = self._so_far(), None
+        if self._since is not None:
+            self._charged += time.perf_counter() - self._since
+        self._since = None

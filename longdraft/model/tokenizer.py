@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,23 +144,16 @@ class Tokenizer:
         return [text[len(before) :] if text.startswith(before) else self.decode([token])
                 for token, text in enumerate(both)]
 
-    def tokens_with(self, text: str) -> frozenset[int]:
-        """The tokens whose text contains `text`."""
-        if text not in self._tokens_with:
-            if len(self._tokens_with) >= _MAX_REMEMBERED:
-                self._tokens_with.clear()
-            self._tokens_with[text] = frozenset(i for i, each in enumerate(self.texts) if text in each)
-        return self._tokens_with[text]
+    @cached_property
+    def tokens_with(self) -> Callable[[str], frozenset[int]]:
+        """The tokens whose text contains a text. It remembers the latest texts."""
+        return lru_cache(_MAX_REMEMBERED)(lambda text: frozenset(i for i, own in enumerate(self.texts) if text in own))
 
     def for_grammars(self, vocabulary: int, eos_token: int) -> LLTokenizer:
         """This tokenizer for grammars (longdraft/sampling/grammar.py). It is made once; that takes up to seconds."""
         if self._for_grammars is None:
             self._for_grammars = grammar.new_tokenizer(self._tokenizer.to_str(), vocabulary, eos_token)
         return self._for_grammars
-
-    @cached_property
-    def _tokens_with(self) -> dict[str, frozenset[int]]:
-        return {}
 
     @cached_property
     def _context(self) -> tuple[list[int], str]:
@@ -175,6 +168,11 @@ class Tokenizer:
     def is_silent(self, token: int) -> bool:
         """Whether `decode` skips it: special tokens, and ids without a token."""
         return token in self._special or not self._tokenizer.id_to_token(token)
+
+    @cached_property
+    def characters(self) -> Callable[[int], int]:
+        """The number of characters of a token that is decoded alone. It remembers each token."""
+        return cache(lambda token: len(self.decode([token])))
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -251,8 +249,9 @@ class IncrementalDecoder:
         is_whole = not text.endswith(_REPLACEMENT)  # otherwise later bytes may complete the last character
         new = text[self._num_emitted : len(text) if is_whole else -1]
         if is_whole:
+            self._num_emitted = (self._tokenizer.characters(token) if len(self._pending) == 1
+                                 else len(self._tokenizer.decode(self._pending)))
             self._emitted, self._pending = self._pending, []
-            self._num_emitted = len(self._tokenizer.decode(self._emitted))
         elif len(self._pending) > _MAX_PENDING:  # not a character; the first byte of one may be among the last four
             self._emitted, self._pending = [], self._pending[-_MAX_CHARACTER:]
             self._num_emitted = len(self._tokenizer.decode(self._pending)) - 1

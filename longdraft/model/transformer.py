@@ -30,7 +30,7 @@ from longdraft.cache.full import FullCache, KVCache, fill_randomly
 from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayersKV, LayerWeights, Linear, native_draft
-from longdraft.kernels.interface import TokenDecoder, TokenRows
+from longdraft.kernels.interface import TokenDecoder, TokenRows, parents_tensor
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
@@ -246,7 +246,8 @@ class Transformer:
         ends = list(accumulate(counts))
         num_layers, heads, dim = self._largest  # of the layers' KV rows
         shape = (num_layers, ends[-1], heads, dim)
-        k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))  # [L, R, Hkv, D]
+        k = torch.empty(shape, dtype=kernels.dtype, device=kernels.device)  # [L, R, Hkv, D]
+        v = torch.empty(shape, dtype=kernels.dtype, device=kernels.device)
         layers_kv = [request.cache.append(*parts)._replace(is_prompt=request.is_prompt) for request, *parts in
                      zip(requests, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
         hidden, attention_output = self._run_layers(requests, layers_kv)
@@ -260,7 +261,7 @@ class Transformer:
     def _run_layers(self, requests: Sequence[ForwardRequest],
                     layers_kv: Sequence[LayersKV]) -> tuple[Tensor, AttentionOutput]:
         tokens = [token for request in requests for token in request.rows.tokens]
-        parents = torch.tensor([parent for request in requests for parent in request.rows.parents], dtype=torch.int32)
+        parents = parents_tensor(tuple([parent for request in requests for parent in request.rows.parents]))
         if self._token_decoder and not any(request.is_prompt for request in requests):
             rows = TokenRows(self.weights.embedding, self.embedding_factor, tokens, *_rotations(requests, True))
             return self._token_decoder.forward_tokens(rows, layers_kv, parents)
@@ -276,15 +277,13 @@ class Transformer:
 
         position  of the first drafted token in the text
         """
-        config = self.config
+        config, rotations = self.config, self.rotations(range(position - 1, position - 1 + count))
         weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
                                self.part, self.embedding_factor, config.logits_cap, self.weights.layer_inputs)
         if isinstance(ranking, DeviceRanking):
-            rotations = self.rotations(range(position - 1, position - 1 + count))
             return ranking.sampler.draft_chain(self._decoder, weights, cache, ranking, rotations, path, end)
         if not native_draft.supports(self.kernels, self._decoder, weights):
             return None
-        rotations = self.rotations(range(position - 1, position - 1 + count))
         return native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, end, root, path,
                                         rotations, position)
 

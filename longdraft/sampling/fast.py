@@ -55,7 +55,7 @@ class FastSampler:
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
         self._update(context)
         rows = self._rows(logits)
-        assert len(rows) == len(tree), "one row of logits for each node"
+        assert rows.shape[0] == len(tree), "one row of logits for each node"
         return self._native.choose(rows.data_ptr(), tree.tokens, tree.parents, len(context), self._left(context))
 
     def ranked(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
@@ -82,6 +82,8 @@ class FastSampler:
             self._num_seen = len(context)
 
     def _rows(self, logits: Tensor) -> Tensor:
-        rows = logits.detach().to("cpu", torch.float32).contiguous()
+        rows = logits
+        if rows.dtype != torch.float32 or rows.device.type != "cpu" or not rows.is_contiguous():
+            rows = logits.detach().to("cpu", torch.float32).contiguous()
         assert rows.ndim == 2 and rows.shape[1] == self._vocabulary, "logits [R, V] of one vocabulary"
         return rows

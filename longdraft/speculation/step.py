@@ -10,11 +10,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter as clock
 from typing import NamedTuple
 
 from longdraft.cache.full import KVCache
@@ -41,15 +39,6 @@ class Timings:
     verify: float = 0.0
     sample: float = 0.0
     commit: float = 0.0
-
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Add the time of the `with` block to `part`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 
 
 @dataclass
@@ -82,10 +71,10 @@ class Step(NamedTuple):
 
     def measure_plain(self, decode_seconds: float) -> float:
         """See `Generation.measure_plain_step`. decode_seconds: of all steps so far."""
-        start = time.perf_counter()
+        start = clock()
         with single_threaded_torch(self.model.kernels):
             self.model.forward(tree_rows(root_only(self.context.last), len(self.context) - 1), self.cache, 1)
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         self.cache.commit(())
         overhead, steps = decode_seconds - self.timings.draft - self.timings.verify, self.tally.steps
         return seconds + (max(0.0, overhead) / steps if steps else 0.0)
@@ -96,37 +85,43 @@ class Step(NamedTuple):
         NumericalError if the target's logits are not finite.
         """
         model, cache, drafter, sampler, context, timings, tally, num_logprobs, drafts_forced, ahead = self
+        began = clock()
         if ahead is not None and num_logprobs is None:
-            with timings.measure("verify"):
-                token = ahead.take(context, max_tokens)
+            token = ahead.take(context, max_tokens)
             if token is not None:
                 context.extend([token])
                 tally.steps += 1
+                timings.verify += clock() - began
                 return Accepted((token,), (0,), (), None)
-        with timings.measure("draft"):
-            tree = (yield from drafter.propose(context, max_tokens - 1)).pruned(max_tokens - 1)
-            tree = sampler.pruned(tree, context)
-            if drafts_forced:
-                tree = sampler.extended(tree, context, max_tokens - 1)
-            assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
-        with timings.measure("verify"):
-            result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree))
-        with timings.measure("sample"):
-            path, tokens = verify(sampler, result, tree, context, cache)
-            if NO_TOKEN in tokens:
-                raise NumericalError("the model's logits are not finite; its weights may be damaged")
-            logprobs = () if num_logprobs is None else path_logprobs(
-                sampler, result.logits, tree, path, tokens, context, num_logprobs)
-        with timings.measure("commit"):
-            cache.commit(path)
-            context.extend(tokens)
-        accepted = Accepted(tuple(tokens), tuple(path), tuple(tree.sources[node] for node in path[1:]),
+        tree = (yield from drafter.propose(context, max_tokens - 1)).pruned(max_tokens - 1)
+        tree = sampler.pruned(tree, context)
+        if drafts_forced:
+            tree = sampler.extended(tree, context, max_tokens - 1)
+        assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
+        drafted = clock()
+        result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree))
+        verified = clock()
+        path, tokens = verify(sampler, result, tree, context, cache)
+        if NO_TOKEN in tokens:
+            raise NumericalError("the model's logits are not finite; its weights may be damaged")
+        logprobs = () if num_logprobs is None else path_logprobs(
+            sampler, result.logits, tree, path, tokens, context, num_logprobs)
+        chosen = clock()
+        cache.commit(path)
+        context.extend(tokens)
+        committed = clock()
+        accepted = Accepted(tuple(tokens), tuple(path), tuple([tree.sources[node] for node in path[1:]]),
                             Verified(result, path), len(tree) - 1, max(tree.depths), logprobs)
-        with timings.measure("draft"):
-            drafter.observe(context, accepted)
+        drafter.observe(context, accepted)
+        timings.draft += drafted - began + clock() - committed
+        timings.verify += verified - drafted
+        timings.sample += chosen - verified
+        timings.commit += committed - chosen
         if not tally.steps and len(context) > PREFILL_CHUNK:
             return_free_memory()  # of the prompt's chunks: what follows needs less
         tally.steps += 1
-        tally.drafted.update(tree.sources[1:])
-        tally.accepted.update(accepted.sources)
+        for source in tree.sources[1:]:
+            tally.drafted[source] += 1
+        for source in accepted.sources:
+            tally.accepted[source] += 1
         return accepted

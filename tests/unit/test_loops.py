@@ -58,6 +58,36 @@ def test_a_loop_with_small_changes_is_detected_by_its_low_variety():
     assert "distinct" in str(loop)
 
 
+def periods_by_token(tokens) -> list[int]:
+    """For each token the shortest period that has held for long enough, counted for all periods at each token."""
+    held, found = np.zeros(PERIODS, int), []
+    needed = np.maximum(LEAST_LOOP, REPEATS * np.arange(1, PERIODS + 1))
+    for place, token in enumerate(tokens):
+        before = np.full(PERIODS, -1)
+        before[: min(place, PERIODS)] = tokens[max(0, place - PERIODS) : place][::-1]
+        held = (held + 1) * (before == token)
+        long_enough = np.flatnonzero(held >= needed)
+        found.append(int(long_enough[0]) + 1 if len(long_enough) else 0)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_periods_are_found_at_the_token_where_counting_at_each_token_finds_them(seed):
+    """Loops of several periods that begin, are interrupted and begin again, longer than the held tokens."""
+    chance = random.Random(seed)
+    text: list[int] = []
+    while len(text) < 9 * PERIODS:
+        text += prose(chance.randrange(1, 900), seed=len(text))
+        for once in (prose(chance.choice([1, 2, 3, 130, 600]), seed=len(text)), text[-chance.randrange(1, 200) :]):
+            text += (once * (1200 // len(once) + 5))[: chance.randrange(400, 3000)]
+            text.append(chance.randrange(4096))
+    guard, found = LoopGuard(), []
+    for token in text:
+        guard.push(token)
+        found.append(guard.period)
+    assert found == periods_by_token(text) and any(found)
+
+
 def table() -> str:
     """A table of names and numbers with a hundred rows."""
     chance = random.Random(3)

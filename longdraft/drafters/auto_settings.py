@@ -1,0 +1,58 @@
+"""The constants of the drafter `auto`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AutoSettings:
+    """The constants of `auto`. They set how fast it learns and what it may spend on that; none changes a text.
+
+    max_depth              deepest draft
+    max_rows               most rows of a verification
+    switch_ratio           another candidate must take at most this share of the leader's time for each token
+    batch_ratio            the same between plain decoding and a candidate in a batch, whose forwards are charged to the
+                           requests by their expected costs, so that errors in these show late
+    steps_per_decision     steps between two decisions while plain decoding leads; they are short
+    drafts_per_decision    steps between two decisions while another candidate leads
+    decision_share         share of the time that decisions may take
+    steps_per_exploration  every so many steps a draft is `exploration_depth` tokens deeper than the best depth
+    first_steps            steps that a candidate is probed before it may be chosen
+    probe_steps            steps of a later probe
+    check_steps            steps of a probe with drafts of two tokens, of which the last one times the drafter
+    doubt                  costs that were not timed since the engine began may be so many times too high: those in the
+                           user's cache folder may come from a busy machine
+    probe_budget           share of the time that probes may lose
+    hopeful_budget         share of the time that the probes of one candidate may lose, whatever others lost, while it
+                           is expected to be the fastest
+    allowance              steps of plain decoding that first probes may lose besides
+    least_loss             steps of plain decoding that each step of a probe is expected to lose at least
+    delivery_decay         weight of what earlier steps delivered at each new one: about the last 33 count
+    delivery_prior         steps of plain decoding that a candidate is trusted with before what it delivers counts
+    tokens_per_report      new tokens over which `choices` of the statistics are counted
+    """
+
+    max_depth: int = 16
+    max_rows: int = 64
+    switch_ratio: float = 0.97
+    batch_ratio: float = 0.8
+    steps_per_decision: int = 8
+    drafts_per_decision: int = 2
+    decision_share: float = 0.005
+    steps_per_exploration: int = 32
+    exploration_depth: int = 2
+    first_steps: int = 4
+    probe_steps: int = 3
+    check_steps: int = 2
+    doubt: float = 3.0
+    probe_budget: float = 0.005
+    hopeful_budget: float = 0.0025
+    allowance: float = 4.0
+    least_loss: float = 0.5
+    delivery_decay: float = 0.97
+    delivery_prior: float = 8.0
+    tokens_per_report: int = 1024
+
+
+AUTO_SETTINGS = AutoSettings()
