@@ -106,6 +106,9 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     if quantize == "none" and files.has_own_numbers and not chosen.is_device:
         log.warning("%s: its quantised matrices became numbers in %s; --quantize file computes with them as they are, "
                     "in less memory and time", model, str(chosen.dtype).removeprefix("torch."))
+    if quantize == "file" and not files.is_quantised:
+        log.warning("%s: --quantize file changes nothing, because its files have no quantised matrices; int8 and int4 "
+                    "quantise the weights while they are loaded", model)
     sampling = defaults.read_defaults(folder)
     if sampling.ignored:
         log.warning("%s of %s: ignored %s", defaults.GENERATION_CONFIG, model, "; ".join(sampling.ignored))

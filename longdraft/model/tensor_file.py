@@ -24,7 +24,7 @@ from longdraft.model.memory import forget_pages, require_bytes
 
 _MAX_HEADER = 1 << 25  # bytes of JSON; a 400-billion-parameter model's shard has some 100 KB
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = {**FLOATS, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+DTYPES = {**FLOATS, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
            "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
            "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
@@ -79,9 +79,9 @@ class TensorFile:
         dtype  not used here: files with quantised tensors convert to it
         """
         entry = self.entries[name]
-        if entry.dtype not in _DTYPES:
-            raise ModelError(f"{name} in {self.path} has dtype {entry.dtype}; allowed: {', '.join(_DTYPES)}")
-        own, count = _DTYPES[entry.dtype], prod(entry.shape)
+        if entry.dtype not in DTYPES:
+            raise ModelError(f"{name} in {self.path} has dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
+        own, count = DTYPES[entry.dtype], prod(entry.shape)
         if not count:
             return torch.empty(entry.shape, dtype=own)
         require_bytes(self._map, entry.stop, self.path)

@@ -27,7 +27,7 @@ from longdraft.model.gguf.tensors import GgufTensors
 from longdraft.model.gpt_oss import OssTensors
 from longdraft.model.memory import temporary
 from longdraft.model.packed_tensors import PackedTensors, wrap
-from longdraft.model.tensor_file import FLOATS, TensorFile
+from longdraft.model.tensor_file import DTYPES, FLOATS, TensorFile
 from longdraft.model.torch_file import TorchFile
 from longdraft.parallel import Pick
 
@@ -76,6 +76,11 @@ class TensorFiles:
     def has_own_numbers(self) -> bool:
         """Whether a GGUF file has quantised matrices that become floating-point numbers, if they are not kept."""
         return any(isinstance(file, GgufTensors) and file.has_own_numbers for file in self.files)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether a file has quantised matrices, of any format."""
+        return any(entry.dtype not in DTYPES for file in self.files for entry in file.entries.values())
 
     @contextmanager
     def second_reading(self) -> Iterator[None]:

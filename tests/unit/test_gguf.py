@@ -163,7 +163,9 @@ def test_loading_says_that_a_quantised_file_has_numbers_of_its_own(tmp_path, lla
     longdraft.load(str(tmp_path / "Q8_0.gguf"), quantize="file")
     assert not caplog.text
     longdraft.load(str(tmp_path / "Q8_0.gguf"))
-    assert "--quantize file" in caplog.text
+    assert "--quantize file computes with them" in caplog.text
+    longdraft.load(str(tmp_path / "BF16.gguf"), quantize="file")
+    assert "--quantize file changes nothing" in caplog.text
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
