@@ -20,8 +20,9 @@ struct Ahead {
     const char *keys = nullptr, *values = nullptr;
     long lines = 0;  // of 64 bytes, of the keys and of the values, for each group of 16 positions that is scored
 
-    void fetch(long groups) {
-        for (long i = 0; i < lines * groups; i++, keys += 64, values += 64) {
+    // Between multiplications: a processor stops at a burst of more lines than it can wait for.
+    void fetch(long count) {
+        for (long i = 0; i < count; i++, keys += 64, values += 64) {
             __builtin_prefetch(keys, 0, 2);
             __builtin_prefetch(values, 0, 2);
         }
@@ -31,14 +32,16 @@ struct Ahead {
 // Scores of ROWS queries with GROUPS groups of 16 keys: out[row * BLOCK + 16 * group + lane]. Each lane's sum is a chain
 // of dependent operations, so with few rows several groups are computed at the same time.
 template <class T, int ROWS, int GROUPS>
-void score_groups(const uint32_t* q, long q_stride, const uint32_t* keys, long steps, float* out) {
+void score_groups(const uint32_t* q, long q_stride, const uint32_t* keys, long steps, float* out, Ahead& ahead) {
     Floats sums[GROUPS][ROWS] = {};
-    for (long s = 0; s < steps; s++)
+    for (long s = 0; s < steps; s++) {
+        if (s < ahead.lines) ahead.fetch(GROUPS);
         for (int g = 0; g < GROUPS; g++) {
             const uint32_t* lanes = keys + (g * steps + s) * LANES;
             __builtin_prefetch(lanes + AHEAD);
             for (int r = 0; r < ROWS; r++) sums[g][r] = T::mac(sums[g][r], lanes, q[r * q_stride + s]);
         }
+    }
     for (int g = 0; g < GROUPS; g++)
         for (int r = 0; r < ROWS; r++) store(out + r * BLOCK + g * LANES, sums[g][r]);
 }
@@ -47,14 +50,9 @@ template <class T, int ROWS>
 void score_rows(const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps, float* out, Ahead ahead) {
     constexpr int MANY = ROWS > 4 ? 1 : 8 / ROWS;
     long p = 0;
-    for (; p + MANY * LANES <= count; p += MANY * LANES) {
-        ahead.fetch(MANY);
-        score_groups<T, ROWS, MANY>(q, q_stride, keys + p * steps, steps, out + p);
-    }
-    for (; p < count; p += LANES) {
-        ahead.fetch(1);
-        score_groups<T, ROWS, 1>(q, q_stride, keys + p * steps, steps, out + p);
-    }
+    for (; p + MANY * LANES <= count; p += MANY * LANES)
+        score_groups<T, ROWS, MANY>(q, q_stride, keys + p * steps, steps, out + p, ahead);
+    for (; p < count; p += LANES) score_groups<T, ROWS, 1>(q, q_stride, keys + p * steps, steps, out + p, ahead);
 }
 
 // sums[row] += weights[row] . values, for WIDE * 16 dimensions, positions in order.

@@ -169,7 +169,6 @@ def test_journals_are_readable_by_their_owner_only(server):
 @pytest.mark.parametrize("mode, warnings", [(0o755, ["journals_readable"]), (0o700, [])])
 def test_a_folder_of_journals_that_others_can_read_is_a_warning(engine, tmp_path, monkeypatch, caplog, mode, warnings):
     tmp_path.chmod(mode)
-    monkeypatch.setattr(running, "_freeze_objects", lambda: None)
     monkeypatch.setattr(running.sys, "setswitchinterval", lambda seconds: None)
     monkeypatch.setattr(running.HttpServer, "run", lambda self: None)
     running.run_server(engine, ServerSettings(port=0, journals=tmp_path))
