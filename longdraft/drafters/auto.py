@@ -201,9 +201,10 @@ class AutoDrafter:
         self._num_steps += 1
         if self._proposal is None:
             plain, now = self._plain, verified_at
-            plain.steps += 1
             plain.tokens += len(accepted.tokens)
-            plain.seconds += now - plain.began
+            if self._is_warm:
+                plain.steps += 1
+                plain.seconds += now - plain.began
             plain.num_new = context.num_new
             if not selector.is_probing and self._num_steps % AUTO_SETTINGS.steps_per_decision:
                 return
@@ -227,15 +228,22 @@ class AutoDrafter:
             self._node_acceptance.add(tree, accepted.rows)
         self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
         draft = drafted_at - began + (now := self._clock()) - verified_at
-        self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft,
-                            is_typical=not self._has_switched)  # some candidates catch up first
+        if self._is_warm:
+            self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft,
+                                is_typical=not self._has_switched)  # some candidates catch up first
         return now
+
+    @property
+    def _is_warm(self) -> bool:
+        """Whether this is not the first step of the text, which may take fifty times as long as the others."""
+        return self._num_steps > 1
 
     def _count_plain(self) -> None:
         """Count the steps of plain decoding since the last decision."""
         run, self._plain = self._plain, PlainRun()
         if run.steps:
             self.selector.spend(run.tokens, 1, run.seconds, 0, 0.0, is_typical=True, steps=run.steps)
+        if run.tokens:
             self._report(run.num_new, run.tokens)
 
     def _watch(self, context: Context, accepted: Accepted) -> None:

@@ -152,6 +152,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.machine = 1.0
+        self._num_forwards = 0
         self._latest: object = None  # kind of the latest forward
         self._of: dict[object, float] = {}
         self._counts: defaultdict[object, int] = defaultdict(int)
@@ -180,7 +181,8 @@ class Pace:
             rate = max(rate, 1 / (1 + self._counts[kind]))
         if is_forward:
             rate *= self._latest not in (None, kind)
-            self.machine *= ratio ** (_MACHINE_RATE * (1 - rate))
+            self._num_forwards += 1
+            self.machine *= ratio ** (max(_MACHINE_RATE, 1 / (1 + self._num_forwards)) * (1 - rate))
             self._latest = kind
         self._of[kind] = self[kind] * ratio ** rate
 

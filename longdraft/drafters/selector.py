@@ -17,6 +17,7 @@ from longdraft.model.routine import CostClock
 from longdraft.tree import Tree
 
 _SIZES = [rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)]  # forwards of a size share a pace
+_INTERRUPTED = 3.0  # times the expected seconds: a forward that takes longer counts as one that takes so long
 _NOISE = 0.05  # of a step: a draft that takes less does not tell that its costs are off
 
 FloatArray = NDArray[np.float64]
@@ -171,10 +172,11 @@ class Selector:
         return min(deepest, 2 << min(8, self._shared.candidates[self.active].steps))
 
     def _deepest(self) -> int:
-        """How deep a further token pays if it is certain. A row can be dear: the first that reads the weights again."""
-        rows = np.diff(self._steps[1 : AUTO_SETTINGS.max_depth + 2])  # seconds of the 2nd row, the 3rd row, ...
-        pays = self._token_seconds + rows < self._ratings[self.active].seconds
-        return max(1, len(pays) if pays.all() else int(pays.argmin()))
+        """How deep tokens pay together if they are certain. One row can be dear: the first that reads the weights
+        again."""
+        most = min(AUTO_SETTINGS.max_depth, len(self._steps) - 2)
+        gain = self._ratings[self.active].seconds - self._token_seconds
+        return 1 + int((gain * np.arange(1, most + 1) - self._steps[2 : most + 2]).argmax())
 
     @property
     def least_probability(self) -> float:
@@ -221,21 +223,22 @@ class Selector:
               ) -> None:
         """A step wrote `tokens` tokens. It took `step` seconds with so many rows, after `draft` seconds for a draft
         `drafted` tokens deep. is_typical: the draft did nothing else. steps: so many steps did all this"""
-        shared = self._shared
-        shared.seconds += step + draft
-        if self.is_probing:
-            loss = step + draft - tokens * self._ratings[self._leader].seconds
-            self._reserved -= loss
-            shared.candidates[self.active].lost += max(0.0, loss)
-        if is_typical and not self.is_plain and not self.is_probing:  # drafts of probes are shorter than the rated ones
-            promised = tokens * self._promises[self.active]
-            self._deliveries[self.active].add((step + draft) / shared.pace.machine, promised)
+        shared, pace = self._shared, self._shared.pace
         if rows < len(self._steps):
             expected = float(self._steps[rows])
-            shared.pace.add(self._forward_kind(_SIZES[rows]), step / steps, expected, is_forward=True)
+            pace.add(self._forward_kind(_SIZES[rows]), step / steps, expected, is_forward=True)
+            step = min(step, steps * _INTERRUPTED * expected * pace.machine)
         if is_typical and not self.is_plain:
             expected = self._draft_factor(self.active) * shared.candidates[self.active].costs.at(drafted)
-            shared.pace.add(self._draft_kind(self.active), draft, expected, slack=_NOISE * step)
+            pace.add(self._draft_kind(self.active), draft, expected, slack=_NOISE * step)
+        seconds = (step + draft) / pace.machine  # on a machine that is as fast as it was when costs were measured
+        shared.seconds += seconds
+        if self.is_probing:
+            loss = seconds - tokens * self._ratings[self._leader].seconds
+            self._reserved -= loss
+            shared.candidates[self.active].lost += max(0.0, loss)
+        elif is_typical and not self.is_plain:  # drafts of probes are shorter than the rated ones
+            self._deliveries[self.active].add(seconds, tokens * self._promises[self.active])
 
     def num_guesses(self, reach: Sequence[float]) -> int:
         """How many of the likeliest guesses are worth their rows. reach: P(guess becomes text), falling"""
@@ -254,6 +257,8 @@ class Selector:
             factors.append(factors[-1] if size > _SIZES[2] and kind not in pace else pace[kind])
         forward, requests = self._shared.forward, self._clock.batch_size
         self._steps = np.take(factors, _SIZES) * forward.at(np.arange(len(_SIZES)), len(context), requests)
+        several = self._steps[2:]  # noise only adds to their times: more rows take no less
+        np.minimum.accumulate(several[::-1], out=several[::-1])
 
     def _forward_kind(self, size: int) -> tuple[object, ...]:
         return size, self._clock.batch_size > 1

@@ -297,6 +297,37 @@ def test_drafters_that_are_as_dear_as_their_costs_say_lose_little_when_these_are
         assert text.auto.turns["plain"] > 0.95 * 3000
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_step_that_is_interrupted_is_not_held_against_the_drafter_that_is_probed(place):
+    """The first step of a text is often slow: its memory is new."""
+    text = Text({"chain": (0.1, 0.9)})
+    for number in range(4):
+        text.forward = FORWARD._replace(host=100.0 * (number == place))
+        text.step()
+    text.forward = FORWARD
+    text.write(1000)
+    assert text.auto.turns["chain"] > 900
+
+
+def test_a_machine_that_is_busier_than_when_costs_were_measured_tries_drafters_all_the_same():
+    slow = FORWARD._replace(rows=tuple(2.5 * seconds for seconds in FORWARD.rows))
+    texts = [Text({"chain": (0.375, 0.9)}, forward=slow, believed={"chain": 0.15}, believed_forward=FORWARD, seed=seed)
+             for seed in range(4)]
+    for text in texts:
+        text.write(512)
+    assert min(text.auto.turns["chain"] for text in texts) > 0.9 * 512
+
+
+def test_a_few_slow_forwards_do_not_end_all_chains_before_their_number_of_rows():
+    """Forwards of four to seven rows were slow when they were seen, so the fourth row seems dear."""
+    text = Text({"chain": (0.1, 0.95)})
+    text.write(200)
+    selector = text.auto.selector
+    selector._shared.pace._of[selector._forward_kind(3)] = 1.7
+    selector.decide(text.context)
+    assert selector._deepest() > 8 and (np.diff(selector._steps[2:]) >= 0).all()
+
+
 class Hesitant(Chained):
     """Its chains end behind one token, whatever `auto` expects, and cost as much as long ones."""
 
