@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 
 import numpy as np
@@ -10,17 +9,17 @@ import pytest
 
 import longdraft
 from helpers.checkpoints import make_checkpoint
-from longdraft.core import Context, SamplingParams
+from helpers.simulated_text import FORWARD, Chained, Clock, Text
+from longdraft.core import SamplingParams
 from longdraft.drafters import costs
 from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
-from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.auto_settings import AUTO_SETTINGS
 from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.drafters.selector import Candidate, Selector, SharedKnowledge
 from longdraft.model.routine import atomic, run_alone
 from longdraft.speculation.drafter import Accepted
-from longdraft.tree import chain, from_paths, root_only
+from longdraft.tree import chain, from_paths
 
 # Acceptance.
 
@@ -63,96 +62,7 @@ def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
     assert tree.kept([True] * 5) is tree
 
 
-# Decisions, by a clock that only the drafters and the forwards move.
-
-FORWARD = ForwardCosts(0.0, (1.0, 1.02, 1.05, 1.075, 1.1, 1.2, 1.4), 1e6)  # seconds by rows; the text costs nothing
-
-
-class Clock:
-    """A clock of a request that shows `now`."""
-
-    batch_size = 1.0
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Chained:
-    """Drafts a chain at a price for each token; each guess is right with probability `rate`."""
-
-    def __init__(self, clock: Clock, seconds: float, rate: float) -> None:
-        self.clock, self.seconds, self.rate = clock, seconds, rate
-        self.observed = 0
-
-    def begin(self, context, verified):
-        self.observed = len(context)
-
-    @atomic
-    def propose(self, context, max_depth):
-        assert self.observed == len(context), "the drafter has seen the whole text"
-        depth = min(max_depth, 16) if self.rate is not None else 0
-        self.clock.now += self.seconds * depth
-        return chain(context.last, [2] * depth, "self") if depth else root_only(context.last)
-
-    def observe(self, context, accepted):
-        self.observed = len(context)
-
-
-class Text:
-    """A text that `auto` writes with the given drafters: name -> (seconds for each drafted token, rate)."""
-
-    def __init__(self, drafters: dict[str, tuple[float, float]], *, forward: ForwardCosts = FORWARD, seed: int = 1,
-                 shared: SharedKnowledge | None = None, clock: Clock | None = None, prior: float = 0.8,
-                 believed: dict[str, float] | None = None, believed_forward: ForwardCosts | None = None,
-                 reader: str = "") -> None:
-        self.clock, self.forward, self.numbers = clock or Clock(), forward, random.Random(seed)
-        self.drafters = {"plain": Chained(self.clock, 0.0, None)} | {
-            name: Chained(self.clock, *given) for name, given in drafters.items()}
-        if reader:
-            self.drafters[reader].reads_text_only = True
-        shared = shared or SharedKnowledge()
-        seconds = {name: drafter.seconds for name, drafter in self.drafters.items()} | (believed or {})
-        self.costs = Costs(believed_forward or forward,
-                           {name: DraftCosts(0.0, seconds[name], 1.0, 16) for name in self.drafters})
-
-        def calibrate() -> None:
-            shared.begin(self.costs, dict.fromkeys(self.drafters, prior))
-
-        self.has_forgotten = False
-        self.auto = AutoDrafter(self.drafters, calibrate, self.forget, shared, self.clock)
-        self.context = Context([2])
-        self.auto.begin(self.context, None)
-        self.ends = [0.0]  # when each token was written
-        self.rows = []
-
-    def forget(self) -> None:
-        self.has_forgotten = True
-
-    def step(self) -> None:
-        drafter = self.drafters[self.auto.selector.active]
-        tree = run_alone(self.auto.propose(self.context, 99))
-        self.clock.now += float(self.forward.at([len(tree)], len(self.context), self.clock.batch_size)[0])
-        deepest = max(tree.depths)
-        right = next((d for d in range(deepest) if self.numbers.random() > drafter.rate), deepest)
-        path = tuple(range(right + 1))
-        self.context.extend([2] * len(path))
-        self.auto.observe(self.context, Accepted((2,) * len(path), path, ("self",) * right, None))
-        self.ends += [self.clock.now] * len(path)
-        self.rows.append(len(tree))
-
-    def write(self, tokens: int) -> float:
-        """Tokens for each second, over the next `tokens` tokens."""
-        began, first = self.clock.now, len(self.context)
-        while len(self.context) < first + tokens:
-            self.step()
-        return (len(self.context) - first) / (self.clock.now - began)
-
-    def slowest(self, tokens: int) -> float:
-        """Tokens for each second, in the slowest part of `tokens` tokens."""
-        return min(tokens / (end - begin) for begin, end in zip(self.ends, self.ends[tokens:]))
+# Decisions.
 
 
 @pytest.mark.parametrize("token, rate, expected", [(0.02, 0.9, range(7, 17)), (0.3, 0.9, range(2, 6))])
@@ -256,76 +166,6 @@ def test_trees_are_smaller_behind_a_text_whose_rows_are_dear():
         text.write(2000)
     cheap, dear = (np.mean(text.rows[-100:]) for text in texts)
     assert dear < 0.7 * cheap
-
-
-def test_auto_corrects_costs_that_were_measured_wrongly():
-    """The draft takes eight times the expected time, so it does not pay."""
-    text = Text({"chain": (0.8, 0.7)}, believed={"chain": 0.1})
-    text.write(4000)
-    before = text.auto.turns["plain"]
-    text.write(4000)
-    assert text.auto.turns["plain"] - before > 0.9 * 4000
-    assert text.has_forgotten, "the next engine measures anew"
-
-
-def test_drafts_that_a_busy_machine_made_look_too_dear_are_timed_again():
-    """With these costs the candidate would lose even if all guesses were right. In fact it gains 1.4 times."""
-    texts = [Text({"chain": (0.4, 0.9)}, believed={"chain": 1.2}, prior=0.92, seed=seed) for seed in range(8)]
-    for text in texts:
-        text.write(512)
-        assert text.slowest(256) > 0.97
-    assert np.median([text.auto.turns["chain"] for text in texts]) > 0.9 * 512
-    for text in texts:
-        text.write(2500)
-    assert any(text.has_forgotten for text in texts), "the next engine measures anew"
-
-
-def test_forwards_that_a_busy_machine_made_look_too_dear_are_timed_again():
-    text = Text({"chain": (0.15, 0.9)}, believed_forward=FORWARD._replace(rows=(1.0, 3.0, 3.05, 3.1, 3.2, 3.4, 3.6)))
-    text.write(256)
-    before = text.auto.turns["chain"]
-    text.write(256)
-    assert text.auto.turns["chain"] - before > 200 and text.slowest(256) > 0.97
-    assert np.mean(text.rows[-20:]) > 6, "more rows are as far off as fewer ones"
-
-
-def test_drafters_that_are_as_dear_as_their_costs_say_lose_little_when_these_are_checked():
-    for seed in range(4):
-        text = Text({"one": (1.2, 0.9), "two": (3.0, 0.9), "three": (2.0, 0.5)}, seed=seed)
-        assert text.write(3000) > 0.99
-        assert text.slowest(256) > 0.97
-        assert text.auto.turns["plain"] > 0.95 * 3000
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_step_that_is_interrupted_is_not_held_against_the_drafter_that_is_probed(place):
-    """The first step of a text is often slow: its memory is new."""
-    text = Text({"chain": (0.1, 0.9)})
-    for number in range(4):
-        text.forward = FORWARD._replace(host=100.0 * (number == place))
-        text.step()
-    text.forward = FORWARD
-    text.write(1000)
-    assert text.auto.turns["chain"] > 900
-
-
-def test_a_machine_that_is_busier_than_when_costs_were_measured_tries_drafters_all_the_same():
-    slow = FORWARD._replace(rows=tuple(2.5 * seconds for seconds in FORWARD.rows))
-    texts = [Text({"chain": (0.375, 0.9)}, forward=slow, believed={"chain": 0.15}, believed_forward=FORWARD, seed=seed)
-             for seed in range(4)]
-    for text in texts:
-        text.write(512)
-    assert min(text.auto.turns["chain"] for text in texts) > 0.9 * 512
-
-
-def test_a_few_slow_forwards_do_not_end_all_chains_before_their_number_of_rows():
-    """Forwards of four to seven rows were slow when they were seen, so the fourth row seems dear."""
-    text = Text({"chain": (0.1, 0.95)})
-    text.write(200)
-    selector = text.auto.selector
-    selector._shared.pace._of[selector._forward_kind(3)] = 1.7
-    selector.decide(text.context)
-    assert selector._deepest() > 8 and (np.diff(selector._steps[2:]) >= 0).all()
 
 
 class Hesitant(Chained):
