@@ -1,6 +1,6 @@
-// The exact remainder of a row, the fit to such rows (longdraft/cache/remainder.py): new rows of each head, sums over them,
-// and the solution of the normal equations; and what the fit gives drafts. The heads are divided among the threads; all that a head needs stays in
-// the caches of its core.
+// The exact remainder of a row and the fit to such rows (longdraft/cache/remainder.py): the new rows of each head, the sums
+// over them, the solution of the normal equations, and what the fit gives drafts. The heads are divided among the threads;
+// all that a head needs stays in the caches of its core.
 #pragma once
 
 #include "layout.h"
