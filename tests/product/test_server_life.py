@@ -221,7 +221,7 @@ def test_a_damaged_journal_is_listed_and_refused(server):
 def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tmp_path):
     options = ("--journals", str(tmp_path / "journals"), "--drain", "1", "--journal-from", "1000000")
     with serving.process(tmp_path / "server", *options) as server, httpx.stream(
-            "POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 1500}, timeout=30) as reply:
+            "POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 5000}, timeout=30) as reply:
         lines = reply.iter_lines()
         while not next(lines).startswith("data: "):
             pass
@@ -238,7 +238,7 @@ def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tm
         assert "leaked" not in server.child.stderr  # nanobind reports objects that outlive the interpreter
     with serving.process(tmp_path / "server", "--journals", str(tmp_path / "journals")) as server:
         assert listed(server.url)[name]["resumable"]
-        assert resume(server.url, name) == uncut(engine, 1500)
+        assert resume(server.url, name) == uncut(engine, 5000)
 
 
 def test_kill_nine_loses_no_text_that_was_sent(engine, tmp_path):
