@@ -23,6 +23,7 @@ from longdraft.kernels.cpu_store import (
     address,
     are_layers,
     native_stores,
+    refuse,
     remainder_address,
     require,
     require_length,
@@ -132,7 +133,7 @@ class CpuKernels:
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CpuLinear)
         if table.native.is_bf16 != self._is_bf16:
-            require(False, f"a table packed as {self.dtype}", table.native)
+            refuse(f"a table packed as {self.dtype}", table.native)
         require(len(tokens) > 0, "one or more tokens", tokens)
         out = torch.empty(len(tokens), table.native.k, dtype=self.dtype)
         self.native.embed(table.native, tokens, out.data_ptr())  # raises ValueError for ids that the table lacks
@@ -141,7 +142,7 @@ class CpuKernels:
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CpuLinear)
         if weight.native.is_bf16 != self._is_bf16:
-            require(False, f"a weight packed as {self.dtype}", weight.native)
+            refuse(f"a weight packed as {self.dtype}", weight.native)
         x, rows = self._input(x, weight.native.k), x.shape[0]
         out = torch.empty(rows, weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
         self.native.linear(weight.native, x.data_ptr(), rows, out.data_ptr(), keep_float)
@@ -151,7 +152,7 @@ class CpuKernels:
         rows, width = x.shape
         x, out = self._input(x, width), torch.empty(rows, width, dtype=self.dtype)
         if weight.shape != (width,):
-            require(False, f"a norm [{width}]", weight.shape)
+            refuse(f"a norm [{width}]", weight.shape)
         if weight.dtype == torch.float32 and self._is_bf16:
             require(rounds_once and weight.is_contiguous(), "a norm that rounds once for a float32 weight", rounds_once)
             self.native.rms_norm_float(True, x.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr())
@@ -240,10 +241,10 @@ class CpuKernels:
         num_layers, num_rows, heads, dim = kv.k.shape
         for x in (kv.k, kv.v):
             if x.shape != kv.k.shape or x.dtype != self.dtype or not are_layers(x, kv.k.stride(0)):
-                require(False, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
+                refuse(f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
         stores = native_stores(self.dtype, kv.stores, num_layers)
         if max([store.heads for store in stores]) > heads or max([store.dim for store in stores]) > dim:
-            require(False, f"stores of {heads} heads of {dim} at most", kv.stores)
+            refuse(f"stores of {heads} heads of {dim} at most", kv.stores)
         require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
             self.native.keep(stores, kv.length, rows, num_rows, (kv.k.stride(0), heads * dim, dim), kv.k.data_ptr(),
@@ -292,7 +293,7 @@ class CpuKernels:
     def _input(self, x: Tensor, width: int) -> Tensor:
         """Check x [R, width], and convert it as `_aligned` does."""
         if x.ndim != 2 or x.shape[1] != width:
-            require(False, f"[R, {width}]", x.shape)
+            refuse(f"[R, {width}]", x.shape)
         return self._aligned(x)
 
     def _aligned(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from longdraft.kernels.cpu_store import (
     CpuStore,
     address,
     are_layers,
+    refuse,
     remainder_address,
     require,
     require_length,
@@ -167,7 +168,7 @@ class CpuDecoder:
         num_layers, rows, dtype = len(self._shapes), x.shape[0], self._dtype
         width = self._hidden + self._input_width
         if x.shape != (rows, width):
-            require(False, f"rows [R, {width}]", x.shape)
+            refuse(f"rows [R, {width}]", x.shape)
         self._require_rotations(cos, sin, rows)
         require_tensor("parents", parents, (rows,), torch.int32)
         shape = (num_layers, rows, kv_heads, dim)
@@ -192,8 +193,8 @@ class CpuDecoder:
     def _native_stores(self, stores: Sequence[KVStore], length: int) -> list[_cpu.Store]:
         known = [store for store in stores if isinstance(store, CpuStore)]
         if [store.kind for store in known] != self._kinds:
-            require(False, f"stores of {self._shapes} heads and dimensions in {self._dtype}",
-                    [store.kind for store in known])
+            refuse(f"stores of {self._shapes} heads and dimensions in {self._dtype}",
+                   [store.kind for store in known])
         native = [store.native for store in known]
         require_length(length, native)
         return native
@@ -278,7 +279,7 @@ def _whole_address(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch
         fits = (part.dtype == dtype and count > 0 and part.shape == (num_layers, count, heads, dim)
                 and part.data_ptr() == start + row * size and are_layers(part, rows * width))
         if not fits:
-            require(False, f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
+            refuse(f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
         row += count
     require(row == rows, f"keys and values of {rows} rows", row)
     return start

@@ -9,7 +9,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ def native_stores(dtype: torch.dtype, stores: Sequence[KVStore], num_layers: int
     is_bf16 = dtype == torch.bfloat16
     native = [store.native for store in stores if isinstance(store, CpuStore) and store.kind[0] == is_bf16]
     if len(native) != num_layers or len(stores) != num_layers:
-        require(False, f"{num_layers} stores of {dtype}", len(native))
+        refuse(f"{num_layers} stores of {dtype}", len(native))
     return native
 
 
@@ -137,13 +137,18 @@ def require_length(length: int, stores: Sequence[_cpu.Store]) -> None:
 def require_tensor(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """ValueError unless x has this shape and dtype and is contiguous."""
     if not (x.shape == shape and x.dtype == dtype and x.is_contiguous()):
-        require(False, f"{name} {shape} of {dtype}, contiguous", (x.shape, x.dtype, x.stride()))
+        refuse(f"{name} {shape} of {dtype}, contiguous", (x.shape, x.dtype, x.stride()))
 
 
 def require(condition: bool, wanted: str, got: object) -> None:
     """ValueError unless the condition holds."""
     if not condition:
-        raise ValueError(f"CPU kernels want {wanted}, got {got}")
+        refuse(wanted, got)
+
+
+def refuse(wanted: str, got: object) -> NoReturn:
+    """ValueError. Called by itself where a step should not format `wanted` for nothing."""
+    raise ValueError(f"CPU kernels want {wanted}, got {got}")
 
 
 def are_layers(x: Tensor, layer_stride: int) -> bool:
