@@ -28,13 +28,13 @@ from longdraft.drafters.selector import SharedKnowledge
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import fingerprint, hub
 from longdraft.model.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
-from longdraft.model.chat_template import closed_thinking
 from longdraft.model.defaults import Defaults
 from longdraft.model.draft_copy import SAME, load_copy
 from longdraft.model.eagle import Eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.thinking import TAG_TOKENS, closed_thinking
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.grammar import GrammarRules
@@ -42,8 +42,6 @@ from longdraft.sampling.sampler import MarkedTokens
 from longdraft.sampling_params import BREAKERS
 from longdraft.speculation.drafter import Drafter
 from longdraft.version import __version__
-
-_TAG_TOKENS = 8  # at the end of a prompt, which may open a thinking
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ class LoadedModel:
     def grammar_rules(self, params: SamplingParams, prompt: Sequence[int] = ()) -> GrammarRules | None:
         """The grammar of a request. UsageError, in one line, if it or the model cannot be used.
 
-        If the prompt ends with an opened <think>, as some chat templates do, the grammar begins behind </think>.
+        If the prompt ends with an opened <think>, as some chat templates do, the grammar begins after </think>.
         """
         if not params.structured_outputs:
             return None
@@ -253,7 +251,7 @@ class LoadedModel:
                              "structured_outputs")
         kind, text = params.structured_outputs
         ids = tuple(config.eos_token_ids)
-        after = params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-_TAG_TOKENS:]))
+        after = params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
         return GrammarRules.compile((kind, text), self.tokenizer.for_grammars(config.vocab_size, ids[0]), ids,
                                     config.vocab_size, after)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from longdraft.core import ALIASES, SamplingParams
 from longdraft.errors import UsageError
 from longdraft.files import require_text
+from longdraft.model.harmony import ChannelText
 from longdraft.openai_body import UNSUPPORTED, unsupported
 from longdraft.structured import NAMES as STRUCTURE_NAMES
 
@@ -194,9 +195,13 @@ def seed_of(key: str, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def text_record(request: BatchRequest, text: str, stats: Mapping[str, Any], model: str,
+def text_record(request: BatchRequest, text: str, answer: ChannelText, stats: Mapping[str, Any], model: str,
                 fingerprint: str) -> OutputRecord:
-    """The record of a text. fingerprint: `Engine.fingerprint` of the worker."""
+    """The record of a text.
+
+    answer       its parts, for a chat of OpenAI's batch API
+    fingerprint  `Engine.fingerprint` of the worker
+    """
     facts = {name: stats[name] for name in ("finish_reason", "seed", "sha256_tokens")}
     if request.kind == "simple":
         counts = {name: stats[name] for name in ("prompt_tokens", "new_tokens")}
@@ -205,7 +210,9 @@ def text_record(request: BatchRequest, text: str, stats: Mapping[str, Any], mode
     number = hashlib.blake2b(f"{fingerprint} {request.key}".encode(), digest_size=12).hexdigest()
     reason = "length" if stats["finish_reason"] == "length" else "stop"
     choice: OutputRecord = {"index": 0, "logprobs": None, "finish_reason": reason}
-    choice |= {"message": {"role": "assistant", "content": text}} if request.kind == "chat" else {"text": text}
+    thinking = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    message = {"role": "assistant", "content": answer.content} | thinking
+    choice |= {"message": message} if request.kind == "chat" else {"text": text}
     name, prefix = ("chat.completion", "chatcmpl") if request.kind == "chat" else ("text_completion", "cmpl")
     prompt, new = stats["prompt_tokens"], stats["new_tokens"]
     body = {"id": f"{prefix}-{number}", "object": name, "created": 0, "model": model, "choices": [choice],

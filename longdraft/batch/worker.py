@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from longdraft.core import Event, SamplingParams
 from longdraft.errors import BusyJournalError, ModelError, NumericalError, UnusableJournalError, UsageError
 from longdraft.generation import Generation
 from longdraft.journal import is_being_written, journal_exists, read_journal, remove_journal
+from longdraft.model.thinking import AnswerFormat, divide, find_format
 
 log = logging.getLogger(__name__)
 _BUSY_JOURNAL_S = 30.0  # how long to wait for the row's previous worker to exit
@@ -168,8 +170,15 @@ class BatchWorker:
         tokens, resumed = len(row.generation.tokens), row.generation.num_resumed
         if event.stats is None:
             return RowProgress(row.request.key, tokens, resumed)
-        record = text_record(row.request, "".join(row.text), event.stats, self._job.model, self._fingerprint)
+        text, generation = "".join(row.text), row.generation
+        answer = divide(self._answer_format if row.request.kind == "chat" else None, generation.prompt,
+                        generation.tokens.tolist(), text)
+        record = text_record(row.request, text, answer, event.stats, self._job.model, self._fingerprint)
         return RowProgress(row.request.key, tokens, resumed, record)
+
+    @cached_property
+    def _answer_format(self) -> AnswerFormat | None:
+        return find_format(self._engine.tokenizer)
 
     def _checked(self, request: BatchRequest) -> tuple[list[int], SamplingParams]:
         """The row's token ids and settings, checked against the model."""

@@ -1,4 +1,4 @@
-"""`longdraft chat`: a conversation in the terminal. Answers go to stdout, everything else to stderr."""
+"""`longdraft chat`: a conversation in the terminal. Answers go to stdout, thinking and everything else to stderr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +16,13 @@ from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
 from longdraft.cli.options import FILES, SAMPLING, option
 from longdraft.console import Interrupt, Interrupted, replace_unencodable, stdout_lost
 from longdraft.core import SamplingParams
-from longdraft.errors import OutputError, UsageError
+from longdraft.errors import OutputError, UsageError, check
 from longdraft.files import OutputFile, require_text
 
 if TYPE_CHECKING:
     from longdraft.engine import Engine
     from longdraft.generation import Generation
+    from longdraft.model.thinking import AnswerFormat
 
 _HELP = """\
 /help        show this list
@@ -37,6 +38,9 @@ def chat(
     chat_option: options.ChatOption = None,
     stats: Annotated[bool, option("Print a summary of each answer on stderr, if that is a terminal. It is always "
                                   "printed if stdin is a terminal too.", FILES, "--stats")] = False,
+    reasoning_format: Annotated[str, option("The model's thinking, if it marks it: auto: on stderr (with --quiet, "
+                                            "nowhere), apart from the answer; none: on stdout as it is written.",
+                                            FILES)] = "auto",
     quiet: options.Quiet = False,
     *,
     loading: Loading,
@@ -51,13 +55,16 @@ def chat(
     given = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop or None,
              "stop_token_ids": stop_token_id or None, **sampling}
     SamplingParams.from_names(given)  # fail before the model is loaded
+    check(reasoning_format in ("auto", "none"), "--reasoning-format", reasoning_format, "auto or none")
     require_text(system or "", "--system", "give it in UTF-8")
     chat_options = options.chat_options(chat_option or ())
     from longdraft.cli.display import load_with_bar
+    from longdraft.model.thinking import find_format
 
     engine = load_with_bar({**loading, "cache_ram": cache_ram}, quiet=quiet)
     params = engine.params(**given)
-    conversation = Conversation(engine, params, system, chat_options)
+    form = find_format(engine.tokenizer) if reasoning_format == "auto" else None
+    conversation = Conversation(engine, params, system, chat_options, form)
     conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option
     options.print_model_defaults(params, quiet=quiet)
     replace_unencodable()
@@ -66,12 +73,16 @@ def chat(
 
 @dataclass
 class Conversation:
-    """The messages so far, and the generation of the next answer."""
+    """The messages so far, and the generation of the next answer.
+
+    form  how answers show their thinking; None: all of an answer is its content
+    """
 
     engine: Engine
     params: SamplingParams
     system: str | None
     options: dict[str, Any]
+    form: AnswerFormat | None
     turns: list[dict[str, str]] = field(default_factory=list)
     written: tuple[str, list[int]] = ("", [])  # the last prompt and its answer, as text and as token ids
 
@@ -105,8 +116,10 @@ class Conversation:
                 return kept
         return ids
 
-    def remember(self, message: str, answer: str, prompt: str, generation: Generation) -> None:
-        self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+    def remember(self, message: str, answer: AnswerDisplay, prompt: str, generation: Generation) -> None:
+        thinking = {"reasoning_content": answer.thinking.rstrip("\n")} if answer.thinking else {}
+        self.turns += [{"role": "user", "content": message},
+                       {"role": "assistant", **thinking, "content": answer.content.rstrip("\n")}]
         tokens = generation.tokens.tolist()
         if generation.finish_reason == "eos":
             del tokens[-1:]
@@ -183,31 +196,71 @@ def _answer(conversation: Conversation, message: str, stats: bool, quiet: bool) 
         return stdout_lost(error)
 
 
-def _stream(conversation: Conversation, message: str, stats: bool, quiet: bool) -> int:
-    from longdraft.cli.stream import show_summary
-    from longdraft.model.chat_template import opened_thinking
+class AnswerDisplay:
+    """Shows an answer while it is written, and collects its parts. opened: what the template has already written of it
 
-    prompt = conversation.prompt(message)
-    opened = opened_thinking(prompt)  # the template starts the answer with a thinking tag
-    pieces: list[str] = []
+    A `quiet` display shows no thinking.
+    """
 
-    def show(text: str) -> None:
-        pieces.append(text)
-        sys.stdout.write(text)
+    def __init__(self, form: AnswerFormat | None, prompt: Sequence[int], opened: str, *, quiet: bool) -> None:
+        self._reader = form.reader(prompt) if form else None
+        self._quiet = quiet
+        self._opened = opened if form is None else ""
+        self.thinking = self.content = ""
+        self._show("", self._opened)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.thinking and self.content.rstrip("\n") == self._opened.rstrip("\n")
+
+    def show(self, tokens: Sequence[int], text: str) -> None:
+        self._show(*self._reader.push(tokens, text) if self._reader else ("", text))
+
+    def finish(self) -> None:
+        if self._reader:
+            self._show(*self._reader.finish())
+        if not self.content:
+            self._end_thinking()
+        self._write("" if self.content.endswith("\n") else "\n")
+
+    def _show(self, thinking: str, content: str) -> None:
+        if thinking and not self._quiet:
+            sys.stderr.write(thinking if self.thinking else f"Thinking:\n{thinking}")
+            sys.stderr.flush()
+        self.thinking += thinking
+        if content and not self.content:
+            self._end_thinking()
+        self.content += content
+        self._write(content)
+
+    def _end_thinking(self) -> None:
+        """An empty line before the answer."""
+        if self.thinking and not self._quiet:
+            sys.stderr.write("\n\n")
+            sys.stderr.flush()
+
+    def _write(self, content: str) -> None:
+        sys.stdout.write(content)
         sys.stdout.flush()
 
+
+def _stream(conversation: Conversation, message: str, stats: bool, quiet: bool) -> int:
+    from longdraft.cli.stream import show_summary
+    from longdraft.model.thinking import opened_thinking
+
+    prompt = conversation.prompt(message)
     with Interrupt() as interrupt:
         generation = conversation.ask(prompt, lambda done, total: interrupt.check())
+        answer = AnswerDisplay(conversation.form, generation.prompt, opened_thinking(prompt), quiet=quiet)
         try:
-            show(opened)
             for event in generation:
-                show(event.text)
+                answer.show(event.tokens, event.text)
                 interrupt.check()
         except Interrupted:
             generation.close()
-            show(generation.held_text)
-    show("" if "".join(pieces).endswith("\n") else "\n")
-    if (answer := "".join(pieces).rstrip("\n")) != opened.rstrip("\n"):
+            answer.show((), generation.held_text)
+    answer.finish()
+    if not answer.is_empty:
         conversation.remember(message, answer, prompt, generation)
     if stats:
         show_summary(generation, quiet=quiet)

@@ -44,6 +44,8 @@ def serve(
                                    "--no-key")] = False,
     log_format: Annotated[str, _env("json or text.", "LOG_FORMAT")] = "text",
     log_level: Annotated[str, _env("debug, info, warning or error.", "LOG_LEVEL")] = "info",
+    reasoning_format: Annotated[str, _env("The thinking of models that mark it, in chat replies: auto: "
+                                          "reasoning_content; none: part of content.", "REASONING_FORMAT")] = "auto",
     key_requests: Annotated[int, _env("Requests per minute of each API key; 0: no limit.", "KEY_REQUESTS",
                                       limits=True)] = 0,
     key_tokens: Annotated[int, _env("Tokens per hour, read and written, of each API key; 0: no limit.", "KEY_TOKENS",
@@ -114,7 +116,8 @@ def serve(
         max_connections_per_address=max_connections_per_address, timeout_s=timeout, stall_s=stall,
         drain_s=drain, progress_s=progress, cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allowed_host or ()), allows_no_key=no_key,
-        unknown_parameters=unknown_parameters, snapshots=SnapshotOptions.parse(snapshot, snapshot_max))
+        unknown_parameters=unknown_parameters, reasoning_format=reasoning_format,
+        snapshots=SnapshotOptions.parse(snapshot, snapshot_max))
     if memory_mib is not None:
         given["memory_bytes"] = memory_mib * MiB
     ServerSettings(**given)  # fail before the model is loaded

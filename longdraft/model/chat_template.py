@@ -8,7 +8,6 @@ A template is part of the model and therefore untrusted code: it runs in jinja's
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,14 +33,13 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents")  # variables that requests may not set
 _MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
 _LIMIT_S = 5.0  # for rendering
-_THINKING_TAG = re.compile(r"<(?P<tag>think|thinking|reasoning)>\s*\Z")
 
 
 class ChatTemplate:
-    """A model's template, with the special tokens that it may use."""
+    """A model's template, with the special tokens that it may use. source: in jinja's language"""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        self._tokens = tokens
+        self._tokens, self.source = tokens, source
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -101,9 +99,8 @@ class ChatTemplate:
         except Exception as error:  # untrusted code may fail in any way
             raise ModelError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
 
-
     def _render_open(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
-        """The messages up to the end of the last one's content. A mark behind the content shows where that is. It also
+        """The messages up to the end of the last one's content. A mark after the content shows where that is. It also
         keeps templates from stripping white space at its end."""
         *others, last = messages
         marked = {**last, "content": f"{last['content']}{_MARK}"}
@@ -112,18 +109,6 @@ class ChatTemplate:
             raise UsageError("the model's chat template does not show the last message once, so it cannot be "
                              "continued; send the prompt to /v1/completions")
         return prompt
-
-
-def opened_thinking(prompt: str) -> str:
-    """The part of the answer that the template has already opened: `<think>` with its white space, or nothing."""
-    found = _THINKING_TAG.search(prompt)
-    return found.group() if found else ""
-
-
-def closed_thinking(prompt: str) -> str:
-    """The tag that ends the thinking which the end of a prompt has opened, such as `</think>`; or nothing."""
-    found = _THINKING_TAG.search(prompt)
-    return f"</{found['tag']}>" if found else ""
 
 
 def parse_option(text: str) -> Any:

@@ -17,7 +17,7 @@ from longdraft.model.tokenizer import Tokenizer
 _START, _CHANNEL, _MESSAGE, _END = MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _THINKING = "analysis"
 _ANSWER = "final"
-_LONGEST_HEADER = 256  # characters; longer text behind <|start|> or <|channel|> is no header
+_LONGEST_HEADER = 256  # characters; longer text after <|start|> or <|channel|> is no header
 _REASONING, _CONTENT, _HEADER, _DROPPED = range(4)  # what a run of text is
 
 
@@ -41,8 +41,9 @@ class Harmony(NamedTuple):
         marks = {ids[mark]: mark for mark in MARKS if mark in ids and tokenizer.is_silent(ids[mark])}
         return cls(tokenizer, marks) if len(marks) == len(MARKS) else None
 
-    def reader(self, prompt: Sequence[int]) -> ChannelReader:
-        """A reader for an answer behind a prompt, which may end within a message."""
+    def reader(self, prompt: Sequence[int], begun: str = "") -> ChannelReader:
+        """A reader for the answer to a prompt, which may end within a message: its header names the channel of `begun`,
+        the answer's beginning in the prompt."""
         starts = [place for place, token in enumerate(prompt) if self.marks.get(token) == _START]
         reader = ChannelReader(self)
         if starts:
@@ -61,7 +62,7 @@ class ChannelReader:
     def __init__(self, form: Harmony) -> None:
         self._marks, self._stream = form.marks, form.tokenizer.stream()
         self._channel = _ANSWER
-        self._header: str | None = None  # text behind <|start|> or <|channel|> so far; None: of no header
+        self._header: str | None = None  # text after <|start|> or <|channel|> so far; None: of no header
         self._is_channel = False  # whether the header names a channel
         self._runs: deque[list[int]] = deque()  # [what, characters] that no text was taken for
         self._text = ""  # whose runs are unknown
@@ -71,7 +72,7 @@ class ChannelReader:
         """Read the beginning of a message, whose text is none of the answer's."""
         for token in tokens:
             self._read(token)
-        if not self._is_channel:  # behind the role, an answer that does not name its channel is content
+        if not self._is_channel:  # after the role, an answer that does not name its channel is content
             self._header = None
         self._runs.clear()
 
@@ -92,6 +93,10 @@ class ChannelReader:
             found[self._latest] += self._text
             self._text = ""
         return ChannelText(found[_REASONING], found[_CONTENT])
+
+    def finish(self) -> ChannelText:
+        """Nothing: what is held back at the end of the answer is an unfinished header."""
+        return ChannelText("", "")
 
     @property
     def _what(self) -> int:

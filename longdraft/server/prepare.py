@@ -18,8 +18,8 @@ from longdraft.engine import Engine
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal import journal_exists, read_journal
 from longdraft.loaded_model import DrafterChoice
-from longdraft.model.harmony import Harmony
 from longdraft.model.sizing import LARGEST_TREE
+from longdraft.model.thinking import AnswerFormat, find_format
 from longdraft.server.body_types import SamplerFields
 from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
@@ -101,15 +101,18 @@ class Preparer:
         room = max(1, self.context_limit - len(ids))
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id, logprobs, events)
+        divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
+        form = self._answer_format if divides else None
+        begun = request.messages[-1].for_template()["content"] if request.continue_final_message else ""
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
-                                  new_reader=self._harmony and partial(self._harmony.reader, ids))
+                                  new_reader=partial(form.reader, ids, begun) if form else None)
         return PreparedRequest(jobs, options, events)
 
     @cached_property
-    def _harmony(self) -> Harmony | None:
-        return Harmony.find(self.engine.tokenizer)
+    def _answer_format(self) -> AnswerFormat | None:
+        return find_format(self.engine.tokenizer)
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""

@@ -16,7 +16,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from longdraft.core import Event, TokenLogprob
-from longdraft.model.harmony import ChannelReader, ChannelText
+from longdraft.model.harmony import ChannelText
+from longdraft.model.thinking import AnswerReader
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.server.jobs import GenerationJob
 
@@ -43,7 +44,7 @@ class ResponseOptions:
     details        send tokens, their drafters and the progress with each chunk
     n              texts for each prompt
     has_prompt_progress  send chunks with `prompt_progress` while prompts are read
-    new_reader     of the channels of an answer; None: the model's answers have none
+    new_reader     divides an answer into thinking and content; None: all of it is content
     """
 
     object_type: ObjectType
@@ -56,7 +57,7 @@ class ResponseOptions:
     details: bool = False
     n: int = 1
     has_prompt_progress: bool = False
-    new_reader: Callable[[], ChannelReader] | None = None
+    new_reader: Callable[[], AnswerReader] | None = None
 
 
 @dataclass
@@ -69,15 +70,19 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_done: int = 0  # tokens in the last chunk with `prompt_progress`
-    channels: ChannelReader | None = None
+    reader: AnswerReader | None = None
     reasoning: list[str] = field(default_factory=list)
 
     def read(self, events: list[Event]) -> ChannelText:
-        """The text of new events, by channel."""
+        """The text of new events, thinking and content apart."""
         text = "".join(event.text for event in events)
-        if self.channels is None:
+        if self.reader is None:
             return ChannelText("", text)
-        return self.channels.push([token for event in events for token in event.tokens], text)
+        found = self.reader.push([token for event in events for token in event.tokens], text)
+        if not any(event.finish_reason for event in events):
+            return found
+        rest = self.reader.finish()
+        return ChannelText(found.reasoning + rest.reasoning, found.content + rest.content)
 
 
 class ReplyBuilder:
@@ -88,7 +93,7 @@ class ReplyBuilder:
         self._created = int(time.time())
         self._choices = {job: Choice(job) for job in jobs}
         for choice in self._choices.values():
-            choice.channels = options.new_reader() if options.new_reader else None
+            choice.reader = options.new_reader() if options.new_reader else None
         self._echo = dict(zip(jobs, options.echo, strict=True)) if options.echo else {}
 
     @property

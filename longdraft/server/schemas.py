@@ -215,6 +215,10 @@ class ChatRequest(SamplingRequest):
     continue_final_message: bool = Field(default=False, description="Continue the last message, an assistant's. The "
                                                                     "reply has only what is new.")
 
+    reasoning_format: Literal["auto", "none"] | None = Field(
+        default=None, description="auto: the thinking of models that mark it is `reasoning_content`; none: it is part "
+                                  "of `content`. Default: the server's.")
+
     @model_validator(mode="after")
     def _check_final_message(self) -> ChatRequest:
         if self.continue_final_message and self.add_generation_prompt:

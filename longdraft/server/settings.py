@@ -52,6 +52,8 @@ class ServerSettings:
                        machine's; none: a local server accepts this machine's, any other accepts all
     snapshots          of the texts with journals; max_bytes is the size of all of them together
     unknown_parameters  of a body: refuse | warn, which leaves them out and logs their names
+    reasoning_format   of chat replies: auto, which gives the thinking of models that mark it as `reasoning_content`, or
+                       none, which leaves it in `content`
     allows_no_key      listen on an address that other machines can reach without a key
     """
 
@@ -85,6 +87,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
     unknown_parameters: str = "refuse"
+    reasoning_format: str = "auto"
     allows_no_key: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +97,7 @@ class ServerSettings:
             check(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
         check(self.unknown_parameters in ("refuse", "warn"), "unknown_parameters", self.unknown_parameters,
               "refuse or warn")
+        check(self.reasoning_format in ("auto", "none"), "reasoning_format", self.reasoning_format, "auto or none")
         check(self.port <= 65535, "port", self.port, "0 to 65535", "0 takes a free port")
         for name in ("timeout_s", "drain_s", "keep_cut_s", "journals_bytes", "disk_floor_bytes"):
             check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")

@@ -18,7 +18,7 @@ from helpers.terminal import terminal
 from longdraft.__main__ import run
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import chat_template
-from longdraft.model.chat_template import ChatTemplate, opened_thinking, parse_option
+from longdraft.model.chat_template import ChatTemplate, parse_option
 from longdraft.model.tokenizer import Tokenizer
 
 TURNS = [{"role": "system", "content": "Be <brief> & \"kind\"."}, {"role": "user", "content": "caf\u00e9?\n"},
@@ -93,12 +93,6 @@ def test_template_variables_can_be_set_and_unknown_ones_are_refused():
                                          ("26 Jul 2024", "26 Jul 2024"), ("null", None)])
 def test_option_values_are_parsed_to_their_type(text, value):
     assert parse_option(text) == value and type(parse_option(text)) is type(value)
-
-
-@pytest.mark.parametrize("prompt, opened", [("a<think>\n", "<think>\n"), ("a<think>", "<think>"), ("<think>x", ""),
-                                            ("<think>\n\n</think>\n\n", ""), ("", "")])
-def test_a_template_may_open_the_thinking_section(prompt, opened):
-    assert opened_thinking(prompt) == opened
 
 
 @pytest.fixture(scope="module")

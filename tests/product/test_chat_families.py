@@ -5,19 +5,18 @@ from __future__ import annotations
 import io
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import openai
 import pytest
-import torch
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 import longdraft
 from helpers import serving
+from helpers.checkpoints import write_chain
 from helpers.families import make_family
 from longdraft.__main__ import run
 
@@ -136,7 +135,7 @@ def test_every_end_of_the_format_ends_the_answer_without_a_trace_of_it(form, ser
     for end in form.end_ids:
         reply = ask(server, HELLO, logit_bias={str(end): 100})
         assert (reply.choices[0].finish_reason, reply.choices[0].message.content) == ("stop", "")
-    if form.family == "gpt_oss":  # behind the end of a message the answer goes on
+    if form.family == "gpt_oss":  # after the end of a message the answer goes on
         other = form.end_ids[0] - 1
         reply = ask(server, HELLO, logit_bias={str(other): 100})
         assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("length", 12)
@@ -147,11 +146,7 @@ def test_the_command_writes_the_servers_answer(form, server, monkeypatch, capfd)
     options = ["--model", str(form.folder), "--drafter", "plain", "--max-new-tokens", "12", "--temperature", "0"]
     assert run(["chat", *options, *(["--system", "Be brief."] if form.chat else [])]) == 0
     wanted = ask(server, [*CHAT[: 1 if form.chat else 0], *HELLO]).choices[0].message.content
-    shown = capfd.readouterr().out
-    if form.family == "gpt_oss":  # the random model opens a header at the end, which the server leaves out
-        shown = shown[: len(wanted)]
-        assert wanted
-    assert shown.rstrip("\n") == wanted.rstrip("\n")
+    assert capfd.readouterr().out.rstrip("\n") == wanted.rstrip("\n")
 
 
 def test_variables_of_the_template_are_options(form, engine, server):
@@ -171,7 +166,7 @@ ANSWER = ["<|end|>", "<|start|>", "assistant", "<|channel|>", "final", "<|messag
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that writes one chain of tokens: behind `Well` a thought, then an answer in the channel `final`."""
+    """A model that writes one chain of tokens: after `Well` a thought, then an answer in the channel `final`."""
     folder, form = tmp_path_factory.mktemp("thinking"), FORMATS["gpt_oss"]
     model = make_family(folder, "gpt_oss")
     tokenizer = HFTokenizer.from_file(str(folder / "tokenizer.json"))
@@ -179,14 +174,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_tokens(["Well", *[token for token in THOUGHT + ANSWER if token not in form.special]])
     tokenizer.save(str(folder / "tokenizer.json"))
     chain = [tokenizer.token_to_id(token) for token in ["Well", *THOUGHT, *ANSWER]]
-    with torch.no_grad():  # layers add nothing, and the head knows what follows each token
-        for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name or name == "lm_head.weight":
-                parameter.zero_()
-        model.model.norm.weight.fill_(1.0)
-        table = torch.nn.init.normal_(model.model.embed_tokens.weight)
-        for token, follower in pairwise(chain):
-            model.lm_head.weight[follower] += table[token]
+    write_chain(model, chain)
     model.save_pretrained(folder)
     start = "<|start|>assistant"
     template = form.template.replace(f"'{start}' }}", f"'{start}<|channel|>analysis<|message|>Well' }}")

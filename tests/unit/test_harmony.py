@@ -55,6 +55,7 @@ def streamed(tokenizer: Tokenizer, answer: str, prompt: str = "<|start|>user<|me
         new = stream.push(tokens[:count])
         part = reader.push(new.tokens, new.text)
         reasoning, content, tokens = reasoning + part.reasoning, content + part.content, tokens[count:]
+    assert reader.finish() == ("", "")
     return reasoning, content
 
 
