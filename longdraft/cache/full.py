@@ -100,6 +100,10 @@ class FullCache:
     def place(self, rows: Tensor, positions: Tensor) -> None:
         assert self._tail is not None, "place without a forward"
         self._kernels.scatter_rows(self._tail, rows, positions)
+        self.has_placed()
+
+    def has_placed(self) -> None:
+        """A kernel that was launched does what `place` does, for the rows of several caches."""
         self._is_placed = True
 
     def copy_block(self, start: int, count: int) -> list[KVStore]:
@@ -135,6 +139,15 @@ class FullCache:
         self.reserve(start + k[0].shape[1])
         for store, keys, values in zip(self.stores, k, v, strict=True):
             store.write_heads(start, keys, values)
+
+    def fill_randomly(self, positions: int, room: int) -> None:
+        """Fill an empty cache, with memory for `room` more positions; see the function of that name."""
+        self.reserve(positions + room)
+        for store in self.stores:
+            fill_randomly(store, positions, self._kernels)
+        self.length = positions
+        if self.taps:
+            self.taps.fill(positions)
 
     def skip(self, count: int) -> None:
         """Commit `count` rows that `fill` wrote. States of tapped layers are not known."""

@@ -15,6 +15,7 @@ SWITCHES = {
     "DECIDES_SUMS": "the device decides top-k, top-p and eta",
     "DRAFTS_LAYERS": "trained layers, heads and small draft models draft in graphs",
     "SHARES_FORWARDS": "several texts run in one forward",
+    "SHARES_CHOICES": "the tokens of several texts are chosen in one graph",
     "CAPTURES_LAYERS": "layers of mixtures, Gemma, gpt-oss and GLM-4 are one graph",
     "WRITES_AHEAD": "plain decoding computes several tokens before the host reads them",
 }

@@ -201,6 +201,14 @@ class RopeTable:
         return cos, sin
 
 
+def rotations_of(tables: Sequence[RopeTable], positions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """cos and sin of the positions of several texts, each from its own table."""
+    parts = [table.at(own) for table, own in zip(tables, positions, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])
+
+
 def _are_consecutive(positions: Sequence[int]) -> bool:
     first = positions[0]
     return positions[-1] - first == len(positions) - 1 and list(positions) == list(range(first, first + len(positions)))

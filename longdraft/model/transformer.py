@@ -19,14 +19,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longdraft.cache.full import FullCache, KVCache, fill_randomly
+from longdraft.cache.full import FullCache, KVCache
 from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayersKV, LayerWeights, Linear, native_draft
@@ -34,8 +34,9 @@ from longdraft.kernels.interface import TokenDecoder, TokenRows, parents_tensor
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
-from longdraft.model.rope import RopeTable, max_unscaled_length
-from longdraft.sampling.device import DeviceRanking
+from longdraft.model.rope import RopeTable, max_unscaled_length, rotations_of
+from longdraft.model.shared_choice import SharedTextChoices, logits_source_of
+from longdraft.sampling.device import DeviceRanking, TreeChoice
 from longdraft.tree import Tree
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class ForwardRequest(NamedTuple):
     """One text's part of a forward: rows over its cache, and logits of the last `num_logits` of them.
 
     is_prompt  the rows are a chunk of a prompt; see `LayersKV`
+    choice     how the tokens that follow the rows, which have logits all, are chosen; None: not with other texts'
     """
 
     model: Transformer
@@ -87,6 +89,7 @@ class ForwardRequest(NamedTuple):
     cache: KVCache
     num_logits: int = 0
     is_prompt: bool = False
+    choice: TreeChoice | None = None
 
 
 class Forward:
@@ -98,12 +101,14 @@ class Forward:
     """
 
     def __init__(self, hidden: Tensor, attention_output: AttentionOutput, rows: slice | None,
-                 logits: Tensor | Callable[[], Tensor], source: LogitsSource | None = None) -> None:
+                 logits: Tensor | Callable[[], Tensor], source: LogitsSource | None = None,
+                 walk: tuple[list[int], list[int]] | None = None) -> None:
         """rows: this text's rows in `hidden` and `attention_output`; None: all.
 
         source  on a device, for a forward whose rows all have logits: computes them together with the choice of tokens
+        walk    the result of `ForwardRequest.choice`, where it was made with other texts'
         """
-        self._logits, self.source = logits, source
+        self._logits, self.source, self.walk = logits, source, walk
         self._hidden, self._attention_output, self._rows = hidden, attention_output, rows
 
     @cached_property
@@ -139,9 +144,8 @@ class Transformer:
         self._token_decoder = self._decoder if isinstance(self._decoder, TokenDecoder) else None
         self._rope = RopeTable(config, 1, kernels.device)
         self._largest = len(config.kv_shapes), *(max(sizes) for sizes in zip(*config.kv_shapes, strict=True))
-        self._has_warned = False
+        self._has_warned, self.taps = False, tuple[int, ...]()
         self.part: PartOfVocabulary | None = None
-        self.taps: tuple[int, ...] = ()
 
     def with_taps(self, layers: Sequence[int]) -> Transformer:
         """This model, whose caches also hold the rows that enter these layers (`Taps`). Weights are shared."""
@@ -174,7 +178,8 @@ class Transformer:
         part  made from this model's head
         """
         other = copy.copy(self)
-        other.__dict__.pop("_logits_source", None)  # that of another head
+        for made in ("_logits_source", "_shared_choices"):  # of another head
+            other.__dict__.pop(made, None)
         other.weights, other.part = self.weights._replace(head=part.head), part
         return other
 
@@ -186,9 +191,8 @@ class Transformer:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights that a forward of one row reads. Of experts, the share that a row chooses."""
-        mixtures = [layer.experts for layer in self.weights.layers if layer.experts is not None]
         chosen = sum(sum(mlp.gate_up.nbytes + mlp.down.nbytes for mlp in each.mlps) * each.chosen // len(each.mlps)
-                     for each in mixtures)
+                     for each in (layer.experts for layer in self.weights.layers) if each is not None)
         return sum(linear.nbytes for linear in self.linears) + chosen
 
     @property
@@ -208,13 +212,13 @@ class Transformer:
 
     def new_cache(self) -> FullCache:
         """An empty KV cache for one text."""
-        config = self.config
+        config, layers = self.config, self.weights.layers
         windows = [config.window_of(layer) for layer in config.kv_layers]
         taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
-        deltas = [layer.delta for layer in self.weights.layers if layer.delta is not None]
-        return FullCache(self.kernels, config.kv_shapes, windows, taps,
-                         StateCache(self.kernels, deltas) if deltas else None, config.score_cap,
-                         [layer.sinks for layer in self.weights.layers if layer.sinks is not None])
+        deltas = [layer.delta for layer in layers if layer.delta is not None]
+        states, sinks = StateCache(self.kernels, deltas) if deltas else None, [layer.sinks for layer in layers]
+        return FullCache(self.kernels, config.kv_shapes, windows, taps, states, config.score_cap,
+                         [each for each in sinks if each is not None])
 
     def random_cache(self, positions: int, room: int = 0) -> FullCache:
         """A cache of random keys and values, to time forwards behind so many positions.
@@ -222,12 +226,7 @@ class Transformer:
         room  positions for which memory is reserved besides
         """
         cache = self.new_cache()
-        cache.reserve(positions + room)
-        for store in cache.stores:
-            fill_randomly(store, positions, self.kernels)
-        cache.length = positions
-        if cache.taps:
-            cache.taps.fill(positions)
+        cache.fill_randomly(positions, room)
         return cache
 
     @property
@@ -253,10 +252,13 @@ class Transformer:
         hidden, attention_output = self._run_layers(requests, layers_kv)
         if kernels.is_device and len(requests) == 1 and requests[0].num_logits == counts[0]:
             return [Forward(hidden, attention_output, None, lambda: self.logits(hidden), self._logits_source)]
-        logits = self._last_logits(hidden, [(end, request.num_logits)
-                                            for end, request in zip(ends, requests, strict=True)])
-        return [Forward(hidden, attention_output, None if len(requests) == 1 else slice(end - count, end), part)
-                for count, end, part in zip(counts, ends, logits, strict=True)]
+        walks = self._shared_choices.of([request.choice for request in requests],
+                                        [request.cache for request in requests], counts, hidden, k, v)
+        logits = self._last_logits(hidden, [(end, 0 if walk else request.num_logits)
+                                            for end, request, walk in zip(ends, requests, walks, strict=True)])
+        return [Forward(hidden, attention_output, None if len(requests) == 1 else slice(end - count, end),
+                        partial(self._logits_of, hidden, slice(end - count, end)) if walk else part, walk=walk)
+                for count, end, part, walk in zip(counts, ends, logits, walks, strict=True)]
 
     def _run_layers(self, requests: Sequence[ForwardRequest],
                     layers_kv: Sequence[LayersKV]) -> tuple[Tensor, AttentionOutput]:
@@ -302,19 +304,20 @@ class Transformer:
 
     @cached_property
     def _logits_source(self) -> LogitsSource | None:
-        """See `Forward`; None for other kernels, a part of the vocabulary, and logits with a cap."""
-        from longdraft.kernels.cuda.kernels import CudaKernels  # needs Triton
+        weights = self.weights
+        return None if self.part else logits_source_of(self.kernels, self.config, weights.norm, weights.head)
 
-        config = self.config
-        if not isinstance(self.kernels, CudaKernels) or self.part is not None or config.logits_cap:
-            return None
-        return self.kernels.logits_source(self.weights.norm, config.rms_norm_eps, config.rounds_once,
-                                          self.weights.head, config.logits_divisor)
+    @cached_property
+    def _shared_choices(self) -> SharedTextChoices:
+        return SharedTextChoices(self._logits_source)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """Embeddings [R, hidden], the first layer's input."""
         x = self.kernels.embed(self.weights.embedding, tokens)
         return x if self.embedding_factor == 1 else x * self.embedding_factor
+
+    def _logits_of(self, hidden: Tensor, rows: slice) -> Tensor:
+        return self.logits(hidden[rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden states [R, hidden] before the final norm."""
@@ -343,7 +346,4 @@ def _split(x: Tensor, counts: Sequence[int], axis: int) -> Sequence[Tensor]:
 def _rotations(requests: Sequence[ForwardRequest], on_host: bool = False) -> tuple[Tensor, Tensor]:
     """cos and sin [R, D / 2] of all rows, from each text's own table."""
     tables = [request.model._rope.on_host if on_host else request.model._rope for request in requests]
-    parts = [table.at(request.rows.positions) for table, request in zip(tables, requests, strict=True)]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])
+    return rotations_of(tables, [request.rows.positions for request in requests])

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
     from longdraft.kernels.cuda.head_places import DraftHeads, HeadPlaces
     from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerChain
+    from longdraft.kernels.cuda.shared_choice import TextTree
 
 MAX_GUESSES = 16  # that the device ranks at a place
 DECIDES_SUMS = is_on("DECIDES_SUMS")  # False: top-k, top-p and eta are decided on the host
@@ -50,6 +51,7 @@ class DeviceSampler:
         from longdraft.kernels.cuda.choice import ChoiceRules, TokenChooser  # needs Triton
         from longdraft.kernels.cuda.drafting import MAX_CHAINS
         from longdraft.kernels.cuda.launch import RecentlyUsed
+        from longdraft.kernels.cuda.shared_choice import can_share
         from longdraft.kernels.cuda.support import FilterRules
 
         least, eta = (math.log(value) if value > 0 else None for value in (params.min_p, params.eta_cutoff))
@@ -58,7 +60,7 @@ class DeviceSampler:
         rules = ChoiceRules(params.temperature, filters, params.repetition_penalty, params.penalty_window,
                             params.seed or 0, tuple(banned), params.logit_bias)
         self._params, self._kernels, self.device = params, kernels, kernels.device
-        self._chooser = TokenChooser(rules, kernels.device)
+        self._chooser, self._can_share = TokenChooser(rules, kernels.device), can_share(rules)
         self._rankings: dict[tuple[int, int], DraftRanking] = {}  # by vocabulary and number of guesses
         self._chains: RecentlyUsed[object, DraftChain] = RecentlyUsed(MAX_CHAINS)
         self._layer_chain: tuple[object, LayerChain] | None = None
@@ -87,6 +89,21 @@ class DeviceSampler:
         if isinstance(given, Tensor):
             return self._chooser.choose(given, tree.tokens, tree.parents, *place)
         return self._chooser.choose_behind(*given, tree.tokens, tree.parents, *place)
+
+    def tree_choice(self, tree: Tree, context: Context) -> TreeChoice | None:
+        """A choice that can be made together with those of other texts; None for settings that need more launches."""
+        return TreeChoice(self, tree, context) if self._can_share else None
+
+    def tree_of_text(self, tree: Tree, context: Context, stores: Sequence[KVStore]) -> TextTree:
+        """As `launch`, for `SharedChoices`. stores: of the text's cache, where it keeps the path's rows."""
+        from longdraft.kernels.cuda.kv_store import cuda_stores
+        from longdraft.kernels.cuda.shared_choice import MAX_FRESH, TextTree
+
+        chooser = self._chooser
+        if len(context) - chooser.length > MAX_FRESH:
+            self._update(context)
+        return TextTree(chooser, context.slice(chooser.length, len(context)), tree.tokens, tree.parents,
+                        len(context) - 1, self._left(context), cuda_stores(stores))
 
     def log_probabilities(self, logits: Tensor, tokens: Sequence[int], chosen: Sequence[int], context: Context,
                           num: int) -> list[TokenLogprob]:
@@ -201,3 +218,19 @@ class DeviceRanking(NamedTuple):
     width: int
     within: float
     required: int
+
+
+class TreeChoice(NamedTuple):
+    """A choice behind each node of a tree, and the walk along it, for a forward of several texts.
+
+    sampler  of the request
+    tree     whose root is the last token of `context`
+    """
+
+    sampler: DeviceSampler
+    tree: Tree
+    context: Context
+
+    def of_text(self, stores: Sequence[KVStore]) -> TextTree:
+        """See `DeviceSampler.tree_of_text`."""
+        return self.sampler.tree_of_text(self.tree, self.context, stores)

@@ -21,7 +21,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.kernels import Kernels, noise
 from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.sampling import process
-from longdraft.sampling.device import MAX_GUESSES, DeviceRanking, DeviceSampler
+from longdraft.sampling.device import MAX_GUESSES, DeviceRanking, DeviceSampler, TreeChoice
 from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.grammar import Grammar, GrammarRules, Mask
 from longdraft.sampling.path_penalties import HOPELESS, PathPenalties, new_path_penalties
@@ -116,6 +116,10 @@ class Sampler:
         for node, token in zip(sound, taken, strict=True):
             chosen[node] = token
         return chosen
+
+    def tree_choice(self, tree: Tree, context: Context) -> TreeChoice | None:
+        """What chooses behind the nodes of a tree together with other texts; None where this sampler cannot."""
+        return self.on_device.tree_choice(tree, context) if self.on_device else None
 
     def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0) -> list[int]:
         """The tokens of `ranked`."""

@@ -99,7 +99,8 @@ class Step(NamedTuple):
             tree = sampler.extended(tree, context, max_tokens - 1)
         assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
         drafted = clock()
-        result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree))
+        choice = sampler.tree_choice(tree, context) if num_logprobs is None else None
+        result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree), choice=choice)
         verified = clock()
         path, tokens = verify(sampler, result, tree, context, cache)
         if NO_TOKEN in tokens:

@@ -30,8 +30,11 @@ def verify(sampler: Sampler, result: Forward, tree: Tree, context: Context,
 
     result  the forward of all nodes
 
-    A device sampler finds the path on the device, and the cache keeps its rows there before the host knows the path.
+    A device sampler finds the path on the device, and the cache keeps its rows there before the host knows the path. It
+    may have done so with the forward, for several texts (`Forward.walk`).
     """
+    if result.walk is not None:
+        return result.walk
     if sampler.on_device:
         behind = None if result.source is None else (result.source, result.hidden)
         return sampler.on_device.walk(behind or result.logits, tree, context, cache.place)

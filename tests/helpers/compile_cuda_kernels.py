@@ -32,6 +32,7 @@ from longdraft.kernels.cuda import (
     jit_kv_store,
     jit_linear,
     jit_rows,
+    jit_shared_choice,
     jit_support,
 )
 
@@ -118,8 +119,10 @@ def kernels():
                             "i32")
     for element in (tl.bfloat16, tl.float8e4nv):
         scaled = dict(ELEMENT=element, IS_SCALED=element == tl.float8e4nv)
-        yield (jit_kv_store.scatter_rows_kernel, dict(k=BF16, v=BF16, table=I64, rows=I64, targets=I64) | strides,
-               dict(HALF=64, PADDED=64, **scaled), dict(num_warps=1))
+        scatter = dict(k=BF16, v=BF16, table=I64, rows=I64, targets=I64, texts=I32) | strides
+        for has_texts in (False, True):
+            yield (jit_kv_store.scatter_rows_kernel, scatter,
+                   dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, **scaled), dict(num_warps=1))
         yield (jit_kv_store.copy_rows_kernel, dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32"),
                dict(KV_HEADS=8, DIM=128, PADDED=128, BLOCK=32, **scaled), {})
     window = dict(found=I32, values=F32, window="i32", logits=F32) | VOCABULARY
@@ -138,6 +141,20 @@ def kernels():
            dict(BLOCKS=128), {})
     yield (jit_choice.walk_tree_kernel, dict(choices=I32, tokens=I32, parents=I32, where=I64, path=I32, targets=I64,
                                              outcome=I32, num_rows="i32", num_nodes="i32"),
+           dict(BLOCK=64), dict(num_warps=1))
+
+
+def choices_of_texts():
+    rows = dict(logits=F32, entries=I64, numbers=F64, texts=I32, depths=I32)
+    window = rows | dict(found=I32, values=F32, window="i32", tokens=I32, path=I32, path_stride="i32") | VOCABULARY
+    blocks = rows | dict(bests=F32, scores=F64, ids=I32, num_blocks="i32") | VOCABULARY
+    yield jit_shared_choice.append_tokens_kernel, dict(entries=I64, fresh=I32), dict(BLOCK=16), dict(num_warps=1)
+    yield jit_shared_choice.read_windows_kernel, window, dict(BLOCK=1024), UNFUSED
+    yield jit_shared_choice.penalise_texts_kernel, window, dict(BLOCK=1024), UNFUSED
+    yield jit_shared_choice.ban_texts_kernel, rows | VOCABULARY, dict(BLOCK=16), UNFUSED
+    yield jit_shared_choice.noisy_maxima_of_texts_kernel, blocks, IN_BLOCKS, UNFUSED
+    yield (jit_shared_choice.walk_trees_kernel, dict(choices=I32, tokens=I32, parents=I32, entries=I64, path=I32,
+                                                     targets=I64, outcome=I32, num_rows="i32"),
            dict(BLOCK=64), dict(num_warps=1))
 
 
@@ -163,6 +180,8 @@ def support():
     yield jit_support.support_orders_kernel, rows | dict(orders=I64), IN_BLOCKS | FILTERS, UNFUSED
     yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128), UNFUSED
     yield jit_support.eta_kernel, rows, dict(BLOCKS=128), UNFUSED
+
+
 def hybrid():
     """Of a Qwen3-Next: 16 key heads and 32 value heads of 128."""
     heads = dict(KEY_HEADS=16, VALUE_HEADS=32, KEY_DIM=128, VALUE_DIM=128)
@@ -231,7 +250,8 @@ def products_and_reductions(code: str) -> list[str]:
 
 
 def main() -> None:
-    for kernel, types, constants, options in (*kernels(), *drafting(), *support(), *hybrid(), *mixtures()):
+    for kernel, types, constants, options in (*kernels(), *choices_of_texts(), *drafting(), *support(), *hybrid(),
+                                              *mixtures()):
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}

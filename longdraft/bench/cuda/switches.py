@@ -4,7 +4,8 @@ drafts in graphs."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,17 +20,20 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
 from longdraft.kernels.cuda import shared_forward
+from longdraft.model import shared_choice
 from longdraft.model.heads import ChainedHeads, Head
-from longdraft.model.routine import run_alone
+from longdraft.model.routine import run_alone, run_batched
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, tree_rows
 from longdraft.sampling import device
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation import ahead
 from longdraft.speculation.ahead import PlainAhead
+from longdraft.speculation.step import Step
 from longdraft.tree import Trie, chain
 
 _ROOM = 256  # positions behind a context
 _AHEAD_TOKENS = 64
+_SAME = 2  # tokens of a round that are compared: times take different numbers of rounds
 _CHAIN = 5  # tokens of a small model's chain
 _TREE = (3, 2, 1)  # guesses of each head
 LAWS = {"min-p": dict(min_p=0.1), "top-p": dict(temperature=0.6, top_p=0.9), "eta": dict(eta_cutoff=3e-4),
@@ -90,7 +94,8 @@ def laws(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, An
 
 
 def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
-    """Milliseconds of a forward of several texts, together and one after another, and whether their bits are equal."""
+    """Milliseconds of a forward of several texts, together and one after another, and of a round of plain steps, with
+    one choice for all and with one for each; whether their bits are equal."""
     model = bench.model(shape)
 
     def measure(count: int, rows: int) -> dict[str, Any]:
@@ -105,11 +110,35 @@ def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict
             with switched(shared_forward, "SHARES_FORWARDS", is_on):
                 times["together" if is_on else "in turn"] = device_ms(model.kernels.device, work, plan.repeats)
                 results.append([result.logits.clone() for result in work()])
-        return times | {"is_equal": all(torch.equal(a, b) for a, b in zip(*results, strict=True))}
+        times["is_equal"] = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        return times | (_rounds(plan, model, context, count) if rows == 1 else {})
 
     return bench.each((f"{count} texts, {rows} rows", partial(measure, count, rows))
                       for count in ((2, 4, 8) if plan.device == "cuda" else (2,))
                       for rows in ((1, 4) if plan.device == "cuda" else (1,)))
+
+
+def _rounds(plan: CudaPlan, model: Transformer, context: int, count: int) -> dict[str, Any]:
+    """Of `count` texts: milliseconds of a round, and whether both ways choose the same tokens."""
+    times, texts = dict[str, Any](), []
+    for is_on in (True, False):
+        steps = [plain_step(model, context - text) for text in range(count)]
+        with switched(shared_choice, "SHARES_CHOICES", is_on):
+            name = "round" if is_on else "round, choices in turn"
+            times[name] = device_ms(model.kernels.device, partial(_round, steps), plan.repeats)
+        places = [context + 1 - text for text in range(count)]
+        texts.append([step.context.slice(place, place + _SAME).tolist()
+                      for step, place in zip(steps, places, strict=True)])
+    return times | {"is_same_text": texts[0] == texts[1]}
+
+
+def _round(steps: Sequence[Step]) -> None:
+    """A plain step of each text."""
+    routines = [step.run(1) for step in steps]
+    results = run_batched([next(routine) for routine in routines], lambda indices, seconds: None)
+    for routine, result in zip(routines, results, strict=True):
+        with suppress(StopIteration):
+            routine.throw(result) if isinstance(result, Exception) else routine.send(result)
 
 
 def small_drafts(plan: CudaPlan, bench: Bench, shape: str) -> dict[str, Any]:

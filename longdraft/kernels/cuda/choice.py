@@ -130,7 +130,7 @@ class TokenChooser:
         self.seed = int(noise.mix_seed(rules.seed).view(np.int64)[0])
         self._settings = torch.tensor([rules.temperature, *rules.filters.settings, 0.0], dtype=torch.float64,
                                       device=device)
-        self._banned = torch.tensor([*rules.banned, 0], dtype=torch.int32, device=device)
+        self.banned = torch.tensor([*rules.banned, 0], dtype=torch.int32, device=device)
         biased, values = zip(*rules.bias, strict=True) if rules.bias else ((), ())
         self._biased = torch.tensor(biased, dtype=torch.int32, device=device)
         self._bias_values = torch.tensor(values, dtype=torch.float32, device=device)
@@ -146,6 +146,14 @@ class TokenChooser:
         self._reserve(end)
         self._tokens[start:end].copy_(torch.from_numpy(tokens.copy()), non_blocking=True)
         self._length = end
+
+    def make_room(self, count: int) -> None:
+        """Make room for `count` tokens that a kernel will append; call `has_appended` after its launch."""
+        self._reserve(self._length + count)
+
+    def has_appended(self, count: int) -> None:
+        """A kernel that was launched appends `count` tokens."""
+        self._length += count
 
     def place(self, drafted: Sequence[int]) -> None:
         """Put drafted tokens behind those of the request, until the next `extend`, with room for a longest chain."""
@@ -276,5 +284,5 @@ class TokenChooser:
             jit_choice.penalise_kernel[grid](logits, found, values, window, rules.penalty, vocabulary, BLOCK=BLOCK,
                                              **chained(self._device))
         if has_bans and rules.banned:
-            jit_choice.ban_kernel[(rows,)](logits, self._banned, depths, scalars, len(rules.banned), vocabulary,
+            jit_choice.ban_kernel[(rows,)](logits, self.banned, depths, scalars, len(rules.banned), vocabulary,
                                            BLOCK=padded_size(len(rules.banned)), **chained(self._device))

@@ -81,7 +81,7 @@ class ForwardBuffers:
         self.x_in, self.x, self.normed = (zeros(rows, decoder.hidden) for _ in range(3))
         self.embedding = embedding
         num_entries = 0 if texts == 1 else 2 * 5 * num * texts
-        self.parts = _staged_parts(4 * texts, rows * (dim // 2), rows * (dim // 2), rows, rows, num_entries)
+        self.parts = staged_parts(4 * texts, rows * (dim // 2), rows * (dim // 2), rows, rows, num_entries)
         self.staged = zeros(self.parts[-1].stop + -self.parts[-1].stop % _ALIGNED, dtype=torch.int32)
         where, cos, sin, self.parents, self.tokens, table = (self.staged[part] for part in self.parts)
         self.table = table.view(torch.int64).view(texts, num, 5) if num_entries else None  # stores of several texts
@@ -131,7 +131,7 @@ class ForwardBuffers:
             self._remainder_source = remainder
 
 
-def _staged_parts(*sizes: int) -> list[slice]:
+def staged_parts(*sizes: int) -> list[slice]:
     """Places of positions and of a slot (int64), cos, sin, parents, tokens and stores in the int32 that are uploaded
     together."""
     parts, start = [], 0

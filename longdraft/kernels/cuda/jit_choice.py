@@ -48,6 +48,25 @@ def best_and_first_id(score, token):
     return best, tl.min(tl.where(score == best, token, _NONE), 0)
 
 
+@triton.jit
+def token_before(text, tokens, path, length, end, place):
+    """The tokens `place` before the end of a node's path, and where there are any.
+
+    text    [length] int32: the request's tokens, the root last
+    tokens  int32: the tree's tokens
+    path    of the node
+    end     tokens up to the node
+
+        text ... a b c d e f g, drafted path g - x - y, window of 4     at node y: [y x g f]
+    """
+    position = end - 1 - place
+    is_drafted = position >= length
+    written = tl.load(text + position, mask=(position >= 0) & (position < length), other=0)
+    node = tl.load(path + (position - length + 1), mask=is_drafted, other=0)
+    drafted = tl.load(tokens + node, mask=is_drafted, other=0)
+    return tl.where(is_drafted, drafted, written), position >= 0
+
+
 @triton.jit(do_not_specialize=["window", "path_stride", "vocabulary"])
 def read_window_kernel(logits, text, tokens, path, depths, scalars, found, values, window, path_stride, vocabulary,
                        BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
@@ -57,21 +76,13 @@ def read_window_kernel(logits, text, tokens, path, depths, scalars, found, value
     tokens   [R] int32: the tree's tokens
     found    [R, window] int32: token ids, -1 where the text is shorter than the window
     values   [R, window] float32: their logits
-
-        text ... a b c d e f g, drafted path g - x - y, window of 4     at node y: [f g x y]
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(scalars)
-    end = length + tl.load(depths + row)
-    position = end - 1 - place
-    is_there = (place < window) & (position >= 0)
-    is_text = is_there & (position < length)
-    written = tl.load(text + position, mask=is_text, other=0)
-    node = tl.load(path + row * path_stride + (position - length + 1), mask=is_there & (position >= length), other=0)
-    drafted = tl.load(tokens + node, mask=is_there & (position >= length), other=0)
-    token = tl.where(is_text, written, drafted)
+    token, is_there = token_before(text, tokens, path + row * path_stride, length, length + tl.load(depths + row),
+                                   tl.where(place < window, place, _NONE))
     at = row.to(tl.int64) * window + place
     value = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=is_there, other=0.0)
     tl.store(found + at, tl.where(is_there, token, -1), mask=place < window)
@@ -89,6 +100,12 @@ def add_bias_kernel(logits, biased, values, num_biased, vocabulary, BLOCK: tl.co
     tl.store(at, tl.load(at, mask=token < vocabulary, other=0.0) + value, mask=token < vocabulary)
 
 
+@triton.jit
+def penalised(value, theta):
+    """Logits with the repetition penalty theta, both float32."""
+    return tl.where(value < 0, value * theta, tl.div_rn(value, theta))
+
+
 @triton.jit(do_not_specialize=["window", "vocabulary"])
 def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Write the penalised logits of the found tokens. Grid (R, window / BLOCK).
@@ -101,8 +118,7 @@ def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: t
     at = row * window + place
     token = tl.load(found + at, mask=place < window, other=-1)
     value = tl.load(values + at, mask=place < window, other=0.0)
-    theta = tl.zeros([BLOCK], tl.float32) + penalty
-    value = tl.where(value < 0, value * theta, tl.div_rn(value, theta))
+    value = penalised(value, tl.zeros([BLOCK], tl.float32) + penalty)
     tl.store(logits + row * vocabulary + token, value, mask=token >= 0)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,10 +163,24 @@ def _address_table(stores: Sequence[CudaStore]) -> Tensor:
     return tables[key]
 
 
-def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor, targets: Tensor) -> None:
+class RowsOfTexts(NamedTuple):
+    """Stores of several texts, for `scatter_rows`.
+
+    table  int64 [texts, L, 5]: `CudaStore.addresses` of each text's stores, on the device
+    texts  int32 [N]: the text of each row, on the device
+    """
+
+    table: Tensor
+    texts: Tensor
+
+
+def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor, targets: Tensor,
+                 shared: RowsOfTexts | None = None) -> None:
     """Write rows [N] of k, v [L, T, Hkv, D] to slots targets [N] of the L stores.
 
     `rows` and `targets` are on the device. A row with a negative target is skipped.
+
+    shared  the stores of several texts, which have the form of `stores`, one text's
     """
     first = stores[0]
     require(k.shape == v.shape and k.shape[2:] == (first.heads, first.dim), f"[L, T, {first.heads}, {first.dim}]",
@@ -173,11 +188,13 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
     k, v = (x.to(first.k.device, first.dtype) for x in (k, v))
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     half = first.dim // 2
+    table = _address_table(stores) if shared is None else shared.table
     with on_device(first.k.device):
         jit_kv_store.scatter_rows_kernel[(len(rows), first.heads, len(stores))](
-            k, v, _address_table(stores), rows, targets, k.stride(0), v.stride(0), k.stride(1), v.stride(1),
-            k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half), ELEMENT=triton_dtype(first.k),
-            IS_SCALED=first.is_scaled, num_warps=1, **UNFUSED)
+            k, v, table, rows, targets, rows if shared is None else shared.texts, k.stride(0), v.stride(0),
+            k.stride(1), v.stride(1), k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half),
+            ELEMENT=triton_dtype(first.k), IS_SCALED=first.is_scaled, HAS_TEXTS=shared is not None, num_warps=1,
+            **UNFUSED)
 
 
 def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Tensor, start: int) -> None:

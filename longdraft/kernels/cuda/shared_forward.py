@@ -21,7 +21,7 @@ from torch import Tensor
 from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, Embedding, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
-from longdraft.kernels.cuda.launch import RecentlyUsed, padded_size
+from longdraft.kernels.cuda.launch import RecentlyUsed, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
 from longdraft.kernels.switches import is_on
@@ -55,6 +55,8 @@ class SharedForwards:
             some = texts[first : first + at_once]
             own = slice(ends[first], ends[first + len(some)])
             results.append(self._run(decoder, rows.cut(own), some, parents[own]))
+        if len(results) == 1:
+            return results[0]
         hidden, outputs = zip(*results, strict=True)
         return torch.cat(hidden), AttentionOutput(*(torch.cat(part, 1) for part in zip(*outputs, strict=True)))
 
@@ -68,9 +70,9 @@ class SharedForwards:
         decoder.ops.graphs.run(buffers, partial(decoder.run_layers, buffers, stores[0]))
         size = buffers.text_rows
         places = [slice(text * size, text * size + count) for text, count in enumerate(counts)]
+        for given, made in (([kv.k for kv in texts], buffers.k), ([kv.v for kv in texts], buffers.v)):
+            torch.cat([made[:, place] for place in places], 1, out=_joined(given))
         for kv, place in zip(texts, places, strict=True):
-            kv.k.copy_(buffers.k[:, place])
-            kv.v.copy_(buffers.v[:, place])
             if kv.taps:
                 kv.taps.rows.copy_(buffers.tapped[:, place])
         attended = (torch.cat([part[:, place] for place in places], 1)
@@ -111,6 +113,16 @@ class SharedForwards:
             self._spare = CudaStore(like.k.device, like.dtype, like.element, like.heads, like.dim)
             self._spare.reserve_drafts(_MAX_ROWS)
         return self._spare
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The tensor whose consecutive rows (axis 1) are these parts: a forward allocates those of all texts at once."""
+    first, start = parts[0], parts[0].data_ptr()
+    for part in parts:
+        require(part.stride() == first.stride() and part.data_ptr() == start, "rows of one tensor", part.stride())
+        start += part.shape[1] * part.stride(1) * part.element_size()
+    rows = sum(part.shape[1] for part in parts)
+    return first.as_strided((first.shape[0], rows, *first.shape[2:]), first.stride())
 
 
 def _bucket(rows: int) -> int:

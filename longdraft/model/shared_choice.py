@@ -1,0 +1,77 @@
+"""The tokens that follow the trees of several texts, chosen together with their forward on a device.
+
+A verification names its sampler and its tree in `ForwardRequest.choice`. Where two or more requests of a forward do,
+one CUDA graph computes logits and chooses for all of them (longdraft/kernels/cuda/shared_choice.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longdraft.cache.full import FullCache, KVCache
+from longdraft.kernels import Kernels, Linear
+from longdraft.kernels.switches import is_on
+from longdraft.model.config import ModelConfig
+from longdraft.sampling.device import TreeChoice
+
+if TYPE_CHECKING:
+    from longdraft.kernels.cuda.choice import LogitsSource
+    from longdraft.kernels.cuda.shared_choice import SharedChoices
+
+SHARES_CHOICES = is_on("SHARES_CHOICES")  # False: each text's tokens are chosen by its own launches
+Walk = tuple[list[int], list[int]]  # what `longdraft.speculation.verify.verify` returns
+
+
+def logits_source_of(kernels: Kernels, config: ModelConfig, norm: Tensor, head: Linear) -> LogitsSource | None:
+    """What computes logits in one graph with their choice; None for other kernels, and logits with a cap."""
+    if not kernels.is_device:
+        return None
+    from longdraft.kernels.cuda.kernels import CudaKernels  # needs Triton
+
+    if not isinstance(kernels, CudaKernels) or config.logits_cap:
+        return None
+    return kernels.logits_source(norm, config.rms_norm_eps, config.rounds_once, head, config.logits_divisor)
+
+
+class SharedTextChoices:
+    """Choices of several texts from one model's logits."""
+
+    def __init__(self, source: LogitsSource | None) -> None:
+        """source: of the model; None: it has none, and no choice is shared."""
+        self._source = source
+        self._choices: SharedChoices | None = None
+
+    def of(self, choices: Sequence[TreeChoice | None], caches: Sequence[KVCache], counts: Sequence[int],
+           hidden: Tensor, k: Tensor, v: Tensor) -> list[Walk | None]:
+        """The walks of the texts that share a choice, whose rows are placed in their caches; None for all other texts,
+        also where only one could.
+
+        counts  rows of each text
+        hidden  [R, hidden] of all rows; k, v [L, R, Hkv, D]
+        """
+        walks: list[Walk | None] = [None] * len(choices)
+        if self._source is None or not SHARES_CHOICES or len(choices) < 2:
+            return walks
+        found = [(text, choice, cache) for text, (choice, cache) in enumerate(zip(choices, caches, strict=True))
+                 if choice is not None and isinstance(cache, FullCache) and len(cache.groups) == 1]
+        if len(found) < 2:
+            return walks
+        if len(found) < len(choices):
+            ends = [0, *accumulate(counts)]
+            own = [slice(ends[text], ends[text + 1]) for text, *_ in found]
+            hidden = torch.cat([hidden[rows] for rows in own])
+            k, v = (torch.cat([part[:, rows] for rows in own], 1) for part in (k, v))
+        if self._choices is None:
+            from longdraft.kernels.cuda.shared_choice import SharedChoices
+
+            self._choices = SharedChoices(self._source)
+        made = self._choices.run(hidden, k, v, [choice.of_text(cache.stores) for _, choice, cache in found])
+        for (text, _, cache), walk in zip(found, made, strict=True):
+            cache.has_placed()
+            walks[text] = walk
+        return walks
