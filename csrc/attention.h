@@ -135,15 +135,15 @@ template <class T> class TextAttention {
             }
     }
 
-    // The batch of rows from `row` on fetches its share of the next tile of the split beside the block at `start`. A single
-    // row reads the cache as fast as memory gives it.
+    // The batch of rows from `row` on, of `rows`, fetches its share of the next tile of the split beside the block at
+    // `start`. A single row reads the cache as fast as memory gives it.
     Ahead ahead(long head, long start, long end, long row, long rows) const {
-        const long next = start + TILE, batches = (rows + BATCH - 1) / BATCH, steps = store_.padded / T::PER_WORD;
+        const long next = start + TILE, steps = store_.padded / T::PER_WORD;
         if (!Products<T>::FETCHES_AHEAD || rows == 1 || next + BLOCK > end) return {};
-        const long lines = (steps + batches - 1) / batches, share = row / BATCH * lines * BLOCK / LANES * 64;
-        const long words = next % SPLIT * steps;
-        return {reinterpret_cast<const char*>(store_.key(next / SPLIT, head) + words) + share,
-                reinterpret_cast<const char*>(store_.value(next / SPLIT, head) + words) + share, lines};
+        const long lines = BLOCK / LANES * steps, share = div_up(lines, div_up(rows, BATCH)), from = row / BATCH * share;
+        const long words = next % SPLIT * steps + from * LANES;
+        return {store_.key(next / SPLIT, head) + words, store_.value(next / SPLIT, head) + words,
+                std::min(share, lines - from), std::min<long>(BATCH, rows - row), BLOCK / T::PER_WORD};
     }
 
     // Merge the splits of one row and query head in order, then the remainder, and write the result.

@@ -54,27 +54,29 @@ template <class T> struct BlockAttention {
                         ahead);
         const long in_tail = start + shared - shared_end;
         long own[Unit::BATCH];
+        Ahead none;
         for (int r = 0; r < b.count; r++) {
             const long from = std::clamp(b.first[r] - start, 0L, BLOCK), to = std::clamp(b.end[r] - start, 0L, BLOCK);
             own[r] = std::max(0L, round_up(to, POSITION_GROUP) - shared);
             if (own[r])
                 Unit::score(1, b.queries + r * steps, steps, b.tail_keys[r] + in_tail * steps, own[r], steps,
-                            reinterpret_cast<float(*)[BLOCK]>(scores[r] + shared));
-            online_softmax(b.state(r), scores[r], from, to, shared + own[r], weights[r]);
+                            reinterpret_cast<float(*)[BLOCK]>(scores[r] + shared), none);
+            online_softmax(b.state(r), scores[r], from, to, shared + own[r], weights[r], ahead);
         }
         if (shared)
             Unit::accumulate(b.count, weights[0], store.value(start / SPLIT, head) + place / T::PER_WORD * padded, shared,
-                             padded, b.states, b.stride);
+                             padded, b.states, b.stride, ahead);
         for (int r = 0; r < b.count; r++)
             if (own[r])
                 Unit::accumulate(1, weights[r] + shared,
                                  b.tail_keys[r] + b.tail_words[r] + in_tail / T::PER_WORD * padded, own[r], padded,
-                                 b.state(r), b.stride);
+                                 b.state(r), b.stride, none);
     }
 
     // One step of the online softmax (Milakov and Gimelshein 2018): `count` scores become weights
     // 2^(scale * score - maximum), and the state is rescaled to the new maximum. Outside [from, to) a weight is 0.
-    void online_softmax(float* state, float* scores, long from, long to, long count, Element* weights) const {
+    void online_softmax(float* state, float* scores, long from, long to, long count, Element* weights,
+                        Ahead& ahead) const {
         if (from >= to) {
             std::fill_n(weights, count, Element{});
             return;
@@ -91,12 +93,14 @@ template <class T> struct BlockAttention {
         const float before = max_score;
         max_score = std::max(max_score, max(max(high[0], high[1])) * by);
         Floats sums[2] = {}, factor = broadcast(by), shift = broadcast(-max_score);
-        for (long i = 0; i < count; i += POSITION_GROUP)
+        for (long i = 0; i < count; i += POSITION_GROUP) {
+            ahead.fetch(ahead.in_pair);
             for (int v = 0; v < 2; v++) {
                 Floats weight = exp2(fma(load(scores + i + v * LANES), factor, shift));
                 sums[v] = sums[v] + weight;
                 T::narrow(weights + i + v * LANES, weight);
             }
+        }
         const float rescale = before == max_score ? 1.0f : exp2(before - max_score);
         if (!(max_score > LOWEST && max_score < -LOWEST)) weight_sum = max_score - max_score;  // no finite score: NaN
         weight_sum = weight_sum * rescale + sum(sums[0] + sums[1]);

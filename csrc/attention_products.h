@@ -8,26 +8,50 @@
 #include "layout.h"
 #include "simd.h"
 
+#include <algorithm>
 #include <type_traits>
 
 namespace longdraft::LONGDRAFT_VARIANT {
 
 constexpr long AHEAD = 512;  // words between a load and the prefetch next to it; 2 KiB was fastest when measured
 
-// Keys and values that the rows of a job read next, for the L2 cache. They arrive while scores are computed: a line that
-// is fetched only when it is needed lets the processor wait for memory first, and memory for the softmax afterwards.
-struct Ahead {
-    const char *keys = nullptr, *values = nullptr;
-    long lines = 0;  // of 64 bytes, of the keys and of the values, for each group of 16 positions that is scored
+constexpr long div_up(long x, long by) { return (x + by - 1) / by; }
 
-    // Between multiplications: a processor stops at a burst of more lines than it can wait for.
+// The keys and values that a batch of rows fetches for the tile after this one, into the L2 cache, while it computes. They
+// come evenly over all parts of the work: a processor stops at a burst of lines, and a line that is fetched only when it is
+// needed lets it wait for memory first, and memory for the softmax afterwards.
+class Ahead {
+  public:
+    static constexpr int CHUNK = 8, QUAD = 4;  // rows whose scores, and whose sums, are computed together
+    long in_group = 0, in_pair = 0, in_step = 0;  // lines for each step of a group's scores, pair of vectors, step of sums
+
+    Ahead() = default;
+    // lines  of 64 bytes, of the keys and of the values; steps: of the weighted sums
+    Ahead(const void* keys, const void* values, long lines, long rows, long steps)
+        : at_(static_cast<const char*>(keys)), next_(static_cast<const char*>(values)), lines_(lines), left_(2 * lines) {
+        in_group = div_up(3 * left_, 8 * div_up(rows, CHUNK) * (BLOCK / LANES));
+        in_pair = div_up(left_, 8 * rows * (BLOCK / POSITION_GROUP));
+        in_step = div_up(left_ / 2, div_up(rows, QUAD) * steps);
+    }
+
     void fetch(long count) {
-        for (long i = 0; i < count; i++, keys += 64, values += 64) {
-            __builtin_prefetch(keys, 0, 2);
-            __builtin_prefetch(values, 0, 2);
+        for (count = std::min(count, left_); count > 0; count--, left_--, at_ += 64) {
+            if (left_ == lines_) at_ = next_;
+            __builtin_prefetch(at_, 0, 2);
         }
     }
+
+  private:
+    const char *at_ = nullptr, *next_ = nullptr;
+    long lines_ = 0, left_ = 0;
 };
+
+// Independent chains of multiply-accumulates that hide their latency, in as many registers as there are for them.
+#if defined(__AVX512F__)
+constexpr int CHAINS = 16;
+#else
+constexpr int CHAINS = 8;
+#endif
 
 // Scores of ROWS queries with GROUPS groups of 16 keys: out[row * BLOCK + 16 * group + lane]. Each lane's sum is a chain
 // of dependent operations, so with few rows several groups are computed at the same time.
@@ -35,7 +59,7 @@ template <class T, int ROWS, int GROUPS>
 void score_groups(const uint32_t* q, long q_stride, const uint32_t* keys, long steps, float* out, Ahead& ahead) {
     Floats sums[GROUPS][ROWS] = {};
     for (long s = 0; s < steps; s++) {
-        if (s < ahead.lines) ahead.fetch(GROUPS);
+        if (s < ahead.in_group) ahead.fetch(GROUPS);
         for (int g = 0; g < GROUPS; g++) {
             const uint32_t* lanes = keys + (g * steps + s) * LANES;
             __builtin_prefetch(lanes + AHEAD);
@@ -47,8 +71,8 @@ void score_groups(const uint32_t* q, long q_stride, const uint32_t* keys, long s
 }
 
 template <class T, int ROWS>
-void score_rows(const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps, float* out, Ahead ahead) {
-    constexpr int MANY = ROWS > 4 ? 1 : 8 / ROWS;
+void score_rows(const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps, float* out, Ahead& ahead) {
+    constexpr int MANY = std::max(1, CHAINS / ROWS);
     long p = 0;
     for (; p + MANY * LANES <= count; p += MANY * LANES)
         score_groups<T, ROWS, MANY>(q, q_stride, keys + p * steps, steps, out + p, ahead);
@@ -58,7 +82,7 @@ void score_rows(const uint32_t* q, long q_stride, const uint32_t* keys, long cou
 // sums[row] += weights[row] . values, for WIDE * 16 dimensions, positions in order.
 template <class T, int ROWS, int WIDE>
 void accumulate_wide(const typename T::Element* weights, const uint32_t* values, long steps, long padded, float* sums,
-                     long stride) {
+                     long stride, Ahead& ahead) {
     Floats acc[ROWS][WIDE];
     const uint32_t* words[ROWS];
     for (int r = 0; r < ROWS; r++) {
@@ -67,6 +91,7 @@ void accumulate_wide(const typename T::Element* weights, const uint32_t* values,
     }
     for (long s = 0; s < steps; s++, values += padded) {
         for (int v = 0; v < WIDE; v++) __builtin_prefetch(values + v * LANES + AHEAD);
+        ahead.fetch(ahead.in_step);
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < WIDE; v++) acc[r][v] = T::mac(acc[r][v], values + v * LANES, words[r][s]);
     }
@@ -77,29 +102,32 @@ void accumulate_wide(const typename T::Element* weights, const uint32_t* values,
 // With vector instructions: the sums of all rows are in registers.
 template <class T> struct Products {
     using Element = typename T::Element;
-    static constexpr int BATCH = 8;
+    static constexpr int BATCH = 16;
     static constexpr long TILE = BLOCK;  // positions that all batches of rows read before the next: they stay in L2
     static constexpr bool FETCHES_AHEAD = true;
 
     // out[row][position] = q[row] . keys[position], for `count` positions (a multiple of 16)
     static void score(int rows, const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps,
-                      float (*out)[BLOCK], Ahead ahead = {}) {
-        with_count<BATCH>(rows, [&](auto n) { score_rows<T, n>(q, q_stride, keys, count, steps, out[0], ahead); });
+                      float (*out)[BLOCK], Ahead& ahead) {
+        for (int r = 0; r < rows; r += Ahead::CHUNK)
+            with_count<Ahead::CHUNK>(std::min(Ahead::CHUNK, rows - r), [&](auto n) {
+                score_rows<T, n>(q + r * q_stride, q_stride, keys, count, steps, out[r], ahead);
+            });
     }
 
     // sums[row] += weights[row] . values, for `count` positions. Four rows at a time: more would not fit registers.
     static void accumulate(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
-                    long stride) {
-        for (int r = 0; r < rows; r += 4)
-            with_count<4>(std::min(4, rows - r), [&](auto n) {
+                    long stride, Ahead& ahead) {
+        for (int r = 0; r < rows; r += Ahead::QUAD)
+            with_count<Ahead::QUAD>(std::min(Ahead::QUAD, rows - r), [&](auto n) {
                 constexpr int ROWS = n;
                 const Element* mine = weights + r * BLOCK;
                 float* to = sums + r * stride;
                 long steps = count / T::PER_WORD, d = 0;
                 for (; d + 4 * LANES <= padded; d += 4 * LANES)
-                    accumulate_wide<T, ROWS, 4>(mine, values + d, steps, padded, to + d, stride);
+                    accumulate_wide<T, ROWS, 4>(mine, values + d, steps, padded, to + d, stride, ahead);
                 for (; d < padded; d += LANES)
-                    accumulate_wide<T, ROWS, 1>(mine, values + d, steps, padded, to + d, stride);
+                    accumulate_wide<T, ROWS, 1>(mine, values + d, steps, padded, to + d, stride, ahead);
             });
     }
 
@@ -123,7 +151,7 @@ template <> struct Products<BF16> : amx::Unit {
     static constexpr int WORDS = amx::INNER / 2;
 
     static void score(int rows, const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps,
-                      float (*out)[BLOCK], Ahead = {}) {
+                      float (*out)[BLOCK], Ahead&) {
         long from = rows == 1 ? 0 : q_stride * 4, to = rows == 1 ? 0 : BLOCK * 4, p = 0;
         if (rows > amx::ROWS)
             for (; p < count; p += 2 * LANES) score_wide<2, 2>(q, from, keys + p * steps, steps, out[0] + p, to);
@@ -132,7 +160,7 @@ template <> struct Products<BF16> : amx::Unit {
     }
 
     static void accumulate(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
-                    long stride) {
+                    long stride, Ahead&) {
         long from = rows == 1 ? 0 : BLOCK * 2, to = rows == 1 ? 0 : stride * 4, d = 0;
         if (rows > amx::ROWS)
             for (; d < padded; d += 2 * LANES) accumulate_wide<2, 2>(weights, from, values + d, count, padded, sums + d, to);

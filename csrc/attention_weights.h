@@ -28,11 +28,12 @@ void weights_as(const Store& s, long length, const void* q, long rows, long head
                         queries.data() + i * s.padded);
         std::vector<float> scores(static_cast<size_t>(query_rows * width));
         alignas(64) float block[BATCH][BLOCK];
+        Ahead none;
         for (long start = 0; start < length; start += BLOCK)
             for (long first = 0; first < query_rows; first += BATCH) {
                 int count = static_cast<int>(std::min(BATCH, query_rows - first));
                 Products<T>::score(count, reinterpret_cast<const uint32_t*>(queries.data()) + first * steps, steps,
-                                   s.key(start / SPLIT, head) + start % SPLIT * steps, BLOCK, steps, block);
+                                   s.key(start / SPLIT, head) + start % SPLIT * steps, BLOCK, steps, block, none);
                 for (int r = 0; r < count; r++)
                     std::copy_n(block[r], BLOCK, scores.data() + (first + r) * width + start);
             }
