@@ -29,8 +29,8 @@ class Ahead {
     // lines  of 64 bytes, of the keys and of the values; steps: of the weighted sums
     Ahead(const void* keys, const void* values, long lines, long rows, long steps)
         : at_(static_cast<const char*>(keys)), next_(static_cast<const char*>(values)), lines_(lines), left_(2 * lines) {
-        in_group = div_up(3 * left_, 8 * div_up(rows, CHUNK) * (BLOCK / LANES));
-        in_pair = div_up(left_, 8 * rows * (BLOCK / POSITION_GROUP));
+        in_group = div_up(left_ / 4, div_up(rows, CHUNK) * (BLOCK / LANES));
+        in_pair = div_up(left_ / 4, rows * (BLOCK / POSITION_GROUP));
         in_step = div_up(left_ / 2, div_up(rows, QUAD) * steps);
     }
 
