@@ -23,7 +23,8 @@ constexpr long div_up(long x, long by) { return (x + by - 1) / by; }
 class Ahead {
   public:
     static constexpr int CHUNK = 8, QUAD = 4;  // rows whose scores, and whose sums, are computed together
-    long in_group = 0, in_pair = 0, in_step = 0;  // lines for each step of a group's scores, pair of vectors, step of sums
+    // Lines for each group of 16 scores, each pair of vectors of the softmax and each step of the weighted sums.
+    long in_group = 0, in_pair = 0, in_step = 0;
 
     Ahead() = default;
     // lines  of 64 bytes, of the keys and of the values; steps: of the weighted sums
