@@ -120,7 +120,7 @@ def serve(
         snapshots=SnapshotOptions.parse(snapshot, snapshot_max))
     if memory_mib is not None:
         given["memory_bytes"] = memory_mib * MiB
-    ServerSettings(**given)  # fail before the model is loaded
+    run.require_usable(ServerSettings(**given))  # fail before the model is loaded
     logs.configure_logging(log_format, log_level)
     from longdraft.cli.display import load_with_bar
     from longdraft.loading import MAX_CACHE_RAM

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longdraft import machine
@@ -31,6 +32,7 @@ from longdraft.server.settings import ServerSettings
 from longdraft.version import __version__
 
 _PRUNE_INTERVAL_S = 600.0
+_MAX_PATH = 100  # characters of a path in a message
 _MEMORY_INTERVAL_S = 10.0  # between two returns of freed memory
 _PAGE_FILES = {"index.html": "text/html", "page.css": "text/css", "icon.svg": "image/svg+xml"} | dict.fromkeys(
     ("page.js", "stream.js", "text.js", "takes.js", "charts.js", "files.js"), "text/javascript")
@@ -127,8 +129,24 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         return error.response
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    return ApiError(error.status_code, str(error.detail), code=code, headers=dict(error.headers or {})).response
+    if error.status_code in (404, 405):
+        return _no_route(request).response
+    return ApiError(error.status_code, str(error.detail), code="invalid_request",
+                    headers=dict(error.headers or {})).response
+
+
+def _no_route(request: Request) -> ApiError:
+    """The error of a path that no route has, or none with the request's method."""
+    found = [route for route in (*routes.router.routes, *request.app.routes) if isinstance(route, Route)]
+    methods = sorted({method for route in found if route.path_regex.match(request.url.path)
+                      for method in route.methods or ()} - {"HEAD"})
+    path = repr(request.url.path[:_MAX_PATH])
+    if methods:
+        allowed = ", ".join(methods)
+        return ApiError(405, f"{request.method[:_MAX_PATH]} is not allowed for {path}; allowed: {allowed}",
+                        code="method_not_allowed", headers={"Allow": allowed})
+    known = dict.fromkeys(route.path_format for route in found if route.include_in_schema)
+    return ApiError(404, f"no route {path} exists; routes: {', '.join(known)}", code="not_found")
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

@@ -7,7 +7,9 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -87,20 +89,39 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def run_server(engine: Engine, settings: ServerSettings) -> int:
-    """Serve until a signal. Returns the exit status: 2 if the address is not available.
-
-    Raises UsageError if the folder of journals cannot be created.
-    """
+def require_usable(settings: ServerSettings) -> None:
+    """Create the folder of journals. Raises UsageError if no file can be written to it, or nothing can listen on the
+    address."""
     if settings.journals:
         try:
             settings.journals.mkdir(parents=True, exist_ok=True, mode=0o700)
+            tempfile.TemporaryFile(dir=settings.journals).close()
         except OSError as error:
-            raise UsageError(f"--journals {settings.journals} cannot be created: {error.strerror}; choose another "
+            raise UsageError(f"--journals {settings.journals} cannot be written to: {error.strerror}; choose another "
                              "folder, or `none`") from error
-        if settings.journals.stat().st_mode & 0o077:
-            log_event("journals_readable", level=logging.WARNING, folder=str(settings.journals),
-                      warning="other users can list the journals; chmod 700 prevents that")
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name == "posix")
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, True)
+                probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no name of a host"
+        raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {reason}; choose another --port or "
+                         "--host") from error
+
+
+def run_server(engine: Engine, settings: ServerSettings) -> int:
+    """Serve until a signal. Returns the exit status: 2 if the address is no longer available.
+
+    Raises UsageError as `require_usable`.
+    """
+    require_usable(settings)
+    if settings.journals and settings.journals.stat().st_mode & 0o077:
+        log_event("journals_readable", level=logging.WARNING, folder=str(settings.journals),
+                  warning="other users can list the journals; chmod 700 prevents that")
     if not settings.is_local and not settings.api_keys:
         log_event("open_to_all", level=logging.WARNING, host=settings.host,
                   warning="anyone who can reach this port can use the server")

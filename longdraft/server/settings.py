@@ -91,18 +91,23 @@ class ServerSettings:
     allows_no_key: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("port", 0), ("journal_from", 1), ("keep_finished", 0), ("max_running", 1),
-                            ("max_queued", 0), ("max_body_bytes", 1024), ("max_choices", 1), ("memory_bytes", MiB),
-                            ("max_connections", 1), ("max_connections_per_address", 1)):
-            check(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
-        check(self.unknown_parameters in ("refuse", "warn"), "unknown_parameters", self.unknown_parameters,
+        for count, least in (("journal_from", 1), ("keep_finished", 0), ("max_running", 1), ("max_queued", 0),
+                             ("max_choices", 1), ("max_connections", 1), ("max_connections_per_address", 1)):
+            check(getattr(self, count) >= least, f"--{count.replace('_', '-')}", getattr(self, count),
+                  f"{least} or more")
+        for name, value, lowest in (("--memory-mib", self.memory_bytes / MiB, 1),
+                                    ("--max-body-mib", self.max_body_bytes / MiB, 1 / 1024),
+                                    ("--journals-mib", self.journals_bytes / MiB, 0),
+                                    ("--disk-floor-mib", self.disk_floor_bytes / MiB, 0),
+                                    ("--keep-cut-days", self.keep_cut_s / 86400, 0), ("--timeout", self.timeout_s, 0),
+                                    ("--drain", self.drain_s, 0)):
+            check(value >= lowest, name, value, f"{lowest:g} or more")
+        check(self.unknown_parameters in ("refuse", "warn"), "--unknown-parameters", self.unknown_parameters,
               "refuse or warn")
-        check(self.reasoning_format in ("auto", "none"), "reasoning_format", self.reasoning_format, "auto or none")
-        check(self.port <= 65535, "port", self.port, "0 to 65535", "0 takes a free port")
-        for name in ("timeout_s", "drain_s", "keep_cut_s", "journals_bytes", "disk_floor_bytes"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        for name in ("stall_s", "progress_s"):
-            check(getattr(self, name) > 0, name, getattr(self, name), "more than 0 seconds")
+        check(self.reasoning_format in ("auto", "none"), "--reasoning-format", self.reasoning_format, "auto or none")
+        check(0 <= self.port <= 65535, "--port", self.port, "0 to 65535", "0 takes a free port")
+        for name, value in (("--stall", self.stall_s), ("--progress", self.progress_s)):
+            check(value > 0, name, value, "more than 0 seconds")
         if not self.is_local and not self.api_keys and not self.allows_no_key:
             raise UsageError(f"--host {self.host} is open to other machines, and there is no key; set "
                              "LONGDRAFT_API_KEY or --api-key-file, or confirm with --no-key that anyone may use it")
@@ -114,7 +119,8 @@ class ServerSettings:
 
     def _check_keys(self) -> None:
         for name in ("key_requests", "key_tokens"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more", "0 sets no limit")
+            check(getattr(self, name) >= 0, f"--{name.replace('_', '-')}", getattr(self, name), "0 or more",
+                  "0 sets no limit")
             if getattr(self, name) and not self.api_keys:
                 raise UsageError(f"--{name.replace('_', '-')} limits each API key, and there is none; set "
                                  "LONGDRAFT_API_KEY or --api-key-file")

@@ -101,7 +101,7 @@ def test_the_division_can_be_turned_off(server, thinker):
         assert parts(ask(other, extra_body={"reasoning_format": "auto"})) == ("Thinking", "Hello")
     with pytest.raises(openai.BadRequestError, match="reasoning_format"):
         ask(server, extra_body={"reasoning_format": "some"})
-    with pytest.raises(UsageError, match="reasoning_format is 'some'; allowed: auto or none"):
+    with pytest.raises(UsageError, match="--reasoning-format is 'some'; allowed: auto or none"):
         ServerSettings(reasoning_format="some")
 
 

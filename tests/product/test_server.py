@@ -292,8 +292,21 @@ def test_malformed_requests_get_an_error_object(server):
         assert reply.status_code == status and "error" in reply.json(), (content[:20], reply.text)
     assert httpx.post(url, content=iter([b"a" * 50_000] * 3)).status_code == 413  # of no declared length
     assert httpx.post(url, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}).status_code == 400
-    assert httpx.get(url).status_code == 405
-    assert httpx.get(server.url + "/nowhere").json()["error"]["code"] == "not_found"
+
+
+def test_an_unknown_route_or_method_is_answered_with_those_that_exist(server):
+    for path in ("/nowhere", "/v1/completion", "/v1/" + "x" * 5000):
+        reply = httpx.post(server.url + path, json={})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["type"], error["code"]) == (404, "not_found_error", "not_found")
+        assert error["message"].startswith(f"no route '{path[:100]}' exists; routes: /v1/completions, /v1/chat/")
+        assert "/health" in error["message"] and len(error["message"]) < 1000
+    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("POST", "/health", "GET"),
+                                  ("PUT", "/v1/longdraft/generations/x", "DELETE, GET"), ("POST", "/", "GET")):
+        reply = httpx.request(method, server.url + path)
+        error = reply.json()["error"]
+        assert (reply.status_code, reply.headers["allow"], error["code"]) == (405, allowed, "method_not_allowed")
+        assert error["message"] == f"{method} is not allowed for '{path}'; allowed: {allowed}"
 
 
 # Files

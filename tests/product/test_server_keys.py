@@ -88,7 +88,7 @@ def test_a_bucket_refills_evenly_up_to_its_amount():
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(key_requests=-1, api_keys=("a",)), "key_requests is -1; allowed: 0 or more"),
+    (dict(key_requests=-1, api_keys=("a",)), "--key-requests is -1; allowed: 0 or more"),
     (dict(key_tokens=5), "--key-tokens limits each API key, and there is none")])
 def test_quotas_without_sense_are_refused(changes, message):
     with pytest.raises(UsageError, match=message):

@@ -73,15 +73,15 @@ def listed(url) -> dict[str, dict]:
 
 
 def test_an_interrupted_text_is_resumed_by_its_id(server, engine):
-    shown = read_some(server.url, body(journal="mine"))
+    shown = read_some(server.url, body(2000, journal="mine"))
     serving.wait_for(lambda: server.scheduler.num_jobs == 0)
     about = listed(server.url)["mine"]
     assert about["state"] == "cut" and about["resumable"] and about["title"] == "The ship"
     detail = httpx.get(f"{server.url}{URL}/mine").json()
     assert detail["text"].startswith(shown) and detail["sampling"]["seed"] == 7
-    assert resume(server.url, "mine", drafter="suffix") == uncut(engine)
+    assert resume(server.url, "mine", drafter="suffix") == uncut(engine, 2000)
     assert listed(server.url)["mine"]["state"] == "finished"
-    assert resume(server.url, "mine") == uncut(engine)  # again, after its end
+    assert resume(server.url, "mine") == uncut(engine, 2000)  # again, after its end
 
 
 def test_other_texts_are_written_while_a_long_journal_is_resumed(server, engine, monkeypatch):
@@ -265,11 +265,14 @@ def test_invalid_options_give_one_line(capfd, tmp_path):
     (tmp_path / "file").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for options in (["--port", "99999"], ["--max-running", "0"], ["--log-format", "xml"], ["--stall", "0"],
-                        ["--journals", str(tmp_path / "file" / "x")], ["--api-key", ""],
+                        ["--journals", str(tmp_path / "file" / "x")], ["--journals", "/proc"], ["--api-key", ""],
+                        ["--memory-mib", "0"], ["--timeout", "-1"], ["--host", "a..b", "--no-key"],
+                        ["--host", "192.0.2.1", "--no-key"],  # an address of no machine
                         ["--port", str(taken.getsockname()[1]), "--journals", "none"]):
-            assert run(["serve", "--log-level", "error", *options]) == 2, options
-            captured = capfd.readouterr().err.strip().splitlines()
-            assert captured[-1].startswith("longdraft: ") and not any("Traceback" in line for line in captured)
+            # The model is missing: options are refused before it is looked for.
+            assert run(["serve", "--log-level", "error", "--model", str(tmp_path / "missing"), *options]) == 2, options
+            shown, = capfd.readouterr().err.splitlines()
+            assert shown.startswith("longdraft: ") and "missing" not in shown, options
 
 
 # Clients that misbehave
