@@ -3,7 +3,7 @@
     python benchmarks/eagle_cost.py --model stretched --contexts 1024,8192 --output eagle-cost.json
 
 The head has random weights and the shape that `longdraft train eagle` gives it for this model: a step costs the same
-whatever it guesses. Behind the first N tokens of a text of random tokens, for each N of `--contexts`, plain steps and
+whatever it guesses. After the first N tokens of a text of random tokens, for each N of `--contexts`, plain steps and
 chains of `--chain` drafts are timed in turns. Reported are medians: a plain step, a draft step, and their ratio in each
 pair.
 """
@@ -51,7 +51,7 @@ def write_random_head(folder: Path, model: ModelConfig, vocabulary: int) -> None
 
 
 def measure(model: Transformer, head: Eagle, length: int, chain: int, pairs: int) -> dict[str, Any]:
-    """Times behind a text of `length` random tokens."""
+    """Times after a text of `length` random tokens."""
     tapped = model.with_taps(head.taps)
     ids = torch.randint(0, 1000, (length + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     cache, context = tapped.new_cache(), Context(ids[:1])
@@ -81,7 +81,7 @@ def measure(model: Transformer, head: Eagle, length: int, chain: int, pairs: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="novelist")
-    parser.add_argument("--contexts", default="1024,8192", help="tokens behind which is drafted")
+    parser.add_argument("--contexts", default="1024,8192", help="tokens of the text before the drafts")
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--chain", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=15)

@@ -5,7 +5,7 @@
 
 Seconds per token are known at the middle of each segment. Between two segments they are interpolated linearly (the
 bytes that attention reads grow linearly), and beyond the outermost ones extrapolated on the nearest line. Acceptance
-behind a novel may differ from that behind a model's own text, so these are estimates of cost, not measurements.
+after a novel may differ from that after a model's own text, so these are estimates of cost, not measurements.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Points = Sequence[tuple[float, float]]  # (context, seconds per token), by risin
 def pace(points: Points, context: float) -> float:
     """Seconds per token at a context, on the lines through neighbouring points. Needs at least two points."""
     place = min(max(bisect_right([each for each, _ in points], context), 1), len(points) - 1)
-    (before, low), (behind, high) = points[place - 1 : place + 1]
-    return low + (high - low) * (context - before) / (behind - before)
+    (before, low), (after, high) = points[place - 1 : place + 1]
+    return low + (high - low) * (context - before) / (after - before)
 
 
 def seconds(points: Points, prefill: int, tokens: int) -> float:
-    """Seconds of `tokens` tokens behind `prefill`: the exact sum over the lines, by the middle of each stretch."""
+    """Seconds of `tokens` tokens after `prefill`: the exact sum over the lines, by the middle of each stretch."""
     marks = [each for each, _ in points if prefill < each < prefill + tokens]
     edges = [float(prefill), *marks, float(prefill + tokens)]
     return sum((end - start) * pace(points, (start + end) / 2) for start, end in pairwise(edges))
@@ -61,11 +61,11 @@ def table(found: results.Results, prefill: int, tokens: int) -> Table:
         raise UsageError(f"{found.name} has no system at two contexts; give the file that `bench run segments` wrote")
     reference = next(iter(found.texts.values())).about["reference"]
     whole = {system: seconds(points, prefill, tokens) for system, points in systems.items()}
-    names = {case.system: case.name.removesuffix(", behind {prefill}")
+    names = {case.system: case.name.removesuffix(", after {prefill}")
              for table in experiment.load_experiment("segments").tables for case in table.cases}
     rows = [[names.get(system, system), f"{taken / 60:.1f}", f"{whole[reference] / taken:.2f}"]
             for system, taken in sorted(whole.items(), key=lambda each: each[1])]
-    return Table(f"{tokens:,} tokens behind {prefill:,}, extrapolated", ["system", "minutes", "×"], rows)
+    return Table(f"{tokens:,} tokens after {prefill:,}, extrapolated", ["system", "minutes", "×"], rows)
 
 
 def main() -> int:

@@ -90,7 +90,7 @@ def changed(rng: random.Random, content: dict[str, Any]) -> bytes:
 def _journal(samples: Samples, rng: random.Random) -> None:
     """A journal file with damaged or random bytes."""
     path = samples.here / "journal" / FILE
-    least = rng.choice([0, samples.begins, samples.begins])  # mostly behind the header
+    least = rng.choice([0, samples.begins, samples.begins])  # mostly after the header
     path.write_bytes(mutated(rng, samples.journal, least) if rng.random() < 0.95 else rng.randbytes(200))
     found = read_journal(path.parent)
     assert found.tokens.tolist() == samples.tokens[: len(found.tokens)], "wrong tokens"

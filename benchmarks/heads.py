@@ -2,7 +2,7 @@
 
     python benchmarks/heads.py paper=DIR ours=DIR glide=DIR small=DIR --text a.txt --text b.txt --output heads.json
 
-Losses are those of each head at the end of its training. The drafters then write `--new-tokens` tokens behind the first
+Losses are those of each head at the end of its training. The drafters then write `--new-tokens` tokens after the first
 N tokens of each text, for each N of `--contexts`, at T = 0 and at T = 1 with min-p 0.1. Chained heads draft as in the
 paper: one token of the model itself on its partial cache, one of each head, no n-grams (tree 1,1,...). Independent
 heads draft the same without the model's token; glide, EAGLE heads and small models draft with their defaults. The mean

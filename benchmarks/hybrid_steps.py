@@ -125,9 +125,9 @@ def operation_by_operation(model: Transformer) -> Transformer:
     return other
 
 
-def bytes_of(model: Transformer, rows: int, behind: int) -> int:
+def bytes_of(model: Transformer, rows: int, context: int) -> int:
     """Bytes that a forward reads, if its rows choose experts independently of each other."""
-    layers, read = model.weights.layers, model.weights_bytes + behind * model.cache_bytes_per_token
+    layers, read = model.weights.layers, model.weights_bytes + context * model.cache_bytes_per_token
     for layer in layers:
         if layer.delta:
             read += 2 * 4 * layer.delta.shape.values * layer.delta.shape.key_dim
@@ -138,13 +138,13 @@ def bytes_of(model: Transformer, rows: int, behind: int) -> int:
     return read
 
 
-def timed(models: Sequence[Transformer], rows: int, behind: int, repeats: int, clock: Callable[[], float],
+def timed(models: Sequence[Transformer], rows: int, context: int, repeats: int, clock: Callable[[], float],
           bandwidth: Callable[[], float]) -> tuple[list[list[float]], list[float]]:
-    """Milliseconds of forwards of `rows` rows behind random keys, each of other tokens, and the bandwidth beside each.
+    """Milliseconds of forwards of `rows` rows after random keys, each of other tokens, and the bandwidth beside each.
 
     The models take turns.
     """
-    cache = models[0].random_cache(behind, 64)
+    cache = models[0].random_cache(context, 64)
     found: list[list[float]] = [[] for _ in models]
     rates = []
     for _ in range(repeats):
@@ -153,7 +153,7 @@ def timed(models: Sequence[Transformer], rows: int, behind: int, repeats: int, c
         tokens = torch.randint(models[0].config.vocab_size, (rows,)).tolist()
         for model, times in zip(models, found, strict=True):
             start = clock()
-            _ = model.forward(chain_rows(tokens, behind), cache, rows).logits
+            _ = model.forward(chain_rows(tokens, context), cache, rows).logits
             times.append((clock() - start) * 1e3)
             cache.commit([])
     return found, rates
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="number of layers; default: all")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none")
-    parser.add_argument("--behind", type=int, default=1024, help="positions in the KV cache; default: 1024")
+    parser.add_argument("--context", type=int, default=1024, help="positions in the KV cache; default: 1024")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=ROWS)
     parser.add_argument("--only-one-call", action="store_true", help="leave out the forwards operation by operation")
@@ -181,12 +181,12 @@ def main() -> None:
     torch.manual_seed(0)
     fused = RandomLoader(config, ops, given.quantize).transformer()
     bandwidth = machine.bandwidth_probe(1 << 28)
-    read = {rows: bytes_of(fused, rows, given.behind) for rows in ROWS}
+    read = {rows: bytes_of(fused, rows, given.context) for rows in ROWS}
     print(f"one row reads {read[1] / 1e9:.2f} GB")
     clock = time.process_time if given.cpu_time else time.perf_counter
     for rows in given.rows:
         models = (fused, operation_by_operation(fused))[: 1 if given.only_one_call else 2]
-        found, rates = timed(models, rows, given.behind, given.repeats, clock, bandwidth)
+        found, rates = timed(models, rows, given.context, given.repeats, clock, bandwidth)
         for name, times in zip(("one call", "operations"), found, strict=False):
             ms_by_rate = statistics.median(ms * rate / 1e3 for ms, rate in zip(times, rates, strict=True))
             print(f"{rows} rows, {name}: {statistics.median(times):.1f} ms at {statistics.median(rates) / 1e9:.1f} "

@@ -36,7 +36,7 @@ LEFT = 256  # last tokens of a prompt that each process reads itself, because dr
 
 def write(engine: Engine, cache: FullCache, prompt: list[int], system: str, sampling: dict[str, float],
           new_tokens: int) -> dict[str, int]:
-    """New tokens and forwards behind a prompt of which `cache` has all but the last tokens."""
+    """New tokens and forwards after a prompt of which `cache` has all but the last tokens."""
     Transformer.new_cache = lambda model: cache  # type: ignore[method-assign]
     drafters.WITH_EAGLE = tuple(drafters.DRAFTERS)  # the cache holds tapped states, whichever drafter reads it
     name, options = SYSTEMS[system]

@@ -2,7 +2,7 @@
 
     python benchmarks/reuse.py first-token chat decoding resume --threads 2 --output reuse.json
 
-    first-token  a text behind a prompt, cold; the same again; and one behind the first two thirds of it
+    first-token  a text after a prompt, cold; the same again; and one after the first two thirds of it
     chat         turns of a conversation: rows that each turn computes beyond its new tokens
     decoding     plain decoding with and without the tree, in turns
     resume       a text with a journal is cut and resumed, without and with its snapshot
@@ -86,7 +86,7 @@ def measure_chat(engine: Engine, ids: list[int], turns: int) -> dict[str, Any]:
 
 
 def measure_decoding(name: str, threads: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Tokens/s of plain decoding behind 3,000 tokens, with the tree and without, in turns."""
+    """Tokens/s of plain decoding after 3,000 tokens, with the tree and without, in turns."""
     engines = {ram: longdraft.load(name, drafter="plain", threads=threads, cache_ram=ram) for ram in (0, 2048)}
     ids = prompt(engines[0], 3000)
     speeds: dict[int, list[float]] = {ram: [] for ram in engines}

@@ -4,9 +4,9 @@
     python benchmarks/samplers.py cost --prompt novel.txt --positions 100000
     python benchmarks/samplers.py structure --prompt novel.txt
 
-`table` writes a text with each setting, behind the first 1,024 tokens of the prompt, with plain decoding and with
+`table` writes a text with each setting, after the first 1,024 tokens of the prompt, with plain decoding and with
 `--drafter`, in turns of 500 tokens, so that both meet the same load of the machine. It prints distinct n-grams, the
-longest passage that occurs twice, loops, and the speed of the drafter in plain decoding's. `cost` times steps behind
+longest passage that occurs twice, loops, and the speed of the drafter in plain decoding's. `cost` times steps after
 random keys and values and a text of that many tokens, with DRY and without, in turns. `structure` writes a long JSON
 text with plain decoding and with drafters.
 """
@@ -94,7 +94,7 @@ def table(engine: Engine, prompt: list[int], tokens: int, drafter: str, names: l
 
 
 def cost(engine: Engine, prompt: list[int], positions: int) -> None:
-    """Median times of a step behind `positions` tokens, and of its sampling with a tree of 40 nodes."""
+    """Median times of a step after `positions` tokens, and of its sampling with a tree of 40 nodes."""
     assert len(prompt) >= positions, f"the prompt has {len(prompt)} tokens"
     cache = engine.model.random_cache(positions - 1, 1024)
     samplers = {name: Sampler(SamplingParams(seed=1, **BASE, **settings))

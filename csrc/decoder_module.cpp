@@ -57,7 +57,7 @@ LayerInputs layer_inputs(const Decoder& d, const std::vector<const Linear*>& wei
 
 DeltaState state_at(const Addresses& text, size_t first) { return {at<void>(text[first]), at<float>(text[first + 1])}; }
 
-// For each delta layer of a text: histories and states before and behind the rows, mixed, gates.
+// For each delta layer of a text: histories and states before and after the rows, mixed, gates.
 std::vector<DeltaRows> delta_rows(const std::vector<Addresses>& layers) {
     std::vector<DeltaRows> rows;
     for (const Addresses& t : layers) {

@@ -2,7 +2,7 @@
 //
 // A job is one value head of one text: it convolves q, k and v of the head for all rows, then takes the head's state
 // through the rows, a block of columns at a time, which stays in the cache of a core meanwhile. So all rows of a forward
-// read the state from memory once, and write the state behind the last row once. The operations for a row are the same
+// read the state from memory once, and write the state after the last row once. The operations for a row are the same
 // for every number of rows, and along a chain as in a tree.
 #pragma once
 
@@ -148,7 +148,7 @@ template <class T> class DeltaHead {
     const long head_, channels_, columns_;  // columns_: of a block of the state
     bool is_chain_ = true;
     float *q_, *k_, *v_, *out_;  // [rows, key_dim] twice, [rows, value_dim] twice
-    float* states_;              // a block behind each row, or behind the latest row of a chain
+    float* states_;              // a block after each row, or after the latest row of a chain
 };
 
 template <class T> void delta_as(const DeltaLayer& layer, const DeltaText* texts, long count) {

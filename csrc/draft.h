@@ -31,14 +31,14 @@ struct DraftModel {
     LayerInputs inputs;
 };
 
-// The state of a delta layer that the chain continues. Its rows write the states behind them to the other two in turn:
+// The state of a delta layer that the chain continues. Its rows write the states after them to the other two in turn:
 // the first row to after[0]. after[1] may be `before`.
 struct ChainStates {
     DeltaState before, after[2];
 };
 
 // What the chain continues: `length` rows in the stores of each layer, then the rows of drafted tokens, which are
-// written behind them.
+// written after them.
 struct DraftCache {
     std::vector<Store*> stores;
     long length;
@@ -65,7 +65,7 @@ struct DraftRules {
 };
 
 // Guesses for each place; the chain follows the best. It ends early by the rules, and where logits are not finite.
-//   path      drafted tokens behind the text's last token, the chain follows the last of them; empty: the text's last
+//   path      drafted tokens after the text's last token, the chain follows the last of them; empty: the text's last
 //   root      the text's last token
 //   cos, sin  [count, num_ropes, dim / 2], of the rows
 std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache, const Choice& choice,

@@ -60,7 +60,7 @@ template <Groups KIND> struct Encoding {
     static constexpr int VALUES = SHAPE.bytes - COLUMNS * GROUP * SHAPE.bits / 8;
     static constexpr int LINES = SHAPE.bytes / 64, QUARTER = (LINES + 3) / 4;
     static constexpr int OF_VECTOR = 16 * GROUP * SHAPE.bits / 8;
-    static constexpr int EXTRA = 256;                        // behind the nibbles of a vector: further bits
+    static constexpr int EXTRA = 256;                        // after the nibbles of a vector: further bits
 
     static long group(long g) { return g * SHAPE.bytes + (SHAPE.common ? (g / COMMON_GROUPS + 1) * SHAPE.common : 0); }
     static long common(long g) { return g / COMMON_GROUPS * (COMMON_GROUPS * SHAPE.bytes + SHAPE.common); }

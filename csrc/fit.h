@@ -82,7 +82,7 @@ inline void solve_spd(float* a, float* x, long n, long width) {
     }
 }
 
-// What a head keeps between two steps. Rows are `width` floats apart; what stands behind their n numbers is 0.
+// What a head keeps between two steps. Rows are `width` floats apart; what follows their n numbers is 0.
 struct HeadFit {
     const RemainderFit& f;
     const long n, width;

@@ -33,7 +33,7 @@ struct Layer {
     bool rotates;                 // whether queries and keys are rotated
     long query_rope, key_rope;    // which of the forward's rotations
     const void *attention_post_norm, *mlp_post_norm;  // of the outputs of attention and MLP besides, or null
-    bool is_gated;                // qkv has the weights of the gate behind those of v
+    bool is_gated;                // qkv has the weights of the gate after those of v
     const Linear* gates;          // of a delta layer: b and a stacked, and qkv is q, k, v, z; null: a layer with attention
     DeltaLayer delta;
     const float* sinks = nullptr;    // [heads]: scores of a key whose value is 0, which every row of a head sees, or null

@@ -111,7 +111,7 @@ struct Product {
 struct Routing {
     long count, chosen;
     bool normalises, rounds;  // weights are divided by their sum; and rounded to the element type, at the end
-    const float* scales;      // [count]: multiply the weights behind the division; null: nothing does
+    const float* scales;      // [count]: multiply the weights after the division; null: nothing does
 };
 
 // Keys and values of one layer, in blocks of SPLIT positions. The only block of a short text is smaller, and grows.
@@ -130,7 +130,7 @@ struct Routing {
 //
 // With bfloat16 a word holds two elements: two dimensions (d, d + 1) of a key, two positions (p, p + 1) of a value.
 // `padded` is dim rounded up to a multiple of 16, or of 32 for bfloat16 (what one instruction of the matrix unit sums).
-// Positions that were never written are zeros, and positions behind the text may hold older rows: all are finite.
+// Positions that were never written are zeros, and positions after the text may hold older rows: all are finite.
 //
 // Several stores may share a block (`append`). `prepare` gives a store its own copy before it writes to a shared one.
 struct Store {
@@ -171,7 +171,7 @@ struct Store {
                 }
     }
 
-    // Add the positions [first, first + count) of another store behind this one's capacity. Whole blocks are shared, the
+    // Add the positions [first, first + count) of another store after this one's capacity. Whole blocks are shared, the
     // rest is copied, into memory for round_up(count, BLOCK) positions. `first` and the capacity are multiples of SPLIT.
     void append(const Store& source, long first, long count) {
         for (; count >= SPLIT; first += SPLIT, count -= SPLIT) {
@@ -273,7 +273,7 @@ struct DeltaText {
     long rows;
     const void* history;     // [width - 1, C]: inputs of the convolution before the rows
     const float* state;
-    void* history_after;     // results: both behind the last row and its path
+    void* history_after;     // results: both after the last row and its path
     float* state_after;
     const void* mixed;       // [rows, C]
     const float* gates;      // [rows, 2 value_heads]

@@ -81,7 +81,7 @@ class Memory {
 };
 
 // Zeroed memory for a weight. Those of experts are smaller than a huge page, or fill the last one of a few badly, so
-// weights of moderate size are parts of larger memory, one behind another.
+// weights of moderate size are parts of larger memory, one after another.
 inline std::unique_ptr<Memory> weight_memory(size_t bytes) {
 #if defined(__linux__)
     constexpr size_t LEAST = size_t{1} << 16, MOST = size_t{16} << 20, WHOLE = size_t{64} << 20;

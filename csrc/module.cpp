@@ -171,7 +171,7 @@ NB_MODULE(_cpu, m) {
         .def("append", [](Store& s, const Store& source, long first, long count) {
             require(s.is_bf16 == source.is_bf16 && s.heads == source.heads && s.dim == source.dim, "stores of one shape");
             require(first >= 0 && first % SPLIT == 0 && s.capacity() % SPLIT == 0 && count >= 0 &&
-                        first + count <= source.capacity(), "whole blocks behind whole blocks");
+                        first + count <= source.capacity(), "whole blocks after whole blocks");
             s.append(source, first, count); })
         .def("bytes_of", &Store::bytes_of)
         .def_ro("is_bf16", &Store::is_bf16)

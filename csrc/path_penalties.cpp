@@ -77,7 +77,7 @@ long PathPenalties::common_suffix(const Extended& s, long end, long most) const 
     return found;
 }
 
-long PathPenalties::behind_last_breaker(const Extended& s, long most) const {
+long PathPenalties::after_last_breaker(const Extended& s, long most) const {
     long found = 0;
     while (found < most && !is_breaker_[static_cast<size_t>(s[s.size() - 1 - found])]) found++;
     return found;
@@ -85,7 +85,7 @@ long PathPenalties::behind_last_breaker(const Extended& s, long most) const {
 
 void PathPenalties::add_repeats(const Extended& s, SuffixAutomaton::Place place, std::vector<Edit>& out) const {
     const long start = rules_.range ? std::max(0L, s.size() - rules_.range) : 0;
-    const long most = behind_last_breaker(s, std::min(s.size() - start, static_cast<long>(LONGEST_REPEAT)));
+    const long most = after_last_breaker(s, std::min(s.size() - start, static_cast<long>(LONGEST_REPEAT)));
     if (most < rules_.allowed) return;
     std::vector<int32_t> found;  // their longest repeats are in `mark_`
     auto add = [&](int32_t token, long length) {

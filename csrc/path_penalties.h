@@ -5,7 +5,7 @@
 //
 //   presence, frequency   c = occurrences of a token among the generated tokens of the last `window`;
 //                         logit -= presence + frequency * c where c > 0
-//   DRY (oobabooga/text-generation-webui#5677)   s is cut to its last `range` tokens (0: the whole text). m: tokens behind
+//   DRY (oobabooga/text-generation-webui#5677)   s is cut to its last `range` tokens (0: the whole text). m: tokens after
 //                         the last breaker. L(i), for each place i with a successor s[i+1] that is no breaker: the longest
 //                         common suffix of s and s[..i], at most min(m, LONGEST). l(t): the largest L(i) with s[i+1] = t.
 //                         logit(t) -= dry[l(t)] where l(t) >= allowed
@@ -40,7 +40,7 @@ public:
     void extend(const int32_t* tokens, long count);
     long length() const { return static_cast<long>(text_.size()); }
 
-    // The edits behind the text and `path` (without the root), in the order in which they are applied.
+    // The edits after the text and `path` (without the root), in the order in which they are applied.
     //   follows  whether the next token directly follows the path; if not, only presence and frequency apply
     std::vector<Edit> edits(const int32_t* path, long length, bool follows = true) const;
 
@@ -48,7 +48,7 @@ public:
     std::vector<bool> hopeful(const int32_t* tokens, const int32_t* parents, long nodes, float most) const;
 
 private:
-    // The text with a path behind it.
+    // The text with a path after it.
     struct Extended {
         const std::vector<int32_t>& text;
         const int32_t* path;
@@ -64,7 +64,7 @@ private:
     void add_repeats(const Extended& s, SuffixAutomaton::Place place, std::vector<Edit>& out) const;
     void add_ngrams(const Extended& s, SuffixAutomaton::Place place, std::vector<Edit>& out) const;
     long common_suffix(const Extended& s, long end, long most) const;
-    long behind_last_breaker(const Extended& s, long most) const;
+    long after_last_breaker(const Extended& s, long most) const;
 
     PenaltyRules rules_;
     long prompt_length_;

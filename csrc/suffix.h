@@ -55,7 +55,7 @@ public:
     Place advanced(Place place, int32_t token) const;    // the longest suffix of place + token that the text has
 
     // Call f(token, length, latest) for every token that followed the substring at `place`, or one of its suffixes of at
-    // least `least` tokens, anywhere in the text: the length of that suffix, and the token's latest position behind it. The
+    // least `least` tokens, anywhere in the text: the length of that suffix, and the token's latest position after it. The
     // longest suffix comes first; a token comes once for each set of suffixes with the same end positions.
     template <class F> void for_each_successor(Place place, int32_t least, F f) const {
         for (int32_t length = place.length, state = place.state; length >= least; length = states_[state].length) {
@@ -67,7 +67,7 @@ public:
 
 private:
     struct State { int32_t length, link, followed, degree, first; };  // followed: N; degree: T; first: an edge
-    // A list per state, the latest seen first. `latest`: the token's last position behind the state's substrings of up to
+    // A list per state, the latest seen first. `latest`: the token's last position after the state's substrings of up to
     // `longest` tokens.
     struct Edge { int32_t source, token, target, count, latest, previous, next; };
     struct Candidate { int32_t token, parent, depth; Place place; double probability; };

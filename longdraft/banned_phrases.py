@@ -2,7 +2,7 @@
 
     Each position of the text has a set of banned tokens, empty at first. Tokens are taken in order. When the text
     completes a phrase that began within token a, the text is cut before a, that token joins the set of its position,
-    the sets behind it are emptied, and the position is chosen again.
+    the sets after it are emptied, and the position is chosen again.
 
 Letter case does not matter. A phrase that began in the prompt is cut at the first new token. After MAX_BANS phrases at
 one position the next one there is let through, so that the text goes on. The rule depends on tokens only, so it gives
@@ -54,7 +54,7 @@ class _Held(NamedTuple):
 class PhraseFilter:
     """The tokens of one text, in order; each is held until no phrase can contain it.
 
-    ends  token ids that end the text: no phrase continues behind one
+    ends  token ids that end the text: no phrase continues after one
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int], written: Iterable[int],
@@ -78,7 +78,7 @@ class PhraseFilter:
 
     def push(self, chosen: Sequence[ChosenToken]) -> tuple[list[ChosenToken], int | None]:
         """Add the tokens of a step. Returns the tokens that are settled now, and the number of new tokens at which the
-        text is cut; None if it is not. Tokens behind a cut, or behind an end of the text, are dropped."""
+        text is cut; None if it is not. Tokens after a cut, or after an end of the text, are dropped."""
         for each in chosen:
             self._held.append(_Held(each, self._decoder.copy(), self._state, self._num_characters))
             self._num_tokens += 1
@@ -134,7 +134,7 @@ class PhraseFilter:
     def _settled(self) -> list[ChosenToken]:
         """The tokens that cannot be taken back any more; they are held no longer.
 
-        A phrase may have begun as far back as the state is deep. If it completes, the text is cut somewhere behind
+        A phrase may have begun as far back as the state is deep. If it completes, the text is cut somewhere after
         there, and the phrases that were possible at that place are possible again.
         """
         reach, end = self._num_characters - self._state.depth, self._num_characters
@@ -167,7 +167,7 @@ def settle(phrases: PhraseFilter | None, accepted: Accepted, step: Step, cache: 
 
 def _rewound(step: Step, cache: FullCache, num_new: int, banned: Sequence[int],
              new_drafter: Callable[[Sampler], Drafter]) -> Step:
-    """The parts of a step, with the text cut behind its first `num_new` new tokens. `banned` cannot be chosen next.
+    """The parts of a step, with the text cut after its first `num_new` new tokens. `banned` cannot be chosen next.
 
     cache  the step's cache, which is cut as well
 

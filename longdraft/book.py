@@ -43,7 +43,7 @@ Follow = Callable[[Generation, str], str]  # runs a generation to its end, told 
 
 @dataclass(frozen=True)
 class BookPlan:
-    """What a book is to be.
+    """The plan of a book.
 
     premise   what it is about; for a model without a chat template, the text that it continues
     chapters  1 to 200
@@ -205,7 +205,7 @@ class Book:
                                 for entry in found["chapters"]]
 
     def _outline_heading(self, follow: Follow, first: int) -> None:
-        """The next heading, behind the premise and the headings before it, as a plain text."""
+        """The next heading, after the premise and the headings before it, as a plain text."""
         ids = self.engine.encode(self._headings() + f"CHAPTER {_roman(first + 1)}. ")
         params = self._params_of(first, max_new_tokens=self._room(ids, _HEADING_TOKENS), min_new_tokens=0,
                                  stop=("\n", ". ", "CHAPTER"), on_loop="off")

@@ -61,7 +61,7 @@ class Context:
             self._length += 1
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens from position `length` on, which is behind the prompt."""
+        """Drop the tokens from position `length` on, which is after the prompt."""
         assert self.prompt_length <= length <= self._length
         self._length = length
 

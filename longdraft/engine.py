@@ -102,12 +102,12 @@ class Engine:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What was loaded: names and hashes of the model's parts, and the bytes that decoding reads."""
+        """The loaded files: names and hashes of the model's parts, and the bytes that decoding reads."""
         return provenance(self.loaded)
 
     @property
     def identity(self) -> dict[str, str]:
-        """What a text depends on beside its prompt and settings: weights, tokenizer, configuration, arithmetic."""
+        """The inputs of a text besides its prompt and settings: weights, tokenizer, configuration, arithmetic."""
         return self.loaded.identity
 
     @property

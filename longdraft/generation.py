@@ -274,7 +274,7 @@ class Generation(Iterator[Event]):
                 self._journal.close()
 
     def _replay(self) -> Iterator[Event | Waiting]:
-        """What earlier runs wrote, as one event. In a batch, other texts go on while it is decoded."""
+        """The text of earlier runs, as one event. In a batch, other texts go on while it is decoded."""
         if not self.num_resumed:
             return
         start, pieces = self._step.context.prompt_length, list[str]()
@@ -292,7 +292,7 @@ class Generation(Iterator[Event]):
         (tokens, sources, logprobs), self._step = settle(self._phrases, accepted, self._step, self._cache,
                                                          self._new_drafter)
         had_loop, new = stream.loop is not None, stream.push(tokens)
-        count = len(new.tokens)  # tokens behind the end of the text are dropped
+        count = len(new.tokens)  # tokens after the end of the text are dropped
         self._accepted.update(filter(None, sources[:count]))
         self._full_acceptance.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start

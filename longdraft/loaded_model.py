@@ -1,4 +1,4 @@
-"""What a request is written with: a loaded model and the choice of a drafter. Both are frozen.
+"""The inputs of every request: a loaded model and the choice of a drafter. Both are frozen.
 
     loading.py     reads a model and its drafting parts from files  ->  LoadedModel
     engine.py      LoadedModel + DrafterChoice                      ->  Engine, the public API
@@ -257,7 +257,7 @@ class LoadedModel:
 
     @property
     def arithmetic(self) -> dict[str, str]:
-        """What the last bits of logits depend on: kernels, device, dtype, versions and the number of ranks."""
+        """The inputs of the last bits of logits: kernels, device, dtype, versions and the number of ranks."""
         kernels = self.target.kernels
         size = parallel.shard_of(kernels).size
         degree = {"tensor_parallel": str(size)} if size > 1 else {}  # ranks add up in an order of their own
@@ -270,7 +270,7 @@ class LoadedModel:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What a text depends on beside its prompt and settings: hashes of all inputs, and the arithmetic.
+        """The inputs of a text besides its prompt and settings: hashes of all inputs, and the arithmetic.
 
         ModelError if the weights on disk have changed since they were loaded.
         """

@@ -63,7 +63,7 @@ def bandwidth_probe(memory: int) -> Callable[[], float]:
     """A function that measures the read bandwidth, in bytes/s, anew each time.
 
     For ratios on machines whose bandwidth changes from second to second: measure it in turns with what is compared.
-    Behind a call, PyTorch's threads poll for some milliseconds.
+    After a call, PyTorch's threads poll for some milliseconds.
     """
     methods = _read_methods(affordable(memory))
 

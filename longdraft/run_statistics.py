@@ -48,7 +48,7 @@ def peak_memory_bytes() -> int:
 
 
 def of_machine(model: Transformer) -> dict[str, Any]:
-    """What the target's numbers are computed with, and the memory that this process took."""
+    """The arithmetic of the target, and the memory that this process took."""
     found = model.kernels
     return {
         "kernels": found.name,

@@ -110,14 +110,14 @@ class SamplingParams:
     top_n_sigma         keep logits of at least the highest minus this many standard deviations; 0 or -1: off
     xtc_probability     XTC: with this probability at each position, exclude the top choices; 0: off
     xtc_threshold       top choices: tokens of at least this probability, except the least likely of them
-    temperature_last    the filters see temperature 1, and temperature is applied behind them
+    temperature_last    the filters see temperature 1, and temperature is applied after them
     dynatemp_range      temperature -+ this, by the entropy of the tokens that are left; needs temperature_last; 0: off
     dynatemp_exponent   of the normalised entropy
     banned_strings      phrases that the text must not contain, in any letter case; see longdraft/banned_phrases.py
     structured_outputs  what the text must match: ("json", schema), ("regex", expression) or ("grammar", Lark or GBNF);
                         see longdraft/structured.py for the other forms that `from_names` takes
-    structured_after    the text behind which it must match, such as "</think>"; what comes before is free. Default: the
-                        whole text, or behind the thinking that the end of the prompt opens
+    structured_after    the text after which it must match, such as "</think>"; what comes before is free. Default: the
+                        whole text, or after the thinking that the end of the prompt opens
     stop                strings that end the generation; they are not part of the text
     stop_token_ids      token ids that end the generation, in addition to the model's end-of-text ids
     logit_bias          pairs (token id, -100 to 100 to add to its logit), applied before everything else

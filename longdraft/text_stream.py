@@ -94,7 +94,7 @@ class TextStream:
         """Push the tokens of an earlier run, of which there may be very many, in parts of a few milliseconds.
 
         Appends the tokens' pieces of text to `pieces`, and yields after each part. Raises JournalError for tokens that
-        go on behind the text's end.
+        go on after the text's end.
         """
         for start in range(0, len(tokens), _REPLAYED):
             part = tokens[start : start + _REPLAYED]

@@ -97,7 +97,7 @@ class Totals:
                 f"{self.new_tokens:,} tokens · {self.tokens_per_second:.1f} tokens/s{left}")
 
     def last_line(self, *, may_retry: bool = True) -> str:
-        """What this run did. may_retry: whether the output can be continued."""
+        """The outcome of this run. may_retry: whether the output can be continued."""
         parts = [f"{self.done:,} of {self.rows:,} rows written"]
         parts += [f"{self.skipped:,} were done before"] if self.skipped else []
         errors = self.errors + self.failed

@@ -32,7 +32,7 @@ NextRequest = Callable[[bool], BatchRequest | None]
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What every worker of a job needs: plain data that can be sent to other processes.
+    """The description of a job for its workers: plain data that can be sent to other processes.
 
     work_folder  folder of the journals; for several machines, on storage that all of them share
     load         arguments of `longdraft.load`
@@ -245,7 +245,7 @@ class BatchWorker:
 
 
 def identity_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """What differs from `expected`, such as "kernels is reference, expected avx2"."""
+    """The differences from `expected`, such as "kernels is reference, expected avx2"."""
     return [f"{name} is {found.get(name, 'missing')}, expected {value}" for name, value in sorted(expected.items())
             if found.get(name, "missing") != value]
 

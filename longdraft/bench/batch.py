@@ -39,7 +39,7 @@ from longdraft.report.turns import Record
 
 
 class BatchPlan(NamedTuple):
-    """What is measured.
+    """The measurements to make.
 
     ids       tokens of the prompt file
     texts     numbers of texts
@@ -115,7 +115,7 @@ class TurnTime(NamedTuple):
 
 
 class TextGroup:
-    """Texts behind prompts of one length, whose prompts are read."""
+    """Texts after prompts of one length, whose prompts are read."""
 
     def __init__(self, engine: Engine, plan: BatchPlan, context: int, setting: str) -> None:
         system = System.named(setting)

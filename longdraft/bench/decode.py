@@ -73,7 +73,7 @@ class ModelCopies:
         return [CachedText(model, model.random_cache(context)) for model in self._loaded[:count]]
 
     def check(self, contexts: Sequence[int], steps: int) -> None:
-        """Raise UsageError if the contexts and the steps behind them exceed the model's context limit."""
+        """Raise UsageError if the contexts and the steps after them exceed the model's context limit."""
         if max(contexts) + steps > self.config.max_positions:
             raise UsageError(f"--contexts is {max(contexts)}, and {steps} steps follow; allowed: "
                              f"{self.config.max_positions} in all (the model's context limit)")

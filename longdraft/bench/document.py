@@ -1,4 +1,4 @@
-"""What all commands of `longdraft bench` share: preparation, a status line, and the JSON document of the results.
+"""Parts that all commands of `longdraft bench` share: preparation, a status line, and the JSON document of the results.
 
     memory = prepare_run(threads=None, repeats=9, memory=2.0)
     with document("machine", Path("machine.json")) as filled:

@@ -81,7 +81,7 @@ def num_copies(nbytes: int, memory: int) -> int:
 
 def measure_attention(kernels: Kernels, shape: AttentionShape, plan: KernelPlan, limits: Limits
                       ) -> list[dict[str, Any]]:
-    """One layer's attention: a chain of rows behind `plan.positions` random keys and values."""
+    """One layer's attention: a chain of rows after `plan.positions` random keys and values."""
     heads, kv_heads, dim = shape
     nbytes = 2 * plan.positions * kv_heads * dim * kernels.dtype.itemsize
     stores = [kernels.new_store(kv_heads, dim) for _ in range(num_copies(nbytes, plan.memory))]

@@ -176,7 +176,7 @@ def perplexity(
 ) -> None:
     """Measure the cost and the gain of quantisation: nats per token of a text, memory of the weights, speed.
 
-    The speed is that of plain decoding behind a window of random keys and values, in turns.
+    The speed is that of plain decoding after a window of random keys and values, in turns.
     """
     from longdraft.bench import decode, perplexity
     from longdraft.bench.document import choose_kernels, document, prepare_run, status
@@ -243,7 +243,7 @@ def cuda(
     interpret: Annotated[bool, typer.Option(
         "--interpret", help="Test the command: the smallest sizes on the CPU, in Triton's interpreter.")] = False,
 ) -> None:
-    """Use a visit to a CUDA device in full: exactness, texts behind long prompts, speed, a text of 100,000 tokens.
+    """Use a visit to a CUDA device in full: exactness, texts after long prompts, speed, a text of 100,000 tokens.
 
     Each part is written as soon as it is measured, and may crash or hang without harm to the others. Run the command
     again to measure what is missing; after a change of the kernels, all of it.

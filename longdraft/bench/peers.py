@@ -95,7 +95,7 @@ def interpreter(path: Path | None) -> str:
 
 
 class PeersPlan(NamedTuple):
-    """What is measured.
+    """The measurements to make.
 
     text_positions  prompt and new tokens of the whole texts; 0: none are written
     modes           names of the modes that write them (peers_text.py); empty: all
@@ -247,7 +247,7 @@ def portable_model(folder: Path, place: Path) -> Path:
 
 
 def open_or_error(process: PeerProcess, plan: PeersPlan, folder: Path, **options: Any) -> dict[str, Any]:
-    """What the engine reports about itself, or the `error`."""
+    """The engine's report about itself, or the `error`."""
     try:
         return process.open(folder, plan.num_positions, plan.limit_s, **options)
     except PeerError as error:
@@ -256,7 +256,7 @@ def open_or_error(process: PeerProcess, plan: PeersPlan, folder: Path, **options
 
 def _compare_greedy(processes: dict[str, PeerProcess], plan: PeersPlan, prompt: list[int],
                     engines: list[dict[str, Any]]) -> None:
-    """Count how many greedy tokens behind a short prompt each engine shares with the first, from the start."""
+    """Count how many greedy tokens after a short prompt each engine shares with the first, from the start."""
     first: list[int] | None = None
     for record in engines:
         process = processes.get(record["engine"])

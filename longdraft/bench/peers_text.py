@@ -138,7 +138,7 @@ def _write(process: PeerProcess, plan: PeersPlan, prompt: Sequence[int], count: 
 
 def _try_settings(record: Record, settings: Sequence[Mapping[str, Any]], process: PeerProcess, plan: PeersPlan,
                   prompt: Sequence[int], count: int) -> None:
-    """Warm up with each of the settings, behind a part of the prompt, and keep the fastest."""
+    """Warm up with each of the settings, after a part of the prompt, and keep the fastest."""
     trial = max(2, round(_TRIAL_SHARE * count))
     try:
         for each in settings:

@@ -55,8 +55,8 @@ _KEYS_READ = 4096  # positions whose keys are read together; bounds the memory
 class PublishedOptions(DrafterOptions):
     """Options of TokenSwift's published drafting.
 
-    tree           guesses behind each node, depth by depth; at most one depth more than there are heads
-    continuations  n-grams behind each first guess (k of the paper)
+    tree           guesses after each node, depth by depth; at most one depth more than there are heads
+    continuations  n-grams after each first guess (k of the paper)
     budget         rows of the partial cache for each layer and KV head
     sinks          first positions of the text, always held
     cache          dynamic | static | full: the paper's table 5
@@ -123,7 +123,7 @@ class PublishedTable:
                 self._counts[first][continuation] = count + 1
 
     def continuations(self, token: int, num: int) -> list[tuple[int, ...]]:
-        """The first `num` entries behind `token`; they may contain an n-gram twice."""
+        """The first `num` entries after `token`; they may contain an n-gram twice."""
         found: list[tuple[int, ...]] = []
         if token not in self._ranked:
             return found
@@ -194,7 +194,7 @@ class PublishedCache(PartialCache):
         """Put new rows in the place of the lowest ones; the row of the n-th new token is the n-th from the end."""
         budget, sinks = self._size.budget, self._size.sinks
         start = max(sinks, budget - self._num_since)
-        if self._num_since > budget - sinks:  # they no longer fit behind those of earlier steps
+        if self._num_since > budget - sinks:  # they no longer fit after those of earlier steps
             positions = torch.arange(self._full.length - (budget - sinks), self._full.length)
         chosen = positions.flip(0).expand(len(self._rows.stores), self._rows.shapes[0][0], -1)
         self._kernels.copy(self._full.stores, self._rows.stores, chosen, start)
@@ -243,7 +243,7 @@ class PublishedDrafter:
         return self._tree(context.last, guesses)
 
     def _tree(self, root: int, guesses: list[list[int]]) -> Tree:
-        """All combinations of the guesses, and behind them the chains of n-grams, which are as deep."""
+        """All combinations of the guesses, and after them the chains of n-grams, which are as deep."""
         tokens, parents, sources = [root], [-1], [""]
 
         def add(parent: int, token: int, source: str) -> int:

@@ -69,7 +69,7 @@ class ReplayFigures:
 def replay(text: Sequence[int] | TokenArray, drafter: str, options: Mapping[str, Any] | None = None, *,
            prefill: int = 1024, penalty_window: int = 0, corpora: Corpora | None = None,
            max_depth: int = _UNLIMITED_DEPTH) -> ReplayFigures:
-    """Write `text` again behind its first `prefill` tokens, drafted by `drafter` ("ngram" or "suffix").
+    """Write `text` again after its first `prefill` tokens, drafted by `drafter` ("ngram" or "suffix").
 
     penalty_window  tokens of the window of the repetition penalty that the text was written with; 0: no penalty
 

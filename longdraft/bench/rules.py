@@ -105,7 +105,7 @@ def _distribution(row: NDArray[np.float32], params: SamplingParams) -> Distribut
     return kept.ids, np.cumsum(masses / masses.sum())
 
 
-Ends = list[tuple[list[int], int]]  # paths, as nodes from the root, each with the token that is added behind it
+Ends = list[tuple[list[int], int]]  # paths, as nodes from the root, each with the token that is added after it
 
 
 def best_paths(tree: Tree, distributions: Sequence[Distribution], generator: np.random.Generator) -> tuple[Ends, int]:
@@ -124,7 +124,7 @@ def best_paths(tree: Tree, distributions: Sequence[Distribution], generator: np.
 
 def _sampled(tree: Tree, path: Sequence[int], distributions: Sequence[Distribution],
              generator: np.random.Generator) -> tuple[int, int]:
-    """How many draft tokens of a path its own samples match, and the sample behind them."""
+    """How many draft tokens of a path its own samples match, and the sample after them."""
     for depth, node in enumerate(path):
         tokens, sums = distributions[node]
         token = int(tokens[min(int(np.searchsorted(sums, generator.random(), side="right")), len(tokens) - 1)])

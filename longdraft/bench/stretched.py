@@ -210,8 +210,8 @@ class Stretch:
 
         def channels(key_rows: int, value_rows: int) -> Tensor:
             key, value = rows(keys, large.key_dim, key_rows), rows(heads, large.value_dim, value_rows)
-            behind = large.key_heads * large.key_dim
-            return torch.cat([key, key + behind, value + 2 * behind])
+            offset = large.key_heads * large.key_dim
+            return torch.cat([key, key + offset, value + 2 * offset])
 
         values = rows(heads, large.value_dim, small.value_dim)
         places = {"in_proj_qkv": channels(small.key_dim, small.value_dim), "in_proj_z": values, "in_proj_b": heads,

@@ -28,7 +28,7 @@ SAMPLERS = {"independent": rules.IndependentSampler, "per-path": rules.PathSampl
 
 def start(engine: Engine, system: System, prompt: Sequence[int], params: SamplingParams,
           written: Sequence[int] | NDArray[np.int32] = ()) -> Generation:
-    """A generation by a system that continues behind the new tokens `written`."""
+    """A generation by a system that continues after the new tokens `written`."""
     choice = system.choice(len(prompt))
     generation = Generation(engine.loaded.with_draft_for(choice), choice, list(prompt), params, written=written,
                             sampler=_sampler(engine.model, system.rule, params))

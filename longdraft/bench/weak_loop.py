@@ -8,7 +8,7 @@ One token for each forward, with PyTorch's operations and nothing of ours:
     launches          one for each operation; no graph, nothing fused
 
 So its time grows with the text 5 to 65 times faster than the memory of the paper's GPU demands (docs/benchmarks.md).
-Sums are rounded as PyTorch's are: its text may differ from ours behind some thousand tokens.
+Sums are rounded as PyTorch's are: its text may differ from ours after some thousand tokens.
 """
 
 from __future__ import annotations

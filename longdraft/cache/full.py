@@ -127,13 +127,13 @@ class FullCache:
         The cache holds whole blocks, or nothing. States of tapped layers are not known.
         """
         assert self.length % STORE_BLOCK == 0 and self._tail is None
-        assert self._kernels.is_device or self._rows_bytes == self.block_bytes(self.length), "rows go behind those held"
+        assert self._kernels.is_device or self._rows_bytes == self.block_bytes(self.length), "rows go after those held"
         for store, source in zip(self.stores, stores, strict=True):
             store.append(source, 0, count)
         self.skip(count)
 
     def fill(self, start: int, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        """Write each layer's rows k, v [Hkv, N, D] to positions start, start + 1, ..., at the length or behind it. They
+        """Write each layer's rows k, v [Hkv, N, D] to positions start, start + 1, ..., at the length or after it. They
         are not committed."""
         assert start >= self.length and self._tail is None
         self.reserve(start + k[0].shape[1])

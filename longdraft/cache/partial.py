@@ -123,7 +123,7 @@ class PartialCache:
         return kv if self._remainder is None else kv._replace(remainder=self._remainder)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep drafted rows for the drafts behind them, until `drop_drafts`."""
+        """Keep drafted rows for the drafts after them, until `drop_drafts`."""
         self._base.commit(rows)
         if self._states:
             self._states.commit(rows)
@@ -139,7 +139,7 @@ class PartialCache:
         return DraftStores(self._base.stores, self.length, self._remainder, states)
 
     def add_drafts(self, count: int) -> None:
-        """Keep `count` rows that the compiled module has written behind the others, until `drop_drafts`."""
+        """Keep `count` rows that the compiled module has written after the others, until `drop_drafts`."""
         self._base.length += count
         if self._states:
             self._states.advance(count)

@@ -38,7 +38,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(eq=False)
 class _Piece:
-    """The rows of up to STORE_BLOCK tokens behind the tokens of `parent`. A root has none of its own."""
+    """The rows of up to STORE_BLOCK tokens after the tokens of `parent`. A root has none of its own."""
 
     ids: Ids
     stores: Sequence[KVStore]
@@ -93,7 +93,7 @@ def common_prefix(a: Ids, b: Ids) -> int:
 
 
 def _kept(cache: FullCache, start: int, count: int) -> dict[int, list[DeltaState]]:
-    """The states that a text kept behind `count` rows from `start` on."""
+    """The states that a text kept after `count` rows from `start` on."""
     kept = cache.states.kept if cache.states else {}
     return {place: states for place, states in kept.items() if start < place <= start + count}
 

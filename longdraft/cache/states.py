@@ -1,7 +1,7 @@
 """The states of the delta layers of one text, beside its KV cache (longdraft/kernels/delta.py).
 
-    current   the states behind the committed rows
-    spare     a forward writes the states behind its last row here; a commit that ends with that row swaps the two
+    current   the states after the committed rows
+    spare     a forward writes the states after its last row here; a commit that ends with that row swaps the two
 
 A commit of other rows applies the rule to the inputs of these rows again, from `current`, which no forward changes. So
 there is one state for each layer and not one for each row, and the rejected rows of a draft cost nothing.
@@ -10,7 +10,7 @@ Another text with the same beginning can continue from a state, but only at the 
 gives its rows to others keeps copies 16 rows before position 512, 1,024, 2,048 and every multiple of 4,096, 16 rows
 before the end of its prompt, and at its end. A copy takes as many bytes as the KV rows of 1,000 to 4,000 tokens.
 
-A text that may be cut back (`hold`) keeps the inputs of the rows that are not settled, behind an older state.
+A text that may be cut back (`hold`) keeps an older state, and the inputs of the rows after it that are not settled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longdraft.kernels import Kernels
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import STORE_BLOCK
 
-KEPT_BEFORE = 16  # rows between a kept state and the end of a block, which whoever continues there computes again
+KEPT_BEFORE = 16  # rows between a kept state and the end of a block, which a text that continues there computes again
 _SETTLED_ROWS = 64  # rows whose inputs are held although they are settled
 _FIRST_ENDS = (512, 1024, 2048)  # blocks are STORE_BLOCK rows, but many texts share a short beginning
 
@@ -45,7 +45,7 @@ Inputs = list[tuple[Tensor, Tensor]]  # of some rows, for each layer: mixed [T, 
 
 
 class _Held(NamedTuple):
-    """States behind `length` rows of the text, and the inputs of the rows that were committed since then."""
+    """States after `length` rows of the text, and the inputs of the rows that were committed since then."""
 
     length: int
     states: list[DeltaState]
@@ -60,11 +60,11 @@ class StateCache:
     """The states of one text, in the order of the layers."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[DeltaWeights], source: StateCache | None = None) -> None:
-        """source: the states of the text, behind which these are states of drafts until `reset`; None: a text's own."""
+        """source: the states of the text, after which these are states of drafts until `reset`; None: a text's own."""
         self._kernels, self._layers, self._source = kernels, layers, source
         self._own: list[DeltaState] = [] if source else self._new()
         self._spare: list[DeltaState] = []
-        self._is_behind_source = source is not None
+        self._follows_source = source is not None
         self._tail: list[DeltaRows] = []
         self.length = 0  # committed rows; not counted for drafts
         self._prompt_rows: int | None = None
@@ -77,11 +77,11 @@ class StateCache:
 
     @property
     def current(self) -> list[DeltaState]:
-        """The states behind the committed rows. Valid until the next commit; not to be changed."""
-        return self._source.current if self._source and self._is_behind_source else self._own
+        """The states after the committed rows. Valid until the next commit; not to be changed."""
+        return self._source.current if self._source and self._follows_source else self._own
 
     def for_drafts(self) -> StateCache:
-        """States of drafts behind this text."""
+        """States of drafts after this text."""
         return StateCache(self._kernels, self._layers, self)
 
     def append(self, count: int) -> Sequence[DeltaRows]:
@@ -109,7 +109,7 @@ class StateCache:
             if rows[-1] + 1 < len(self._tail[0].mixed):
                 self._apply_again(list(rows), self._spare)
             self._own, self._spare = self._spare, self._own
-            self._is_behind_source = False
+            self._follows_source = False
             if self.length == self._hold_from:
                 self._hold()
         self._tail = []
@@ -155,7 +155,7 @@ class StateCache:
         self.length = length
 
     def _apply_to(self, before: Sequence[DeltaState], commits: Sequence[Inputs], after: Sequence[DeltaState]) -> None:
-        """Fill `after` with the states behind these rows."""
+        """Fill `after` with the states after these rows."""
         chain = torch.arange(-1, _rows(commits) - 1, dtype=torch.int32)
         for layer, weights in enumerate(self._layers):
             if not commits:
@@ -165,7 +165,7 @@ class StateCache:
             self._kernels.delta_rule(weights, [DeltaRows(before[layer], after[layer], mixed, gates)], None, chain)
 
     def keep_now(self) -> None:
-        """Keep the states behind the committed rows."""
+        """Keep the states after the committed rows."""
         if self.length not in self.kept:
             self.kept[self.length] = self._new()
             for copy, state in zip(self.kept[self.length], self.current, strict=True):
@@ -179,7 +179,7 @@ class StateCache:
             own.copy_from(state)
 
     def _apply_again(self, path: list[int], states: Sequence[DeltaState]) -> None:
-        """Fill `states` with those behind `path`."""
+        """Fill `states` with those after `path`."""
         chain = torch.arange(-1, len(path) - 1, dtype=torch.int32)
         for weights, rows, after in zip(self._layers, self._tail, states, strict=True):
             chosen = rows._replace(after=after, mixed=rows.mixed[path], gates=rows.gates[path])
@@ -199,13 +199,13 @@ class StateCache:
         """Keep `count` rows of such a chain, all that it has."""
         if count % 2:
             self._own, self._spare = self._spare, self._own
-        self._is_behind_source = self._is_behind_source and not count
+        self._follows_source = self._follows_source and not count
 
     def reset(self) -> None:
         """Forget all rows: of drafts, go back to the text; of a text, to its beginning."""
         self._tail, self.length, self._held, self.kept = [], 0, None, {}
         if self._source:
-            self._is_behind_source = True
+            self._follows_source = True
         else:
             for state in self._own:
                 state.history.zero_()

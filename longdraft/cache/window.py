@@ -5,7 +5,7 @@
 The order does not matter, because keys are stored with their rotation. A row that leaves the window makes room for the
 row of the last slot, so the rows of text always fill the first slots.
 
-The first rows (attention sinks, StreamingLLM, arXiv 2309.17453) stay. When rows behind them have left the window, their
+The first rows (attention sinks, StreamingLLM, arXiv 2309.17453) stay. When rows after them have left the window, their
 keys are rotated to the positions directly before it, so that no distance exceeds the window by more than their number.
 """
 
@@ -25,7 +25,7 @@ class RowWindow:
     """The rows of one text.
 
     window  latest rows of text that are held at most
-    drafts  rows of drafts behind them at most
+    drafts  rows of drafts after them at most
     sinks   first rows of the text that are held as well
     """
 
@@ -38,8 +38,8 @@ class RowWindow:
         self._window, self._sinks = window, sinks
         self._sink_keys: list[tuple[Tensor, Tensor]] = []  # k, v [Hkv, S, D] of each layer, as they were written
         self.num_sinks = 0
-        self.first = self.end = 0  # positions of the first row behind the sinks, and behind the last row
-        self._slots: dict[int, int] = {}  # position -> slot, behind the sinks
+        self.first = self.end = 0  # positions of the first row after the sinks, and after the last row
+        self._slots: dict[int, int] = {}  # position -> slot, after the sinks
         self._positions: dict[int, int] = {}  # the inverse
         self.num_drafts = 0
 
@@ -63,7 +63,7 @@ class RowWindow:
         self.num_drafts = 0
 
     def add_drafts(self, k: Tensor, v: Tensor) -> None:
-        """Rows k, v [L, T, Hkv, D] behind the last."""
+        """Rows k, v [L, T, Hkv, D] after the last."""
         for store, keys, values in zip(self.stores, k, v, strict=True):
             store.write(self.length, keys, values)
         self.num_drafts += k.shape[1]
@@ -114,7 +114,7 @@ class RowWindow:
         self.first += surplus
 
     def turn_sinks(self, rotations: Rotations) -> None:
-        """Rotate the keys of the sinks to the positions directly before the first row behind them."""
+        """Rotate the keys of the sinks to the positions directly before the first row after them."""
         shift = self.first - self.num_sinks
         if not self.num_sinks or not shift:
             return

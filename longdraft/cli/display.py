@@ -1,4 +1,4 @@
-"""What a terminal shows during a run: a text on stdout, and a live line on stderr.
+"""The display of a run on a terminal: a text on stdout, and a live line on stderr.
 
 A pipe gets the text and nothing else. If text and live line share one terminal, the live line stays below the text.
 """

@@ -63,7 +63,7 @@ AUTO = "auto"
 
 
 class Resources(NamedTuple):
-    """What a drafter of one request may use.
+    """The parts of an engine that a drafter of one request may use.
 
     model, cache        the target, and its KV cache of this text
     sampler, params     the request's sampler and settings
@@ -151,7 +151,7 @@ def _candidates(options: AutoOptions, resources: Resources) -> dict[str, Drafter
 
 
 def _costs_identity(resources: Resources) -> dict[str, Any]:
-    """What the costs of the candidates depend on."""
+    """The properties on which the costs of the candidates depend."""
     model, draft, copy = resources.model, resources.draft, resources.draft_copy
     return {
         "machine": machine.processor(), "threads": kernels.threads(model.kernels), "version": __version__,

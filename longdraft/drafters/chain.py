@@ -27,15 +27,15 @@ from longdraft.tree import Trie
 
 
 class DraftModel(Protocol):
-    """A model that gives logits behind the text and drafted tokens."""
+    """A model that gives logits after the text and drafted tokens."""
 
     def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
-        """Logits [1, V] behind `path`: the last token of the text, then drafted tokens. None: the model is still
+        """Logits [1, V] after `path`: the last token of the text, then drafted tokens. None: the model is still
         reading the text, and drafts nothing in this step."""
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float, end: ChainEnd) -> list[Ranked] | None:
-        """The guesses of a chain behind `path`, place by place, in one call. None where that is not possible: see
+        """The guesses of a chain after `path`, place by place, in one call. None where that is not possible: see
         `Chain._step_by_step`, which gives the same guesses."""
 
 
@@ -82,7 +82,7 @@ class Chain(NamedTuple):
 
     def _step_by_step(self, context: Context, path: Sequence[int], length: int, end: ChainEnd
                       ) -> Routine[list[Ranked]]:
-        """The guesses of a chain behind `path`, place by place, with a forward of the draft model for each."""
+        """The guesses of a chain after `path`, place by place, with a forward of the draft model for each."""
         places: list[Ranked] = []
         path, reached = list(path), 1.0  # P(all tokens so far become text)
         while len(places) < length and reached >= end.least:
@@ -120,7 +120,7 @@ class SelfDraftModel:
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float, end: ChainEnd) -> list[Ranked] | None:
-        """The guesses of a chain behind `path`, place by place, drafted in one call. None where that is not possible,
+        """The guesses of a chain after `path`, place by place, drafted in one call. None where that is not possible,
         or where the request shares its forwards with others, which read the weights once for all."""
         if length < 1 or not self._is_alone:
             return None

@@ -1,4 +1,4 @@
-"""What the drafters of trained layers share: a chain from a layer that reads the text, and suffix guesses.
+"""The common part of the drafters of trained layers: a chain from a layer that reads the text, and suffix guesses.
 
 `glide` and `eagle` are such drafters. They differ in the layer, which is the `DraftModel` of the chain.
 """
@@ -42,7 +42,7 @@ class LayerOptions(Protocol):
 
 
 class LayerDrafter:
-    """Drafts a chain with `draft_model`, and adds what followed the longest suffix of the text behind the root.
+    """Drafts a chain with `draft_model`, and adds what followed the longest suffix of the text after the root.
 
     source  name of the guesses in the statistics
     """

@@ -30,7 +30,7 @@ class _Entry:
 
 @dataclass
 class _Continuations:
-    """What followed one token."""
+    """The tokens that followed one token."""
 
     entries: dict[tuple[int, ...], _Entry] = field(default_factory=dict)
     ranked: list[tuple[int, ...]] = field(default_factory=list)  # best first

@@ -83,7 +83,7 @@ class SelfDraftSettings(NamedTuple):
 
 
 class _SelfDraftOptions(DrafterOptions):
-    """What both kinds of options give the engine. The fields are those of the dataclasses below."""
+    """The methods of both kinds of options. The fields are those of the dataclasses below."""
 
     budget: int
     draft_weights: str

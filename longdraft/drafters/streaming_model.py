@@ -50,7 +50,7 @@ class StreamingDraftModel:
         self._budget, self._sinks, self._refresh = budget, sinks, refresh
         self.cache = model.new_cache()
         self._clear()
-        self._start = sinks  # place in the text of the first row behind the sinks
+        self._start = sinks  # place in the text of the first row after the sinks
         self._drafts: list[int] = []  # the last tokens read, as far as they were drafts at that time
 
     def read_prompt(self, context: Context) -> Routine[None]:
@@ -65,7 +65,7 @@ class StreamingDraftModel:
         run_alone(self.read_prompt(context))
 
     def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
-        """Logits [1, V] behind `path` (the root, then drafted tokens); None if CHUNK tokens did not reach its end."""
+        """Logits [1, V] after `path` (the root, then drafted tokens); None if CHUNK tokens did not reach its end."""
         end = len(context) - 1 + len(path)
         self._roll_back(context, path, end)
         self._settle(len(context) - 1)
@@ -88,9 +88,9 @@ class StreamingDraftModel:
             return None
         self._roll_back(context, path, last + 1)
         self._drafts = _tokens(context, path, len(context), self._place(self.cache.length))
-        behind_sinks = max(self.cache.length, self._sinks)
+        after_sinks = max(self.cache.length, self._sinks)
         missing = last - self._place(self.cache.length)
-        if missing >= CHUNK or behind_sinks + last + length - self._place(behind_sinks) > self._budget:
+        if missing >= CHUNK or after_sinks + last + length - self._place(after_sinks) > self._budget:
             return None
         if missing > 0:
             run_alone(self._read_on(context, path, last))
@@ -119,8 +119,8 @@ class StreamingDraftModel:
 
     def _read_on(self, context: Context, path: Sequence[int], end: int) -> Routine[Forward]:
         """Read up to place `end`, at most CHUNK tokens; the result has the logits of the last one read."""
-        behind_sinks = max(self.cache.length, self._sinks)
-        if behind_sinks + end - self._place(behind_sinks) > self._budget:
+        after_sinks = max(self.cache.length, self._sinks)
+        if after_sinks + end - self._place(after_sinks) > self._budget:
             self._move_window(end)
         row = self.cache.length
         tokens = _tokens(context, path, row, min(self._sinks, end)) if row < self._sinks else []
@@ -143,7 +143,7 @@ class StreamingDraftModel:
             self.cache.states.hold(0)
 
     def _place(self, row: int) -> int:
-        """Place in the text, and the drafts behind it, of a row of the cache."""
+        """Place in the text, and the drafts after it, of a row of the cache."""
         return row if row < self._sinks else row - self._sinks + self._start
 
     def _move_window(self, end: int) -> None:
@@ -158,7 +158,7 @@ class StreamingDraftModel:
 
 
 def _tokens(context: Context, path: Sequence[int], start: int, stop: int) -> list[int]:
-    """Tokens at places [start, stop) of the text with `path` behind it; `path` begins with the text's last token."""
+    """Tokens at places [start, stop) of the text with `path` after it; `path` begins with the text's last token."""
     length = len(context)
     text: list[int] = context.slice(start, min(stop, length)).tolist()
     return text + list(path[max(start, length) - length + 1 : max(stop, length) - length + 1])

@@ -4,7 +4,7 @@
                                                     └─ end                     followed a shorter match, `the`
 
 The method is SuffixDecoding's (arXiv 2411.04975); csrc/suffix.h defines what the index counts. The index may lag some
-tokens behind the text; what is matched is always the end of the text. A corpus of earlier texts can be searched too.
+tokens after the text; what is matched is always the end of the text. A corpus of earlier texts can be searched too.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class _Context(NamedTuple):
     """A suffix of the text that occurred earlier: where a token follows it, and which tokens those are."""
 
     length: int
-    followed: list[int]  # positions of the tokens behind its occurrences, ascending
+    followed: list[int]  # positions of the tokens after its occurrences, ascending
     successors: dict[int, int]  # token -> number of occurrences
 
     def latest(self, text: Sequence[int]) -> Iterable[int]:
@@ -75,7 +75,7 @@ class ReferenceIndex:
     def __init__(self, capacity: int, longest: int) -> None:
         self._half, self._longest = capacity // 2, longest
         self._text: list[int] = []
-        self._ends: dict[int, list[int]] = defaultdict(list)  # token -> positions behind it
+        self._ends: dict[int, list[int]] = defaultdict(list)  # token -> positions after it
 
     def __len__(self) -> int:
         return len(self._text)
@@ -108,8 +108,8 @@ class ReferenceIndex:
         def grow(path: list[int], parent: int, probability: float) -> None:
             if len(path) >= depth:
                 return
-            behind = self._contexts((tail.tolist() + path)[-self._longest:], min_match, seen, contexts)
-            for token, estimate in self._estimates(behind).items():
+            found = self._contexts((tail.tolist() + path)[-self._longest:], min_match, seen, contexts)
+            for token, estimate in self._estimates(found).items():
                 if token >= 0 and probability * estimate >= min_probability:
                     heapq.heappush(queue, (-probability * estimate, len(candidates)))
                     candidates.append((token, parent, [*path, token], probability * estimate))
@@ -125,7 +125,7 @@ class ReferenceIndex:
 
     def _contexts(self, tail: list[int], min_match: int, seen: int, contexts: int) -> list[_Context]:
         """The contexts of `tail`, the longest first."""
-        by_length: list[list[int]] = []  # positions behind the occurrences of the last 1, 2, ... tokens of the tail
+        by_length: list[list[int]] = []  # positions after the occurrences of the last 1, 2, ... tokens of the tail
         ends = self._ends.get(tail[-1], []) if tail else []
         while ends:
             by_length.append(ends)
@@ -145,13 +145,13 @@ class ReferenceIndex:
                 found.append(_Context(length, followed, successors))
         return found
 
-    def _estimates(self, behind: list[_Context]) -> dict[int, float]:
-        """Token -> its estimated probability behind these contexts."""
+    def _estimates(self, contexts: list[_Context]) -> dict[int, float]:
+        """Token -> its estimated probability after these contexts."""
         estimates: dict[int, float] = {}
-        for context in behind:
+        for context in contexts:
             for token in context.latest(self._text):
                 estimate = 0.0
-                for shorter in reversed(behind):
+                for shorter in reversed(contexts):
                     seen = len(shorter.followed)
                     escape = ESCAPE * len(shorter.successors) / (seen * shorter.length)
                     estimate = (shorter.successors.get(token, 0) + escape * estimate) / (seen + escape)

@@ -67,11 +67,11 @@ def depth(choices: Choices) -> int:
 
 def ranked_heads(sampler: Sampler, heads: Heads | None, hidden: Tensor, first: Tensor | None, context: Context,
                  path: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
-    """The guesses of heads behind `path`, place by place: widths[i] at place i, best first.
+    """The guesses of heads after `path`, place by place: widths[i] at place i, best first.
 
     hidden  [1, hidden], the last layer's output of the row in front of the first place
     first   logits [1, V] of the first place, if it is not predicted by a head
-    path    drafted tokens behind the text, without the root
+    path    drafted tokens after the text, without the root
 
     A device ranks all places at once; a row at a time gives the same guesses.
     """

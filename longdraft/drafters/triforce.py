@@ -99,7 +99,7 @@ class TriForceOptions(DrafterOptions):
 
 
 class FirstLevel(Protocol):
-    """Level 1: drafts behind the text and the tokens that level 2 has accepted."""
+    """Level 1: drafts after the text and the tokens that level 2 has accepted."""
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +214,7 @@ class TriForceDrafter:
         return trie.tree()
 
     def _choose(self, logits: Tensor, tree: Tree, context: Context, path: Sequence[int]) -> list[int]:
-        """Level 2's token behind each node of a tree on the last token of `path`, chosen with the target's noise."""
+        """Level 2's token after each node of a tree on the last token of `path`, chosen with the target's noise."""
         paths = [[*path[1:], *(tree.tokens[step] for step in tree.path(node)[1:])] for node in range(len(tree))]
         best = [self._sampler.rank(row, context, drafted, 1) for row, drafted in zip(logits, paths, strict=True)]
         return [guess[0] if guess else NO_TOKEN for guess in best]

@@ -1,4 +1,4 @@
-"""What a journal records about the origin of a text: its header, its runs, and how two headers differ."""
+"""The record of the origin of a text in its journal: its header, its runs, and how two headers differ."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def new_header(model: LoadedModel, drafter: DrafterChoice, prompt: Sequence[int]
 
 
 def _arithmetic(model: LoadedModel, params: SamplingParams) -> dict[str, str]:
-    """What determines the logits and what may be chosen: with a grammar also the version of llguidance."""
+    """The inputs that determine the logits and the allowed tokens: with a grammar also the version of llguidance."""
     return model.arithmetic | ({"llguidance": grammar.version()} if params.structured_outputs else {})
 
 
 def new_run(model: LoadedModel, drafter: DrafterChoice, params: SamplingParams, num_tokens: int) -> Run:
-    """The record of a process that starts to write behind `num_tokens` new tokens."""
+    """The record of a process that starts to write after `num_tokens` new tokens."""
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Run(began, num_tokens, _arithmetic(model, params), drafter.name, kernels.threads(model.target.kernels))
 
@@ -69,7 +69,7 @@ def differences(began: Header, now: Header) -> tuple[list[str], list[str]]:
 
 
 def provenance(model: LoadedModel) -> dict[str, Any]:
-    """What was loaded: names and hashes of the model's parts, and the bytes that decoding reads."""
+    """The loaded files: names and hashes of the model's parts, and the bytes that decoding reads."""
     folder = model.files.folder
     files = {part: folder / part / WEIGHTS for part in ("heads", "glide", "eagle", "draft")}
     parts = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()

@@ -12,7 +12,7 @@ computed again and compared bit for bit; if one differs, the whole snapshot is d
 foreign block costs time and never changes the text.
 
 With delta layers a block also has `history` and `matrix`, the states 16 rows before its end
-(longdraft/cache/states.py). The rows behind them are the ones that are computed again. Only full blocks are written,
+(longdraft/cache/states.py). The rows after them are the ones that are computed again. Only full blocks are written,
 since only they have states.
 """
 

@@ -82,7 +82,7 @@ def read_index(folder: Path) -> dict[int, Block]:
 
 
 class BlockTensors(NamedTuple):
-    """What a block's file holds.
+    """The content of a block's file.
 
     k, v    of each layer [KV heads, rows, head dim]
     states  of the delta layers, KEPT_BEFORE rows before the block's end; empty: the text kept none there

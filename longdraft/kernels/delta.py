@@ -7,7 +7,7 @@ A row's q, k and v pass a convolution over the last rows of its path, and SiLU. 
 with g = decay * softplus(a + bias) and beta = sigmoid(b) of the row, and q and k of length 1 (q divided by sqrt(Dk)).
 The output is normalised for each head and multiplied by silu(z).
 
-A forward keeps no state for each row. It keeps the inputs of the rows, and the state behind the last one. To commit
+A forward keeps no state for each row. It keeps the inputs of the rows, and the state after the last one. To commit
 other rows, the rule is applied to their inputs again, which gives the same bits. So trees and chains cost the same.
 
 Axes: R rows, T rows of one text, Hk key heads, Hv value heads, Dk and Dv their dimensions, C = 2 Hk Dk + Hv Dv channels
@@ -66,7 +66,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What a delta layer keeps of the rows of a text, of any number.
+    """The state of a delta layer after the rows of a text, of any number.
 
     history  [K - 1, C] in the model's dtype: the inputs of the convolution of the last rows, oldest first
     matrix   float32: S of each value head, in the layout of the kernels
@@ -88,7 +88,7 @@ class DeltaRows(NamedTuple):
     """One text's rows in one delta layer.
 
     before  the state that the rows continue; it is not changed
-    after   filled with the state behind the last row and its path
+    after   filled with the state after the last row and its path
     mixed   [T, C]: q, k and v before the convolution
     gates   [T, 2 Hv] float32: b and a
     """

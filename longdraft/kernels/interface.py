@@ -56,7 +56,7 @@ class KVStore(Protocol):
         """
 
     def append(self, source: KVStore, first: int, count: int) -> None:
-        """Add the positions [first, first + count) of another store of these kernels behind the blocks of this one.
+        """Add the positions [first, first + count) of another store of these kernels after the blocks of this one.
 
         Only for a store that holds whole blocks or nothing; `first` is a multiple of STORE_BLOCK. The CPU kernels and
         the reference share whole blocks and copy the rest. A store that writes to a shared block copies it first, so

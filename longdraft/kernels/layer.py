@@ -64,7 +64,7 @@ class _Residuals:
         return x if self._geometry.post_norm else self.norm(x, weight)
 
     def add(self, x: Tensor, output: Tensor, weight: Tensor, post: Tensor | None) -> Tensor:
-        """Rows x with the output of a part. weight: of its norm; post: of a norm behind it, if it has both."""
+        """Rows x with the output of a part. weight: of its norm; post: of a norm after it, if it has both."""
         output = self.norm(output, weight if self._geometry.post_norm else post)
         factor = self._geometry.residual_factor
         return x + (output if factor == 1 else output * factor)
@@ -131,7 +131,7 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
 
 
 def layer_end(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, given: Tensor) -> Tensor:
-    """The rows x that leave a layer, behind its MLP. given: the layer's own input [R, P], if it has one."""
+    """The rows x that leave a layer, after its MLP. given: the layer's own input [R, P], if it has one."""
     if layer.extra is not None:
         gated = ops.geglu(torch.cat([ops.linear(x, layer.extra.gate), given], 1))
         x = x + _Residuals(ops, geometry).norm(ops.linear(gated, layer.extra.out), layer.extra.norm)

@@ -51,7 +51,7 @@ class PartOfVocabulary:
 
 
 class DraftWeights(NamedTuple):
-    """What a row passes through besides the layers. The norm [hidden] is the one before the head.
+    """The parts of a draft model besides its layers. The norm [hidden] is the one before the head.
 
     embedding_factor  multiplies the embeddings
     logits_cap        soft cap of the logits; 0: none
@@ -70,7 +70,7 @@ class DraftWeights(NamedTuple):
 
 
 class DraftStores(NamedTuple):
-    """The rows that a chain continues: `length` positions of each layer's store. Drafted rows are written behind them.
+    """The rows that a chain continues: `length` positions of each layer's store. Drafted rows are written after them.
 
     remainder  as in `LayersKV`
     states     for each delta layer: the state that the chain continues, and two that its rows write to in turn. The
@@ -152,7 +152,7 @@ def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache
     """Draft a token for each row of `rotations`, or fewer if `end` says so.
 
     root       the last token of the text
-    path       drafted tokens behind it, which the chain continues
+    path       drafted tokens after it, which the chain continues
     rotations  cos, sin [N, D / 2] float32 of the N rows
     position   of the first drafted token in the text
 

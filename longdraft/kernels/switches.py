@@ -11,7 +11,7 @@ from longdraft.errors import UsageError
 
 VARIABLE = "LONGDRAFT_CUDA_OFF"
 SWITCHES = {
-    "FUSES_GATE": "the product of gate and up, and the activation behind it, are one launch",
+    "FUSES_GATE": "the product of gate and up, and the activation after it, are one launch",
     "DECIDES_SUMS": "the device decides top-k, top-p and eta",
     "DRAFTS_LAYERS": "trained layers, heads and small draft models draft in graphs",
     "SHARES_FORWARDS": "several texts run in one forward",

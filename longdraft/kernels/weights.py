@@ -95,7 +95,7 @@ class ExtraInput(NamedTuple):
 class LayerWeights(NamedTuple):
     """The weights of a decoder layer. Norms are [hidden] in the model's dtype, or in float32 with `rounds_once`.
 
-    qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]; those of the gate behind them
+    qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]; those of the gate after them
              with `is_gated`: [(2 H + 2 Hkv) D, hidden]; of a delta layer q, k, v, z: [C + Hv Dv, hidden]
     gate_up  the weights of gate and up, stacked; None, as `down`, if the layer has experts instead
     window   positions that a row's attention sees, itself included (sliding window attention); 0: all

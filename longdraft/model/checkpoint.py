@@ -57,7 +57,7 @@ def head_order(config: ModelConfig) -> Tensor | None:
 
 
 def _qkv_order(config: ModelConfig) -> Tensor | None:
-    """The order of qkv's rows: heads in `head_order`, and the gates, which follow each query head in the file, behind
+    """The order of qkv's rows: heads in `head_order`, and the gates, which follow each query head in the file, after
     the values. None: the file's order is right."""
     head, dim = head_order(config), config.head_dim
     if head is None and not config.hybrid:
@@ -189,8 +189,8 @@ class Loader:
                                         self._linear(layer, linears["extra_out"]), norms[gemma4.EXTRA[2]])
         if config.experts:
             router = self._files.read(layer + gemma4.ROUTER_SCALE).float() * config.hidden_size**-0.5
-            mlp, before, behind = (norms[name] for name in gemma4.BESIDE)
-            found["beside"] = BesideNorms(mlp, before, router.to(self._kernels.device), behind)
+            mlp, before, after = (norms[name] for name in gemma4.BESIDE)
+            found["beside"] = BesideNorms(mlp, before, router.to(self._kernels.device), after)
         return found
 
     def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:

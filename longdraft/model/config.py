@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotations of a forward. One of queries that grow comes behind them."""
+        """The rotations of a forward. One of queries that grow comes after them."""
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
 
     @property
@@ -262,7 +262,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         trained_positions=trained,
-        # Of Gemma 3, the trained length is the one behind the scaling.
+        # Of Gemma 3, the trained length is the one after the scaling.
         max_positions=trained if window_rope else context_limit(rope, trained),
         rope=rope,
         is_tied=bool(config.get("tie_word_embeddings", False)),
@@ -304,7 +304,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
 
 
 def _query_factor(config: Mapping[str, Any], family: Family, head_dim: int) -> float:
-    """What queries are multiplied by beside 1 / sqrt(D), which the attention kernels apply."""
+    """The factor of queries besides 1 / sqrt(D), which the attention kernels apply."""
     if family.is_multiplied:
         return float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim)
     if family.is_gemma4:  # scores are not divided

@@ -3,7 +3,7 @@ own states.
 
 Row i has the target's states of position i and the token of position i + 1, and predicts the token of position i + 2:
 
-    y = fc(states of three layers)       in the text; behind it, the row that the head computed one token before
+    y = fc(states of three layers)       in the text; after it, the row that the head computed one token before
     x = [RMSNorm(embedding of the token) | RMSNorm(y)]            twice the layer's width: queries, keys and values
     a = y + attention(x) + MLP(...)      then plain layers, if there are more; a is the next row's y
     logits = head(RMSNorm(a))            over the head's own vocabulary, whose j-th token is `ids[j]`
@@ -98,7 +98,7 @@ class Eagle:
 
     def forward(self, y: Tensor, tokens: Sequence[int], positions: Sequence[int], stores: Sequence[KVStore],
                 length: int, parents: Tensor) -> EagleRows:
-        """Run rows y [T, hidden] with the tokens behind them.
+        """Run rows y [T, hidden] with the tokens after them.
 
         stores   keys and values of each layer, of which the first `length` rows are visible
         parents  [T] as for `Kernels.attention`

@@ -97,7 +97,7 @@ def is_eagle(folder: Path) -> bool:
 
 
 def read_eagle_config(folder: Path, files: TensorFiles) -> EagleConfig:
-    """What a head's folder says. Raises ModelError for kinds and layers that longdraft does not have."""
+    """The configuration in a head's folder. Raises ModelError for kinds and layers that longdraft does not have."""
     config = read_json(folder / "config.json")
     _refuse_other_kinds(folder, config)
     own = config.get("eagle_config")

@@ -63,7 +63,7 @@ class _Probe(NamedTuple):
     ids      its tokens
     layers   of `states`, ascending
     states   [layers, T, target's hidden]
-    choices  [T] the target's likeliest token behind each
+    choices  [T] the target's likeliest token after each
     """
 
     ids: list[int]
@@ -86,7 +86,7 @@ class _Probe(NamedTuple):
         return self._agreement(head, self._forward(head, None), 1)
 
     def second_score(self, head: Eagle) -> float:
-        """The same in its second guesses: behind each row of the text stands one row of the head's own."""
+        """The same in its second guesses: after each row of the text stands one row of the head's own."""
         own = self._forward(head, None)[:-1]
         return self._agreement(head, self._forward(head, head.fed_back(own))[-len(own):], 2)
 

@@ -50,7 +50,7 @@ class ExpertsFormat:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family does differently.
+    """The differences of a family from Llama.
 
     qkv_bias       q, k and v have a bias; None: as `attention_bias` in config.json says
     out_bias       the attention's output projection has a bias; None: as `attention_bias` says

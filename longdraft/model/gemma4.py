@@ -1,4 +1,4 @@
-"""What layers of Gemma 4 have that those of Gemma 3 have not.
+"""The parts of Gemma 4's layers that Gemma 3 lacks.
 
     every layer       values are normalised without a weight; scores are not divided by sqrt(D); the layer's rows are
                       multiplied by a number at its end
@@ -20,7 +20,7 @@ from longdraft.kernels.weights import LayerHeads
 
 SCALAR = "layer_scalar"
 ROUTER_SCALE, EXPERT_SCALES = "router.scale", "router.per_expert_scale"
-# Norms of a layer with experts beside its MLP: behind the MLP, before the experts, and behind them.
+# Norms of a layer with experts beside its MLP: after the MLP, before the experts, and after them.
 BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 # Weights of the inputs of all layers (`LayerInputs`).
 INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (f"model.{name}.weight" for name in (

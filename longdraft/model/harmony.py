@@ -100,7 +100,7 @@ class ChannelReader:
 
     @property
     def _what(self) -> int:
-        """What text is that comes now."""
+        """The kind of the text that comes next."""
         if self._header is not None:
             return _DROPPED
         return _REASONING if self._channel == _THINKING else _CONTENT

@@ -53,7 +53,7 @@ def models_here(hub_cache: Path | None = None) -> list[Found]:
 
 
 def describe(name: str, path: Path, place: str) -> Found:
-    """What the header of a folder or a GGUF file says about the model in it."""
+    """The description of a model in the header of a folder or a GGUF file."""
     form, nbytes, parameters, context, problem = "", 0, None, None, ""
     try:
         form, nbytes = _format(path), _nbytes(path)

@@ -1,6 +1,6 @@
 """Native multi-token prediction (MTP): the layer that Qwen3-Next, Qwen3.5 and Qwen3.6 were trained with, as a head.
 
-    x = fc([norm(embedding of the token) | norm(y)])     y: the target's row after its final norm; behind the text, the
+    x = fc([norm(embedding of the token) | norm(y)])     y: the target's row after its final norm; after the text, the
     a = an attention layer of the target's kind (x)         head's own row a before, after the last norm
     logits = the target's head (norm(a))
 

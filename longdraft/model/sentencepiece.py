@@ -56,7 +56,7 @@ def new_tokenizer(pieces: Sequence[Piece], add_prefix: bool, has_bytes: bool) ->
 
 
 def prefix_first_only(tokenizer: HFTokenizer) -> None:
-    """Let only the beginning of a whole text get a space in front, not each stretch behind a special token.
+    """Let only the beginning of a whole text get a space in front, not each stretch after a special token.
 
     A text that begins with a space gets none either, as in `transformers`.
     """
@@ -82,11 +82,11 @@ def add_tokens(tokenizer: HFTokenizer, pieces: Sequence[Piece]) -> None:
 
 
 def add_ends(tokenizer: HFTokenizer, first: int | None, last: int | None) -> None:
-    """Let the tokenizer put the token `first` before each text and `last` behind it; None: none."""
+    """Let the tokenizer put the token `first` before each text and `last` after it; None: none."""
     tokens = [(tokenizer.id_to_token(i), i) for i in (first, last) if i is not None]
     if tokens:
         before = [f"{tokenizer.id_to_token(first)}:0"] if first is not None else []
-        behind = [f"{tokenizer.id_to_token(last)}:0"] if last is not None else []
+        after = [f"{tokenizer.id_to_token(last)}:0"] if last is not None else []
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A:0", *behind], pair=[*before, "$A:0", *behind, *before, "$B:1", *behind],
+            single=[*before, "$A:0", *after], pair=[*before, "$A:0", *after, *before, "$B:1", *after],
             special_tokens=list(dict.fromkeys(tokens)))

@@ -128,7 +128,7 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
 
 
 def _add_tokens(tokenizer: HFTokenizer, settings: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Tokens behind those of the file, in the order of their ids, which must follow each other."""
+    """Tokens after those of the file, in the order of their ids, which must follow each other."""
     added = {content: (i, False) for content, i in others.items() if isinstance(i, int)}
     for i, token in (settings.get("added_tokens_decoder") or {}).items():
         if isinstance(token, dict) and isinstance(token.get("content"), str) and str(i).isdigit():

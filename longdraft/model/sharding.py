@@ -44,7 +44,7 @@ def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> M
 
 
 def _divided(config: ModelConfig) -> dict[str, int]:
-    """What is divided among ranks, by the names of config.json. A model with experts has no other MLP."""
+    """The parts that are divided among ranks, by the names of config.json. A model with experts has no other MLP."""
     found = {"num_key_value_heads": config.num_kv_heads, "num_attention_heads": config.num_heads}
     if config.hybrid:
         found["linear_num_key_heads"] = config.hybrid.key_heads

@@ -221,7 +221,7 @@ class Transformer:
                          [each for each in sinks if each is not None])
 
     def random_cache(self, positions: int, room: int = 0) -> FullCache:
-        """A cache of random keys and values, to time forwards behind so many positions.
+        """A cache of random keys and values, to time forwards after so many positions.
 
         room  positions for which memory is reserved besides
         """

@@ -90,6 +90,6 @@ class Table(NamedTuple):
 
 
 def _is_numeric(cell: str) -> bool:
-    """Whether a cell shows a number, which may be missing or have a spread or a published value behind it."""
+    """Whether a cell shows a number, which may be missing or have a spread or a published value after it."""
     return not cell or cell[0].isdigit() or cell[0] in "–-"
 

@@ -1,4 +1,4 @@
-"""What is recorded of a text while it is written: the steps of each turn, for tables and figures.
+"""The record of a text while it is written: the steps of each turn, for tables and figures.
 
 A turn is a stretch of a text that one drafting system writes. Its record holds the tokens written, the seconds, and
 the counts of its steps.

@@ -67,7 +67,7 @@ class DeviceSampler:
         self._heads: tuple[object, HeadPlaces] | None = None
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
-        """The token behind each node; NO_TOKEN (-1) where a row's logits are not finite."""
+        """The token after each node; NO_TOKEN (-1) where a row's logits are not finite."""
         found: list[int] = self.launch(logits.clone(), tree, context).choices.tolist()
         return found
 
@@ -107,7 +107,7 @@ class DeviceSampler:
 
     def log_probabilities(self, logits: Tensor, tokens: Sequence[int], chosen: Sequence[int], context: Context,
                           num: int) -> list[TokenLogprob]:
-        """Of the tokens chosen behind a path, and of the `num` likeliest ones beside each.
+        """Of the tokens chosen after a path, and of the `num` likeliest ones beside each.
 
         logits  [R, V] of the path's rows, which are kept
         tokens  of the path, the text's last one first
@@ -164,7 +164,7 @@ class DeviceSampler:
     def draft_layers(self, layers: DraftLayers, kernels: Kernels, stores: Sequence[KVStore], length: int, row: Tensor,
                      vocabulary: int, rotations: tuple[Tensor, Tensor], ranking: DeviceRanking, end: ChainEnd,
                      read: tuple[KVStore, int] | None = None) -> list[Ranked] | None:
-        """A chain behind the text from trained layers; see `LayerChain.draft`. None for weights that are divided.
+        """A chain after the text from trained layers; see `LayerChain.draft`. None for weights that are divided.
 
         read  another store that they read, and its visible rows
         """
@@ -221,7 +221,7 @@ class DeviceRanking(NamedTuple):
 
 
 class TreeChoice(NamedTuple):
-    """A choice behind each node of a tree, and the walk along it, for a forward of several texts.
+    """A choice after each node of a tree, and the walk along it, for a forward of several texts.
 
     sampler  of the request
     tree     whose root is the last token of `context`

@@ -1,10 +1,10 @@
-"""Structured output: at every node of a draft tree, the tokens that a grammar allows behind the node's path.
+"""Structured output: at every node of a draft tree, the tokens that a grammar allows after the node's path.
 
     rules = GrammarRules.compile(("json", schema), new_tokenizer(tokenizer_json, vocabulary, eos), eos_ids, vocabulary)
     text = Grammar(rules)
     text.mask(context, path)      # [V] bool: the tokens that may follow
 
-The grammar covers the new text from its first token on, or behind a text such as </think>. The end of the text is
+The grammar covers the new text from its first token on, or after a text such as </think>. The end of the text is
 possible only where the grammar is complete. The engine is llguidance (https://github.com/guidance-ai/llguidance; extra
 `structured`).
 
@@ -80,10 +80,10 @@ class GrammarRules:
         from llguidance import LLMatcher
 
         try:
-            grammar = _translated(*structure) if not after else _behind(after, *structure, is_token=True)
+            grammar = _translated(*structure) if not after else _after_text(after, *structure, is_token=True)
             problem = LLMatcher.validate_grammar(grammar, tokenizer)
             if after and problem.find("unknown special token") >= 0:
-                grammar = _behind(after, *structure, is_token=False)
+                grammar = _after_text(after, *structure, is_token=False)
                 problem = LLMatcher.validate_grammar(grammar, tokenizer)
         except Exception as error:  # the converters raise their own errors for grammars that they cannot read
             problem = str(error)
@@ -95,7 +95,7 @@ class GrammarRules:
 
     @cached_property
     def end_only(self) -> Mask:
-        """The mask behind the end of a text."""
+        """The mask after the end of a text."""
         mask = np.zeros(self.vocabulary, dtype=bool)
         mask[list(self.eos_ids)] = True
         return mask
@@ -116,7 +116,7 @@ def _translated(kind: str, text: str) -> str:
     return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
 
 
-def _behind(after: str, kind: str, text: str, *, is_token: bool) -> str:
+def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
     """The grammar of free text, `after`, and then what the structure allows, in Lark's notation.
 
     is_token: the tokenizer has one token for `after`, as for </think>; llguidance does not match it as text then.
@@ -197,7 +197,7 @@ class Grammar:
         return masks
 
     def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
-        """A tree of allowed nodes with the forced tokens behind its leaves, within `max_depth`. New nodes are last."""
+        """A tree of allowed nodes with the forced tokens after its leaves, within `max_depth`. New nodes are last."""
         self._update(context)
         tokens, parents, sources = list(tree.tokens), list(tree.parents), list(tree.sources)
         inner = set(tree.parents)

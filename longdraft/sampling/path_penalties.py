@@ -38,7 +38,7 @@ class PathPenalties(Protocol):
         """Add the next tokens of the text, the prompt included."""
 
     def edits(self, path: Sequence[int], follows: bool) -> tuple[list[int], list[float]]:
-        """Tokens and the amounts to subtract from their logits one after the other, in float32, behind `path`.
+        """Tokens and the amounts to subtract from their logits one after the other, in float32, after `path`.
 
         follows  whether the next token directly follows the path; if not, only presence and frequency apply
         """

@@ -60,7 +60,7 @@ def filter_temperature(params: SamplingParams) -> float:
 
 def filtered(row: NDArray[np.float32], params: SamplingParams, coin: float = 1.0,
              protected: frozenset[int] = frozenset()) -> Support:
-    """What temperature (> 0) and the filters leave of one penalised row [V].
+    """The tokens that temperature (> 0) and the filters leave of one penalised row [V].
 
     coin       uniform number of the position, for XTC
     protected  ids that XTC never excludes: if it would, it does nothing
@@ -131,7 +131,7 @@ def without_top_choices(kept: Support, threshold: float, protected: frozenset[in
 
 
 def final_temperature(kept: Support, params: SamplingParams) -> float:
-    """The temperature behind the filters: with `dynatemp_range`, by the entropy of what they left (as in llama.cpp)."""
+    """The temperature after the filters: with `dynatemp_range`, by the entropy of what they left (as in llama.cpp)."""
     if not params.dynatemp_range or len(kept.ids) == 1:
         return params.temperature
     low = max(MIN_TEMPERATURE, params.temperature - params.dynatemp_range)

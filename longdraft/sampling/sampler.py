@@ -93,7 +93,7 @@ class Sampler:
         self._bans = position, list(tokens)
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
-        """The target's token behind each node, from its logits [nodes, V] float32.
+        """The target's token after each node, from its logits [nodes, V] float32.
 
         NO_TOKEN where a row's logits are not finite. That is an error only if the text reaches the node.
         """
@@ -118,7 +118,7 @@ class Sampler:
         return chosen
 
     def tree_choice(self, tree: Tree, context: Context) -> TreeChoice | None:
-        """What chooses behind the nodes of a tree together with other texts; None where this sampler cannot."""
+        """A choice after the nodes of a tree, to be made together with other texts; None where this sampler cannot."""
         return self.on_device.tree_choice(tree, context) if self.on_device else None
 
     def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0) -> list[int]:
@@ -129,7 +129,7 @@ class Sampler:
                within: float = math.inf) -> Ranked:
         """A drafter's `num` best guesses, best first, from its logits [V].
 
-        path    drafted tokens behind the text, without the root; the guesses follow them
+        path    drafted tokens after the text, without the root; the guesses follow them
         ahead   unknown tokens between the path and the guesses (for heads that predict further tokens)
         within  largest gap between a guess's score and the best one's; score: logit / T + noise, at T = 0 the logit
 
@@ -172,7 +172,7 @@ class Sampler:
 
     def log_probabilities(self, logits: torch.Tensor, context: Context,
                           paths: Sequence[Sequence[int]]) -> list[Support]:
-        """For row i of logits [R, V], behind the text and the tokens of paths[i]: the ids that penalty, bans and
+        """For row i of logits [R, V], after the text and the tokens of paths[i]: the ids that penalty, bans and
         filters leave, and their log-probabilities. At T = 0, log-probabilities of the penalised logits at T = 1."""
         positions = [len(context) + len(path) for path in paths]
         masks = [self._grammar.mask(context, path) for path in paths] if self._grammar else None
@@ -192,7 +192,7 @@ class Sampler:
         return tree if penalties is None else tree.kept(penalties.hopeful(tree.tokens, tree.parents, HOPELESS))
 
     def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
-        """A pruned tree with the tokens that the grammar forces behind its leaves, at most `max_depth` deep."""
+        """A pruned tree with the tokens that the grammar forces after its leaves, at most `max_depth` deep."""
         return self._grammar.extended(tree, context, max_depth) if self._grammar else tree
 
     def _biased(self, logits: torch.Tensor, positions: Sequence[int],
@@ -258,7 +258,7 @@ class Sampler:
 
     def _penalised(self, logits: torch.Tensor, context: Context, paths: Sequence[Sequence[int]],
                    ahead: int = 0) -> NDArray[np.float32]:
-        """Rows [R, V] after penalties and bans; row i is behind the text and the tokens of paths[i]."""
+        """Rows [R, V] after penalties and bans; row i is after the text and the tokens of paths[i]."""
         raw: NDArray[np.float32] = logits.detach().float().cpu().numpy()
         rows = raw.copy()
         if self._window is not None:

@@ -40,7 +40,7 @@ class PenaltyWindow:
         return np.fromiter(self._counts, dtype=np.int64, count=len(self._counts))
 
     def difference(self, context: Context, path: Sequence[int]) -> tuple[set[int], set[int]]:
-        """Tokens that `path`, written behind the text, adds to the window, and tokens that it removes."""
+        """Tokens that `path`, written after the text, adds to the window, and tokens that it removes."""
         assert self._num_seen == len(context)
         overflow = max(0, len(context) + len(path) - self._size)
         oldest = max(0, len(context) - self._size)

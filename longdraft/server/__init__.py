@@ -9,7 +9,7 @@ A request passes these modules, in this order:
     service         the path of a request: prepare, schedule, answer
     prepare         request -> jobs, outside the event loop
     scheduler       admission, and the engine thread that runs the jobs (jobs, job_statistics)
-    replies         events -> what the client reads, whole or as a stream
+    replies         events -> replies, whole or as a stream
 
 Beside them: settings, errors, logs, metrics, and journals (the folder of journals).
 """

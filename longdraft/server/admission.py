@@ -1,4 +1,4 @@
-"""What the server takes on before a text is queued: bodies in memory, and work in threads. The rest gets 429.
+"""Limits before a text is queued: bodies in memory, and work in threads. Requests beyond them get 429.
 
     ids = await admission.prepare(request, TokenizeRequest, lambda body: engine.encode(body.prompt))
 

@@ -1,4 +1,4 @@
-"""What every request passes through: access checks, security headers, its line in the log.
+"""Middleware around every request: access checks, security headers, its line in the log.
 
 This is plain ASGI, so that streams pass unchanged. Starlette's TrustedHostMiddleware does not answer in OpenAI's error
 format.

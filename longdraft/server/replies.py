@@ -1,4 +1,4 @@
-"""What a client reads: OpenAI's objects, whole or as chunks of a stream of server-sent events."""
+"""Replies to clients: OpenAI's objects, whole or as chunks of a stream of server-sent events."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Service:
 
 async def _next_events(queue: EventQueue, timeout_s: float) -> tuple[dict[GenerationJob, list[Event]],
                                                                      dict[GenerationJob, BaseException | None]]:
-    """What arrives next: events by job, and the jobs that ended, each with its error or None."""
+    """The next events by job, and the jobs that ended, each with its error or None."""
     events: dict[GenerationJob, list[Event]] = {}
     ended: dict[GenerationJob, BaseException | None] = {}
     for job, item in await queue.take(timeout_s):

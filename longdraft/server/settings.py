@@ -162,7 +162,7 @@ def _no_password() -> str:
 def read_keys(given: tuple[str, ...], file: Path | None, variable: str = "LONGDRAFT_API_KEY") -> dict[str, str]:
     """API keys with their labels, from options, a file and the environment.
 
-    A line of the file is a key, or a key and a label behind white space; # starts a comment. Other keys are labelled
+    A line of the file is a key, or a key and a label after white space; # starts a comment. Other keys are labelled
     key-1, key-2, ... in order. Keys of one label share its quotas.
 
     Raises UsageError for a file that cannot be read or has no key, for an empty or non-ASCII key and for a bad label.

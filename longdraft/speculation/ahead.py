@@ -6,7 +6,7 @@
 A plain step ends with a wait of the host, which then launches the next step while the device idles: 0.35 ms on an H200
 (docs/notebook.md). Here the device goes on by itself. It runs a chain of drafts with the target's own weights and cache
 (longdraft/kernels/cuda/drafting.py), whose best guesses are the tokens that the target chooses: the same kernels rank
-them, behind the same rows. Rows are written where the cache has them. Tokens behind the end of a text are dropped.
+them, after the same rows. Rows are written where the cache has them. Tokens after the end of a text are dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PlainAhead:
         self._is_begun = False
 
     def take(self, context: Context, max_tokens: int) -> int | None:
-        """The token behind the text, whose last row is committed then; None where a step has to compute it."""
+        """The token after the text, whose last row is committed then; None where a step has to compute it."""
         if not self._tokens or self._place != len(context):
             self._place, self._tokens = len(context), self._computed(context, max_tokens)
         if not self._tokens:

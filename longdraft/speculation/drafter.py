@@ -19,7 +19,7 @@ from longdraft.tree import Tree
 
 
 class Verified(NamedTuple):
-    """What the target computed for rows that are now part of the text: some rows of a forward."""
+    """The target's results for rows that are now part of the text: some rows of a forward."""
 
     result: Forward
     rows: Sequence[int]
@@ -99,7 +99,7 @@ class HasSummary(Protocol):
     """A drafter with figures of its own for the statistics."""
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
-        """Figures over the first `num_tokens` observed tokens. Later ones are behind the end of the text."""
+        """Figures over the first `num_tokens` observed tokens. Later ones are after the end of the text."""
 
 
 @runtime_checkable

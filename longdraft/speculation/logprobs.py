@@ -18,7 +18,7 @@ def path_logprobs(sampler: Sampler, logits: Tensor, tree: Tree, path: Sequence[i
     """The log-probability of each token, and the `num` likeliest tokens beside it.
 
     logits   [nodes, V] of the whole tree
-    path     accepted nodes, root first; tokens[i] is the target's choice behind path[i]
+    path     accepted nodes, root first; tokens[i] is the target's choice after path[i]
     context  the text before the step
     """
     if sampler.on_device:

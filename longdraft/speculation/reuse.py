@@ -1,4 +1,4 @@
-"""What one text takes from the prefix tree before its prefill, and what it gives to the tree.
+"""The rows that a text takes from the prefix tree before its prefill, and those that it adds to the tree.
 
 On the CPU a row of the cache has the same bits whichever rows are computed with it, so a beginning of any length can be
 taken over. On a device, rows of whole prompt chunks are computed by other operations than all other rows

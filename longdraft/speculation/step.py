@@ -51,7 +51,7 @@ class Tally:
 
 
 class Step(NamedTuple):
-    """What the steps of one request work with.
+    """The common data of the steps of one request.
 
     num_logprobs  likeliest tokens to report beside each accepted one; None: no log-probabilities
     drafts_forced  draft the tokens that a grammar forces, whatever the drafter proposes; not in plain decoding

@@ -26,7 +26,7 @@ def accepted_path(tree: Tree, choices: Sequence[int]) -> list[int]:
 
 def verify(sampler: Sampler, result: Forward, tree: Tree, context: Context,
            cache: KVCache) -> tuple[list[int], list[int]]:
-    """The accepted nodes, and the token that the target chooses behind each of them.
+    """The accepted nodes, and the token that the target chooses after each of them.
 
     result  the forward of all nodes
 
@@ -36,8 +36,8 @@ def verify(sampler: Sampler, result: Forward, tree: Tree, context: Context,
     if result.walk is not None:
         return result.walk
     if sampler.on_device:
-        behind = None if result.source is None else (result.source, result.hidden)
-        return sampler.on_device.walk(behind or result.logits, tree, context, cache.place)
+        given = None if result.source is None else (result.source, result.hidden)
+        return sampler.on_device.walk(given or result.logits, tree, context, cache.place)
     choices = sampler.choose(result.logits, tree, context)
     path = accepted_path(tree, choices)
     return path, [choices[node] for node in path]

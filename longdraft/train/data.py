@@ -56,7 +56,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 def tokenise(documents: Iterator[Document], tokenizer: Tokenizer, end_id: int | None) -> Iterator[Tokens]:
     """Token ids of each document, with `end_id` at its end unless that is None. Documents of token ids come unchanged,
-    each behind the texts before it. UsageError for an id outside the vocabulary."""
+    each after the texts before it. UsageError for an id outside the vocabulary."""
     batch: list[str] = []
     size = 0
 
@@ -90,7 +90,7 @@ def tokenise(documents: Iterator[Document], tokenizer: Tokenizer, end_id: int | 
 def limited(documents: Iterator[Tokens], least: int, most: int, count: int) -> Iterator[Tokens]:
     """Documents of at least `least` tokens: the first `most` tokens of each (0: all), at most `count` of them (0: all).
 
-    Nothing is read behind the last one.
+    Nothing is read after the last one.
     """
     found = (document[:most] if most else document for document in documents if len(document) >= least)
     return islice(found, count or None)

@@ -37,7 +37,7 @@ def chunked_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     """
     batch, heads, length, _ = v.shape
     chunk = min(chunk, length)
-    # Rows of zeros behind the end write nothing: their beta is 0.
+    # Rows of zeros after the end write nothing: their beta is 0.
     q, k, v, g, beta = (
         functional.pad(x, (0,) * (2 * x.ndim - 6) + (0, -length % chunk)).reshape(batch, heads, -1, chunk, *x.shape[3:])
         for x in (q, k, v, g, beta))

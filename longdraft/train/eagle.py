@@ -6,9 +6,9 @@ target's states, and the token s places later.
     pass 0   row i: y = fc(states of position i)      token i + 1       keys: rows 0 .. i of pass 0
     pass s   row i: y = output of row i in pass s - 1, token i + 1 + s  keys: the same, and row i of the passes 1 .. s
 
-The loss compares each row with the target's distribution behind its token. The target's states are computed on the fly:
+The loss compares each row with the target's distribution after its token. The target's states are computed on the fly:
 stored, they would take 24 KB for each token of an 8B model. The head sees a window of rows, and positions are offset as
-in the training of glide, so that it drafts behind long texts as behind short ones. Its output matrix is a frozen copy
+in the training of glide, so that it drafts after long texts as after short ones. Its output matrix is a frozen copy
 of the target's rows for the commonest tokens.
 
 The result has the `speculators` format, which vLLM serves too.

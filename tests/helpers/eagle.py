@@ -164,7 +164,7 @@ class SlowEagle:
 
     @torch.no_grad()
     def logits(self, states: Tensor, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor:
-        """Logits [draft vocabulary] behind `tokens` and `drafts`.
+        """Logits [draft vocabulary] after `tokens` and `drafts`.
 
         states  [3, T, hidden] of the target at the positions of tokens[:-1]
         """

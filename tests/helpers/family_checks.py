@@ -40,7 +40,7 @@ def check_against_transformers(folder: Path, name: str, tolerance: float = 1e-4,
 
 
 def check_rows(folder: Path, name: str, dtype: str) -> None:
-    """Rows have the same bits one by one, together and in a tree, and behind a path of the tree that was kept.
+    """Rows have the same bits one by one, together and in a tree, and after a path of the tree that was kept.
 
     name  of the kernels; in float32 their logits are near those of the reference
     """
@@ -63,7 +63,7 @@ def check_rows(folder: Path, name: str, dtype: str) -> None:
 
 def check_one_call(model: Transformer, prompt: int = 20) -> None:
     """All layers in one compiled call have the bits of single operations: the rows of two texts, a tree among them,
-    behind prompts of so many tokens, their attention, and the states of delta layers."""
+    after prompts of so many tokens, their attention, and the states of delta layers."""
     tokens = prompt_of(prompt + 4)
     slow = copy.copy(model)
     slow._decoder = LayerwiseDecoder(model.kernels, model.weights.layers, model.geometry)

@@ -113,7 +113,7 @@ def write(engine: longdraft.Engine, settings: dict[str, object]) -> list[object]
 
 
 def again(engine: longdraft.Engine) -> list[object]:
-    """The text behind a prompt that all ranks have read before."""
+    """The text after a prompt that all ranks have read before."""
     *_, last = engine.generate(PROMPT, params(SAMPLINGS["warm"]))
     return [last.stats["sha256_tokens"], last.stats["cached_tokens"], last.stats["exactness"]]
 

@@ -75,7 +75,7 @@ def test_the_same_command_keeps_a_finished_book(whole, capfd):
     assert capfd.readouterr().err.count("tokens, kept") == 3
 
 
-def test_a_changed_brief_makes_its_chapter_and_those_behind_it_stale(whole, tmp_path, capfd):
+def test_a_changed_brief_makes_its_chapter_and_those_after_it_stale(whole, tmp_path, capfd):
     folder = tmp_path / "book"
     shutil.copytree(whole, folder)
     state = json.loads((folder / STATE).read_text())

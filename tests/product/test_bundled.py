@@ -40,7 +40,7 @@ def test_trained_drafters_name_their_base_model(name, part):
     assert config.get("longdraft", config)["base_model"] == name
 
 
-def test_the_text_has_no_stray_space_behind_contractions(name):
+def test_the_text_has_no_stray_space_after_contractions(name):
     """Most novels of the first trainings had one ("don't  let")."""
     engine = longdraft.load(name, drafter="plain")
     prompt = engine.encode('"I don\'t know," he said. "They\'ve gone, and we can\'t')

@@ -154,7 +154,7 @@ def cut(page) -> int:
 
 
 def test_a_text_is_cut_at_a_token_and_goes_on_with_another_seed_or_other_words(page, server):
-    """Takes of one text are kept side by side, and each is the text that the library writes behind the same tokens."""
+    """Takes of one text are kept side by side, and each is the text that the library writes after the same tokens."""
     engine = server.app.service.engine
     write(page, 120, seed=7)
     state(page, "done")
@@ -162,7 +162,7 @@ def test_a_text_is_cut_at_a_token_and_goes_on_with_another_seed_or_other_words(p
     tokens = [token for event in engine.generate("It was", engine.params(max_new_tokens=120, seed=7, min_p=0.1))
               for token in event.tokens]
 
-    def behind(kept: list[int], seed: int) -> str:
+    def after(kept: list[int], seed: int) -> str:
         params = engine.params(max_new_tokens=120 - len(kept), seed=seed, min_p=0.1)
         new = [token for event in engine.generate(engine.encode("It was") + kept, params) for token in event.tokens]
         return engine.tokenizer.decode(kept + new)
@@ -173,18 +173,18 @@ def test_a_text_is_cut_at_a_token_and_goes_on_with_another_seed_or_other_words(p
     page.wait_for_selector("#takes button:nth-child(2)")
     state(page, "done")
     second = text_on_display(page)
-    assert second == behind(tokens[:count_kept], 8) != first and count(page) == 120
+    assert second == after(tokens[:count_kept], 8) != first and count(page) == 120
     page.click("#takes button:nth-child(1)")
     assert text_on_display(page) == first
 
     assert cut(page) == count_kept
     page.fill("#here-words", "Suddenly the door")
-    assert page.inner_text("#here-go") == "Go on behind these words"
+    assert page.inner_text("#here-go") == "Go on after these words"
     page.click("#here-go")
     page.wait_for_selector("#takes button:nth-child(3)")
     state(page, "done")
     own = engine.tokenizer.encode("Suddenly the door", add_special_tokens=False)
-    assert text_on_display(page) == behind(tokens[:count_kept] + own, 7)
+    assert text_on_display(page) == after(tokens[:count_kept] + own, 7)
     page.click("#takes button:nth-child(1)")
     cut(page)
     page.click("#here-go")  # the same take again

@@ -1,4 +1,4 @@
-"""What a server keeps in memory once texts and requests have ended."""
+"""The memory of a server after its texts and requests have ended."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_logits_of_a_stretched_model_equal_those_of_the_small_one(tmp_path, scri
 
 
 def eagle_logits(model: Transformer, head: Eagle, tokens: list[int]) -> torch.Tensor:
-    """The head's logits behind each token but the last."""
+    """The head's logits after each token but the last."""
     model = model.with_taps(head.taps)
     cache = model.new_cache()
     model.forward(chain_rows(tokens[:-1], 0), cache)

@@ -34,7 +34,7 @@ class Words:
 
 
 def wanted(text: list[int], bans: set[int], vocabulary: int) -> int:
-    """A model: the token that is likeliest behind a text, without the banned ones."""
+    """A model: the token that is likeliest after a text, without the banned ones."""
     order = random.Random(repr(text)).sample(range(vocabulary), vocabulary)
     return next((token for token in order if token not in bans), 0)
 

@@ -183,7 +183,7 @@ def damaged(draft: Transformer, kind: str) -> Transformer:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_behind_wrong_drafts_the_states_are_those_of_the_text_again(folders, options):
+def test_after_wrong_drafts_the_states_are_those_of_the_text_again(folders, options):
     """Every sixth guess of the target itself is wrong, and only what follows it in its chain is wrong too: in three
     chains of four the first of one and the third of another, so six of twelve guesses are right."""
     model, calls = load(folders / "hybrid"), itertools.count(1)

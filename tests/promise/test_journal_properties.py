@@ -62,7 +62,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def power_cut(self, data: st.DataObject) -> None:
-        """Anything behind the header may be missing, or be something else."""
+        """Anything after the header may be missing, or be something else."""
         self.kill()
         cut = data.draw(st.integers(self.floor, self.size()))
         os.truncate(self.folder / FILE, cut)

@@ -91,7 +91,7 @@ def write_steps(journal: Journal, steps, recorder: RecordingOS, clock: list[floa
 
 
 def after_power_cut(first: bytes, operations: list[Operation], keeps) -> bytes:
-    """The file after a power cut behind these operations. keeps: called for each unsynced sector or truncation."""
+    """The file after a power cut after these operations. keeps: called for each unsynced sector or truncation."""
     synced = max((i for i, each in enumerate(operations) if each.name == "sync"), default=-1)
     content = bytearray(first)
     for i, each in enumerate(operations):

@@ -151,7 +151,7 @@ def test_ranks_that_kept_different_states_continue_where_all_have_one(hybrid, pl
     assert text_of(warm) == cold and warm.cached_tokens == expected
 
 
-def test_a_hybrid_takes_no_rows_behind_which_no_states_were_kept(hybrid, monkeypatch):
+def test_a_hybrid_takes_no_rows_after_which_no_states_were_kept(hybrid, monkeypatch):
     """By the rule of a device, whole chunks of the prompt could be taken, but no states are kept at their ends."""
     engine, prompt = longdraft.load(str(hybrid), drafter="plain", cache_ram=100), prompt_of(STORE_BLOCK + 700)
     cold = text_of(engine.generate(prompt, batch_params()))

@@ -56,7 +56,7 @@ def whole(engine) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cut(engine, tmp_path_factory) -> Path:
-    """A journal of a text that was ended behind 2 blocks and 700 rows, with its snapshot."""
+    """A journal of a text that was ended after 2 blocks and 700 rows, with its snapshot."""
     where = tmp_path_factory.mktemp("cut")
     with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always") as generation:
         while len(generation._step.context) <= ROWS:
@@ -109,7 +109,7 @@ def test_every_kind_of_drafter_goes_on_from_a_snapshot(folder, journal, whole, d
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory) -> tuple[Path, Path, list[int]]:
-    """A hybrid, the journal of a text of it that was ended behind 2 blocks and 700 rows, and the whole text."""
+    """A hybrid, the journal of a text of it that was ended after 2 blocks and 700 rows, and the whole text."""
     model, where = tmp_path_factory.mktemp("hybrid"), tmp_path_factory.mktemp("hybrid-cut")
     make_hybrid(model, max_position_embeddings=16384)
     engine = longdraft.load(str(model), drafter="plain", cache_ram=0)
@@ -251,7 +251,7 @@ def test_rows_of_another_machine_are_found_by_computing_the_last_ones(engine, jo
 
 
 def test_a_discarded_snapshot_and_the_prefix_tree(folder, journal, whole):
-    """The tree has the beginning of the text. It is not put behind rows of the snapshot that was discarded."""
+    """The tree has the beginning of the text. It is not put after rows of the snapshot that was discarded."""
     with_tree = longdraft.load(str(folder), drafter="plain", dtype="bfloat16", cache_ram=50)
     list(with_tree.generate(PROMPT[:600], SamplingParams(max_new_tokens=2)))
     rewritten(journal, of=lambda x: (x.view(torch.int16) ^ 1).view(torch.bfloat16))

@@ -163,7 +163,7 @@ def test_a_text_that_is_cut_short_says_so(engine):
 
 
 def obvious_mask(rules: GrammarRules, tokens: list[int]) -> np.ndarray | None:
-    """The mask behind some tokens, from a new matcher."""
+    """The mask after some tokens, from a new matcher."""
     matcher = llguidance.LLMatcher(rules.tokenizer, rules.grammar)
     for token in tokens:
         if token in rules.eos_ids:
@@ -175,7 +175,7 @@ def obvious_mask(rules: GrammarRules, tokens: list[int]) -> np.ndarray | None:
 
 
 def test_every_node_has_the_mask_of_its_own_path_and_drafts_leave_no_trace(engine, rules):
-    """State advanced by rejected drafts (vllm-project/vllm#44006), rows without a mask behind an invalid draft
+    """State advanced by rejected drafts (vllm-project/vllm#44006), rows without a mask after an invalid draft
     (vllm-project/vllm#54442), masks of finished matchers (sgl-project/sglang#15373)."""
     pick, text = random.Random(5), [*engine.encode('{"title": "a b", "chapters": [{"brief": "war", "words": 200}]}')]
     context, grammar = Context([4, 7]), Grammar(rules)
@@ -298,7 +298,7 @@ def test_the_command_line_takes_a_schema_a_regular_expression_or_a_grammar(tmp_p
     assert "--json-schema cannot read" in capfd.readouterr().err
 
 
-# Behind a thinking
+# After the thinking
 
 
 @pytest.fixture(scope="module")
@@ -317,12 +317,12 @@ def thinker(tmp_path_factory) -> longdraft.Engine:
     return longdraft.load(str(folder), drafter="suffix", threads=1)
 
 
-BEHIND = [(("regex", "[ab]{3}/[0-9]"), r"[ab]{3}/[0-9]"), (("grammar", 'start: ("x" | "y")+ "."'), r"[xy]+\."),
+AFTER = [(("regex", "[ab]{3}/[0-9]"), r"[ab]{3}/[0-9]"), (("grammar", 'start: ("x" | "y")+ "."'), r"[xy]+\."),
           (("json", '{"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2}'), r"\[\s*1\s*,\s*1\s*\]")]
 
 
-@pytest.mark.parametrize("structure, matches", BEHIND)
-def test_the_grammar_begins_behind_the_thinking_that_the_prompt_opens(thinker, structure, matches):
+@pytest.mark.parametrize("structure, matches", AFTER)
+def test_the_grammar_begins_after_the_thinking_that_the_prompt_opens(thinker, structure, matches):
     """What comes before is free. A bias makes the model write the tag."""
     ids = thinker.chat("A plan.")
     tag, = thinker.tokenizer.encode("</think>", add_special_tokens=False)
@@ -333,8 +333,8 @@ def test_the_grammar_begins_behind_the_thinking_that_the_prompt_opens(thinker, s
     assert free and re.fullmatch(r"[ \n]{0,2}" + matches, rest), plain
 
 
-@pytest.mark.parametrize("structure, matches", BEHIND)
-def test_the_grammar_begins_behind_a_text_that_is_named(engine, structure, matches):
+@pytest.mark.parametrize("structure, matches", AFTER)
+def test_the_grammar_begins_after_a_text_that_is_named(engine, structure, matches):
     params = params_of(structure, max_new_tokens=300, structured_after=".")
     plain = text_of(engine.with_drafter("plain").generate("It was", params))
     assert text_of(engine.generate("It was", params)) == plain

@@ -158,7 +158,7 @@ def test_auto_verifies_as_many_guesses_as_pay_for_their_rows():
     assert 6 < cheap < 13 and 2 <= few < 5
 
 
-def test_trees_are_smaller_behind_a_text_whose_rows_are_dear():
+def test_trees_are_smaller_after_a_text_whose_rows_are_dear():
     """Several query heads share keys, so that arithmetic is the limit: eight rows take four times one row's time."""
     texts = [Text({"chain": (0.01, 0.9)}, forward=ForwardCosts(0.0, FORWARD.rows, 100.0, growth))
              for growth in (0.0, 0.43)]
@@ -169,7 +169,7 @@ def test_trees_are_smaller_behind_a_text_whose_rows_are_dear():
 
 
 class Hesitant(Chained):
-    """Its chains end behind one token, whatever `auto` expects, and cost as much as long ones."""
+    """Its chains end after one token, whatever `auto` expects, and cost as much as long ones."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock, 0.0, 0.95)
@@ -212,7 +212,7 @@ def test_drafts_begin_to_pay_when_requests_share_the_weights_and_trees_become_sm
     assert np.mean(text.rows[-100:]) < 0.7 * alone
 
 
-def test_tokens_behind_the_end_are_not_counted():
+def test_tokens_after_the_end_are_not_counted():
     text = Text({})
     run_alone(text.auto.propose(text.context, 9))
     text.context.extend([1, 1, 1])

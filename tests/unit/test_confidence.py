@@ -30,7 +30,7 @@ def test_outcomes_are_counted_by_lead():
     assert rate(0.2) == Confidence().end().rate(0.2), "no outcome had this lead"
 
 
-def test_guesses_behind_a_wrong_one_and_behind_the_text_are_not_counted():
+def test_guesses_after_a_wrong_one_and_after_the_text_are_not_counted():
     confidence, untouched = Confidence(), Confidence().end().rates
     confidence.expect([1, 2, 3], [0.0, 0.2, 0.3])
     confidence.learn([7])  # the first guess was wrong: nothing is known of the others

@@ -69,7 +69,7 @@ def test_both_spellings_of_a_configuration_are_read():
         assert (one.kind, one.theta, one.settings.get("factor")) == (other.kind, other.theta,
                                                                     other.settings.get("factor"))
     assert old.windowed == new.windowed
-    assert old.max_positions == new.max_positions == 131072  # which is the length behind the scaling
+    assert old.max_positions == new.max_positions == 131072  # which is the length after the scaling
     alternating = parse_config(BASE | dict(model_type="gemma2", num_hidden_layers=4))
     assert [alternating.window_of(layer) for layer in range(4)] == [4096, 0] * 2
 

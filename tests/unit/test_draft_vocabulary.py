@@ -42,7 +42,7 @@ def test_it_holds_the_tokens_of_the_text_then_the_lowest_ids(tiny):
     assert ids == [7, *range(100, 113), *range(150, 200)]
 
 
-def test_candidates_of_verified_rows_come_before_low_ids_and_behind_the_text(tiny):
+def test_candidates_of_verified_rows_come_before_low_ids_and_after_the_text(tiny):
     model = load(tiny["gqa"])
     logits = torch.full((2, VOCAB), -9.0)
     logits[0, [310, 311]] = 1.0

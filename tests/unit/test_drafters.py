@@ -155,7 +155,7 @@ def test_tokenswift_builds_the_papers_tree(tiny):
     assert Counter(tree.depths) == {0: 1, 1: 1, 2: 3, 3: 9, 4: 27}
 
 
-def test_tokenswift_adds_ngrams_behind_its_first_token(tiny):
+def test_tokenswift_adds_ngrams_after_its_first_token(tiny):
     prompt = prompt_of(60)
     drafter, context = tokenswift(tiny, prompt, chain=1, tree="1", delay=0, seen=1, budget=500)
     drafter._sampler.rank = lambda logits, context, path, num, ahead=0: prompt[:1]  # what has a known successor

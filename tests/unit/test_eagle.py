@@ -74,7 +74,7 @@ def states(target) -> torch.Tensor:
 @pytest.mark.parametrize("name", [kernels.available()[0], "reference"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_head_computes_what_it_was_trained_to_compute(tiny, tmp_path, target, states, shape, name):
-    """The guesses behind the text and behind forced drafts, compared with plain PyTorch."""
+    """The guesses after the text and after forced drafts, compared with plain PyTorch."""
     made, model = Shape(**SHAPES[shape]), load(tiny["gqa"], name=name)
     write_eagle(tmp_path, made, "eagle1" if made.version == 1 else "speculators")
     slow, head = SlowEagle(made, target), load_eagle(tmp_path, model)
@@ -88,7 +88,7 @@ def test_a_head_computes_what_it_was_trained_to_compute(tiny, tmp_path, target, 
 
 @pytest.mark.parametrize("shape", speculators_golden.SHAPES)
 def test_the_slow_head_computes_what_the_module_of_speculators_computes(shape):
-    """Logits of version 0.9.0, behind texts and behind forced drafts (training-time test)."""
+    """Logits of version 0.9.0, after texts and after forced drafts (training-time test)."""
     wanted = torch.tensor(json.loads(speculators_golden.FILE.read_text())[shape])
     states, tokens = speculators_golden.inputs()
     slow = SlowEagle(Shape(**speculators_golden.SHAPES[shape]), None)
@@ -135,7 +135,7 @@ def test_rejected_drafts_leave_nothing_behind(tiny, window, sinks):
 
 
 def test_sinks_and_window_keep_far_texts_near(tiny):
-    """Behind a long text the head sees what it would see at the beginning of a short one."""
+    """After a long text the head sees what it would see at the beginning of a short one."""
     model = load(tiny["mha"])
     head = load_eagle(tiny["mha"] / "eagle", model)
     ids = prompt_of(400)

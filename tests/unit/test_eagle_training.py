@@ -48,7 +48,7 @@ def task_of(folder: Path, **changes) -> training.EagleTask:
 
 @pytest.mark.parametrize("name", ["mha", "gqa", *CPU_FAMILIES, "gpt_oss", *GEMMA4, *HYBRIDS])
 def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name):
-    """Row i of pass s over a whole sequence is the guess behind the text up to i + 1 and s forced drafts."""
+    """Row i of pass s over a whole sequence is the guess after the text up to i + 1 and s forced drafts."""
     folder = tiny.get(name) or tmp_path / "model"
     if name not in tiny:
         make_family(folder, name)
@@ -73,7 +73,7 @@ def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name):
             torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3)
 
 
-def test_the_losses_compare_each_row_with_the_models_distribution_behind_its_token(tiny):
+def test_the_losses_compare_each_row_with_the_models_distribution_after_its_token(tiny):
     """The chunks of accumulate, compared with one pass over everything."""
     for loss in ("soft", "tv"):
         task = task_of(tiny["mha"], loss=loss, positions=len(IDS))
@@ -87,12 +87,12 @@ def test_the_losses_compare_each_row_with_the_models_distribution_behind_its_tok
         logits = task.base.logits(taught.flatten(0, 1)).view(2, len(IDS), -1)
         total = 0.0
         for s, rows in enumerate(task.module(ids, places, states, 4)):
-            behind = logits[:, 1 + s :]
-            said = behind[..., task.module.ids].softmax(-1)
+            following = logits[:, 1 + s :]
+            said = following[..., task.module.ids].softmax(-1)
             drafted = task.module.logits(rows.flatten(0, 1)).view_as(said)
             each = (0.5 * (drafted.softmax(-1) - said).abs().sum(-1) if loss == "tv"
                     else -(said * drafted.log_softmax(-1)).sum(-1))
-            own = each[torch.isin(behind.argmax(-1), task.module.ids)].sum() / each.numel()
+            own = each[torch.isin(following.argmax(-1), task.module.ids)].sum() / each.numel()
             torch.testing.assert_close(found[s], own.detach(), atol=1e-4, rtol=1e-4)
             total = total + own * task.settings.decay**s
         total.backward()

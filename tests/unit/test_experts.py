@@ -101,7 +101,7 @@ def test_rows_of_mixtral_have_the_same_bits_one_by_one_together_and_in_a_tree(mi
 @pytest.mark.parametrize("name", kernels.available()[:-1])
 @pytest.mark.parametrize("family", ONE_CALL)
 def test_one_call_computes_what_single_operations_compute(mixtures, family, name):
-    """Behind a prompt of more pairs of rows and experts than are multiplied at a time, and a short one."""
+    """After a prompt of more pairs of rows and experts than are multiplied at a time, and a short one."""
     for dtype, quantize, prompt in (("float32", "none", 400), ("bfloat16", "none", 20), ("bfloat16", "int8", 20),
                                     ("bfloat16", "int4", 20)):
         check_one_call(load(mixtures[family], dtype, name, quantize=quantize), prompt)

@@ -113,7 +113,7 @@ def test_every_drafter_writes_the_plain_text(made, dtype, settings):
 
 
 @pytest.mark.parametrize("name", kernels.available()[1:])
-@pytest.mark.parametrize("family", ["mistral, windows", "olmo2", "granite"])  # windows, norms behind, multipliers
+@pytest.mark.parametrize("family", ["mistral, windows", "olmo2", "granite"])  # windows, norms after, multipliers
 def test_trees_write_the_plain_text_on_the_other_kernels_too(tmp_path, family, name):
     """The fastest ones write it above."""
     make_heads(tmp_path / "heads", make_family(tmp_path, family))

@@ -83,7 +83,7 @@ def test_a_smaller_hybrid_drafts(tmp_path, target, settings):
 
 
 def test_a_text_that_was_cut_has_the_states_of_its_rows(tmp_path):
-    """Cut behind whole and in the middle of commits, far behind and not far behind what was settled."""
+    """Cut after whole commits and in the middle of them, many rows and a few rows after what was settled."""
     make_hybrid(tmp_path)
     model, tokens = load(tmp_path, "bfloat16"), prompt_of(400)
     cache, pick = model.new_cache(), random.Random(3)

@@ -1,4 +1,4 @@
-"""What a prompt takes beside its cache: the bytes of buffers are counted, so other programs do not disturb the test."""
+"""The memory of a prompt besides its cache. The bytes of buffers are counted, so other programs cannot disturb it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None,
         node, path = run_alone(chain.draft(trie, context, [context.last], 5))
         tree = trie.tree()
         trees.append((tree.tokens, tree.parents, node, path))
-        further = run_alone(chain._replace(confidence=None).draft(Trie(path[-1]), context, path, 2))  # behind the first
+        further = run_alone(chain._replace(confidence=None).draft(Trie(path[-1]), context, path, 2))  # after the first
         trees[-1] += further
         rows = [tensor for store in partial._base.stores
                 for tensor in store.read(torch.arange(partial.length).expand(store.shape[0], -1))]
@@ -69,7 +69,7 @@ def test_native_chains_equal_step_by_step_chains(tiny, family, dtype, budget):
 @pytest.mark.parametrize("dtype, budget", [("float32", 24), ("bfloat16", 4000)])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", *MIXTURES, *GEMMA4])
 def test_chains_of_hybrids_mixtures_and_gemma_4_are_the_same_natively(tmp_path, monkeypatch, family, dtype, budget):
-    """Their rows, and the states behind them. Each native chain is one call."""
+    """Their rows, and the states after them. Each native chain is one call."""
     make_family(tmp_path, family)
     model = load(tmp_path, dtype)
     step_by_step = drafts(model, params_of("paper"), prompt_of(60), budget=budget, natively=False)

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
 def test_its_logits_are_those_of_the_layer_in_transformers(tmp_path, family):
-    """Of rows of the text, and of the head's own rows behind them. The head of Qwen3 has a folder of its own."""
+    """Of rows of the text, and of the head's own rows after them. The head of Qwen3 has a folder of its own."""
     model = tmp_path / "model"
     make_family(model, family, **({} if family == "qwen3" else dict(num_hidden_layers=4)))
     layer = add_native_head(model)
@@ -174,7 +174,7 @@ NEXTN = {"fc": "nextn.eh_proj", "pre_fc_norm_embedding": "nextn.enorm", "pre_fc_
 
 
 def converted(folder: Path, path: Path, kind: str = "F32", layers: int = 1) -> None:
-    """The model of a folder with its draft layer, by the rules of llama.cpp's converter: the layer is a block behind
+    """The model of a folder with its draft layer, by the rules of llama.cpp's converter: the layer is a block after
     the others, and norms are 1 + w.
 
     layers  copies of the draft layer

@@ -215,7 +215,7 @@ def test_a_q4_0_file_keeps_its_numbers_in_int4(tmp_path):
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
 def test_every_kernel_multiplies_these_numbers_as_the_reference_does(tmp_path, name):
-    # With zero points of up to 16 behind the step.
+    # With zero points of up to 16 after the step.
     make_4bit(tmp_path, "gptq", group=32, desc_act=True)
     weight = TensorFiles(tmp_path).exact(["model.layers.0.mlp.down_proj.weight"], "int4")
     assert weight is not None

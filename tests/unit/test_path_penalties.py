@@ -44,7 +44,7 @@ def rules(draw: st.DrawFn) -> SamplingParams:
 @settings(deadline=None, max_examples=150)
 @given(rules(), st.integers(1, 3), st.randoms(use_true_random=True), st.sets(st.integers(0, 3)))
 def test_the_compiled_penalties_are_those_of_the_reference(params, letters, pick, breakers):
-    """Texts of up to four different tokens, of which one is frequent, with paths behind them."""
+    """Texts of up to four different tokens, of which one is frequent, with paths after them."""
     prompt = pick.randrange(1, 20)
     fast, obvious = (new_path_penalties(params, 5, prompt, breakers, is_fast) for is_fast in (True, False))
     for _ in range(pick.randrange(1, 8)):
@@ -61,7 +61,7 @@ def test_the_compiled_penalties_are_those_of_the_reference(params, letters, pick
 
 @pytest.mark.parametrize("is_fast", [pytest.param(True, marks=compiled), False])
 def test_dry_finds_the_longest_repeat_that_each_token_would_continue(is_fast):
-    """The example of the sampler's author: behind "a b c c b c y a b c", c lengthens "a b c", b "c", and y "b c"."""
+    """The example of the sampler's author: after "a b c c b c y a b c", c lengthens "a b c", b "c", and y "b c"."""
     params = SamplingParams(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=1)
     text = [LETTERS[letter] for letter in "abccbcyabc"]
     for split in range(len(text) + 1):  # the end of the text may be a draft
@@ -76,7 +76,7 @@ def test_a_breaker_ends_a_repeat_and_is_not_penalised(is_fast):
     assert made(params, [1, 2, 3, 1, 2], [2], is_fast=is_fast).edits([], True) == ([], [])
     assert made(params, [1, 2, 3, 1], [2], is_fast=is_fast).edits([], True) == ([], [])
     tokens, amounts = made(params, [1, 2, 3, 4, 1, 2, 3], [2], is_fast=is_fast).edits([], True)
-    assert tokens == [4] and amounts == [1.0]  # one token behind the breaker
+    assert tokens == [4] and amounts == [1.0]  # one token after the breaker
 
 
 def test_amounts_grow_up_to_fifty_tokens_and_stay_finite():
@@ -116,7 +116,7 @@ def test_hopeless_guesses_are_dropped_before_the_forward(is_fast):
 
 
 def test_a_drafter_knows_what_dry_forbids():
-    """`rank` sees the penalty behind its own path; with unknown tokens between, it sees none."""
+    """`rank` sees the penalty after its own path; with unknown tokens between, it sees none."""
     context = Context([0, 1, 2, 3, 4, 0, 1, 2])
     row = torch.tensor([0.0, 0, 0, 2, 1, 0, 0, 0])
     sampler = Sampler(SamplingParams(temperature=0, dry_multiplier=0.8))

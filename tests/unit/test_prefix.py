@@ -25,7 +25,7 @@ def ids_of(tokens: Sequence[int]) -> np.ndarray:
 
 
 def cache_of(ids: np.ndarray, name: str | None = None, dtype: str = "float32", extra: int = 0) -> FullCache:
-    """A cache whose rows are a function of the tokens up to their own, and `extra` rows of other tokens behind them."""
+    """A cache whose rows are a function of the tokens up to their own, and `extra` rows of other tokens after them."""
     chosen = kernels.choose("cpu", dtype, name)
     cache = FullCache(chosen, [(HEADS, DIM)] * 2)
     tokens = np.concatenate([ids, np.full(extra, 77)]).astype(np.int64)
@@ -162,7 +162,7 @@ def test_a_longer_text_takes_the_place_of_its_own_beginning():
 
 
 def test_on_a_device_only_whole_chunks_of_prompts_are_shared():
-    """Rows of the last chunk of a prompt, and of what was written behind it, are computed by other operations."""
+    """Rows of the last chunk of a prompt, and of what was written after it, are computed by other operations."""
     chunk = DEVICE_CHUNK
     for prompt, length, expected in ((1, 1, 0), (chunk, chunk, 0), (chunk + 1, chunk, chunk),
                                      (3 * chunk, 5 * chunk, 2 * chunk), (9 * chunk, chunk + 5, chunk)):

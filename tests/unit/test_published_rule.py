@@ -19,7 +19,7 @@ def laws_of(tree, probabilities):
 
 
 def best_path(tree, laws, pick):
-    """The nodes that the published rule accepts, root first, and the token that it adds behind them."""
+    """The nodes that the published rule accepts, root first, and the token that it adds after them."""
     best, place = rules.best_paths(tree, laws, pick)
     return best[place]
 

@@ -85,7 +85,7 @@ def test_new_rows_overwrite_the_lowest_ones_until_only_the_sinks_are_left():
 
 
 def test_ngrams_are_chains_of_their_own(engine):
-    """41 nodes, and behind them 4 for each n-gram, which repeat the first guess."""
+    """41 nodes, and after them 4 for each n-gram, which repeat the first guess."""
     prompt = engine.encode(TEXT)
     generation = start(engine, SYSTEM, prompt, SamplingParams(max_new_tokens=4, seed=1, penalty_window=20))
     drafter = generation._step.drafter

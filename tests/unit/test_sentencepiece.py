@@ -55,7 +55,7 @@ def test_without_a_prefix_no_space_is_added(tmp_path):
 
 @pytest.mark.parametrize("legacy, pieces", [(True, [f"{SPACE}the", "<x>", SPACE, "he"]),
                                             (False, [f"{SPACE}the", "<x>", "he"])])
-def test_behind_a_special_token_a_space_is_added_in_legacy_models_only(tmp_path, legacy, pieces):
+def test_after_a_special_token_a_space_is_added_in_legacy_models_only(tmp_path, legacy, pieces):
     count = len(PIECES)
     folder = write(tmp_path, legacy=legacy, add_bos_token=False,
                    added_tokens_decoder={str(count): {"content": "<x>", "special": True}})

@@ -90,12 +90,12 @@ def test_probabilities_follow_from_the_counts_of_successors(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_match_leaves_probability_to_shorter_ones(kind):
     index = made(kind, [1, 2, 3, 9, 2, 4, 9, 2, 4, 8, 2, 4])
-    behind_2 = {3: 1 / (4 + 4), 4: 3 / (4 + 4)}  # N = 4, T = 2, E = 8 * 2 / (4 * 1); and E(1 2) = 8 / (1 * 2)
+    after_2 = {3: 1 / (4 + 4), 4: 3 / (4 + 4)}  # N = 4, T = 2, E = 8 * 2 / (4 * 1); and E(1 2) = 8 / (1 * 2)
     tokens, _, probabilities = index.guess(ids(1, 2), **LIMITS | {"depth": 1, "contexts": 2})
-    assert dict(zip(tokens, probabilities)) == {3: (1 + 4 * behind_2[3]) / (1 + 4), 4: 4 * behind_2[4] / (1 + 4)}
+    assert dict(zip(tokens, probabilities)) == {3: (1 + 4 * after_2[3]) / (1 + 4), 4: 4 * after_2[4] / (1 + 4)}
     # `1 2` was followed once only: where two are asked for, the shorter match alone speaks.
     seen_twice = index.guess(ids(1, 2), **LIMITS | {"depth": 1, "seen": 2})
-    assert dict(zip(seen_twice[0], seen_twice[2])) == behind_2
+    assert dict(zip(seen_twice[0], seen_twice[2])) == after_2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +124,7 @@ def test_an_index_of_bounded_size_holds_the_last_tokens(kind, longest):
         index.extend(ids(token))
         peak = max(peak, index.nbytes)
         assert len(index) == (place + 1 if place < 50 else 50 + (place + 1) % 50)
-    # The last 50 tokens are there: each is guessed behind the `longest` before it.
+    # The last 50 tokens are there: each is guessed after the `longest` before it.
     for place in range(950 + longest, 1000):
         assert text[place] in index.guess(text[place - longest : place], **LIMITS | {"depth": 1})[0]
     assert peak <= 100 * 500
@@ -167,7 +167,7 @@ def test_the_delay_may_be_the_penalty_window_while_there_is_a_penalty():
         assert len(run_alone(drafter.propose(context, 2))) == expected
 
 
-def test_matches_are_added_behind_the_guesses_of_another_drafter():
+def test_matches_are_added_after_the_guesses_of_another_drafter():
     context = Context([1, 2, 3, 4, 5, 1])
     text = SuffixMatcher(SuffixOptions(min_match=2, min_probability=0.0), SamplingParams())
     text.update(context)

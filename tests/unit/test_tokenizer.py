@@ -127,7 +127,7 @@ def test_a_long_run_of_bytes_that_are_no_text_costs_no_more_for_each(kinds, kind
 
 @given(st.binary(max_size=80))
 def test_bytes_that_are_no_text_never_stall_the_stream(data):
-    """Ids of single bytes: whatever they spell, every whole character behind them comes through."""
+    """Ids of single bytes: whatever they spell, every whole character after them comes through."""
     alphabet = Tokenizer(hub.resolve("novelist"))
     stream = alphabet.stream()
     byte_ids = {bytes([b]): alphabet.encode(chr(b))[-1] for b in range(128)}

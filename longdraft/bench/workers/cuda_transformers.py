@@ -39,7 +39,7 @@ def main(shape: dict[str, Any], context: int) -> None:
 
 
 def _step(forward: Any, token: torch.Tensor, cache: StaticCache, position: int) -> int:
-    """The greedy token behind `token`, which stands at `position`."""
+    """The greedy token after `token`, which stands at `position`."""
     where = torch.tensor([position], device="cuda")
     with torch.inference_mode():
         logits = forward(token, past_key_values=cache, cache_position=where, position_ids=where[None]).logits

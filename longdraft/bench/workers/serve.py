@@ -42,7 +42,7 @@ class StepEngine(Protocol):
         """Clear the cache and reach `length` positions. Returns how ("random" or "prefill") and the length reached."""
 
     def step(self, token: int) -> int:
-        """One step of plain decoding: the most likely token behind this one."""
+        """One step of plain decoding: the most likely token after this one."""
 
     def together(self, tokens: Sequence[int]) -> list[int]:
         """One step of several texts side by side, each in a slot of its own. `fill` fills all slots."""
@@ -55,7 +55,7 @@ class TextEngine(Protocol):
     version: str
 
     def write(self, prompt: Sequence[int], count: int, **settings: Any) -> Iterable[int]:
-        """Clear the cache; `count` new token ids behind the prompt, drafted as the settings say. An iterator yields
+        """Clear the cache; `count` new token ids after the prompt, drafted as the settings say. An iterator yields
         each when it is written."""
 
 

@@ -43,7 +43,7 @@ class StepEngine:
         return "random", length
 
     def step(self, token: int) -> int:
-        if len(self._context) == self._cache.length:  # the first step behind a prompt
+        if len(self._context) == self._cache.length:  # the first step after a prompt
             self._context.extend([token])
         return run_alone(self._step.run(1)).tokens[0]
 

@@ -38,7 +38,7 @@ class TextEngine:
             if assisted:
                 given["draft_model"] = genai.draft_model(str(self._draft), "CPU", **self._settings)
             # By default the pipeline caches prompts, so that the first token of a known prompt takes no time. Without
-            # that (SchedulerConfig's enable_prefix_caching) it takes 0.9 s behind 8,192 tokens, and prompt lookup is
+            # that (SchedulerConfig's enable_prefix_caching) it takes 0.9 s after 8,192 tokens, and prompt lookup is
             # slower.
             self._pipeline = genai.LLMPipeline(str(self._model), "CPU", **self._settings, **given)
             self._drafting = drafting

@@ -80,7 +80,7 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def k_numbers(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima [B, 8] uint8, of 6 bits, of the groups of Q4_K and Q5_K blocks: the 12 bytes behind d, dmin."""
+    """Scales and minima [B, 8] uint8, of 6 bits, of the groups of Q4_K and Q5_K blocks: the 12 bytes after d, dmin."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], 1)
     minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], 1)

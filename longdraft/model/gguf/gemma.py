@@ -92,5 +92,5 @@ def _turning(model: Gguf, head_dim: int) -> int:
     count = sum(factor == 1 for factor in factors)
     is_sound = all(factor == 1 for factor in factors[:count]) and all(factor > _STILL for factor in factors[count:])
     if not count or not is_sound:
-        model.fail("rope_freqs.weight must have ones, and behind them numbers of 1e30, in Gemma 4")
+        model.fail("rope_freqs.weight must have ones, and after them numbers of 1e30, in Gemma 4")
     return count

@@ -262,7 +262,7 @@ def end_ids(model: Gguf) -> list[int]:
     tokens = model.array("tokenizer.ggml.tokens")
     ids = [value for name in ("eos", "eot", "eom") if (value := special_id(model, name, len(tokens))) is not None]
     texts = set(_END_TEXTS)
-    if {"<|return|>", "<|call|>"} <= set(tokens):  # the answer of gpt-oss goes on behind <|end|>
+    if {"<|return|>", "<|call|>"} <= set(tokens):  # the answer of gpt-oss goes on after <|end|>
         texts.discard("<|end|>")
     return [*dict.fromkeys([*ids, *(i for i, token in enumerate(tokens) if token in texts)])]
 

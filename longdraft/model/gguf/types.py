@@ -1,4 +1,4 @@
-"""What the header of a GGUF file consists of: arrays, entries of tensors, and types with the sizes of their blocks."""
+"""The parts of the header of a GGUF file: arrays, entries of tensors, and types with the sizes of their blocks."""
 
 from __future__ import annotations
 

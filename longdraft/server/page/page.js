@@ -45,7 +45,7 @@ async function generate() {
 
 // ---- takes
 
-// Go on behind the first `token` tokens of the text on display, with another seed or behind words of one's own.
+// Go on after the first `token` tokens of the text on display, with another seed or after words of one's own.
 async function fromHere(token, words) {
   if (document.body.dataset.state === "running") { await stop(); run.controller.abort(); onEnd("cut"); }
   const before = run, tokens = view.tokens.slice(0, token), pieces = view.pieces.slice(0, token);

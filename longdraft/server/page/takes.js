@@ -1,4 +1,4 @@
-// Takes of one text: cut it at a token, go on with another seed or behind words of your own, and switch between all takes.
+// Takes of one text: cut it at a token, go on with another seed or after words of your own, and switch between all takes.
 
 const $ = (id) => document.getElementById(id);
 
@@ -13,7 +13,7 @@ function caretAt(x, y) {
 }
 
 export class Takes {
-  // on.go(token, words): go on behind the first `token` tokens and the words; on.show(take): show a take.
+  // on.go(token, words): go on after the first `token` tokens and the words; on.show(take): show a take.
   // on.seed(words): the seed of the next take
   constructor(view, on) {
     this.view = view;
@@ -63,7 +63,7 @@ export class Takes {
 
   #label() {
     const words = $("here-words").value;
-    $("here-go").textContent = words ? "Go on behind these words" : `Another take (seed ${this.on.seed(words)})`;
+    $("here-go").textContent = words ? "Go on after these words" : `Another take (seed ${this.on.seed(words)})`;
   }
 
   #list() {

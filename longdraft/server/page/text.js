@@ -93,7 +93,7 @@ export class TextView {
     return Math.min(token, this.tokens.length - 1);
   }
 
-  // Some words behind a token's place.
+  // Some words after a token's place.
   around(token) { return this.pieces.slice(token, token + 8).join("").replace(/\s+/g, " ").trim().slice(0, 40); }
 
   follow() {
