@@ -1,4 +1,4 @@
-"""`longdraft bench length` on a stretched model behind a long prompt that the small model reads.
+"""`longdraft bench length` on a stretched model after a long prompt that the small model reads.
 
     python benchmarks/stretched_model.py --like qwen2.5-0.5b stretched
     python benchmarks/stretched_length.py stretched --prompt-file novel.txt --prefill 32768 --max-new-tokens 256 \\
@@ -25,6 +25,7 @@ from longdraft.bench.stretched import Places, fill, read_by
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
+from longdraft.errors import check
 from longdraft.files import read_prompt
 from longdraft.loading import load
 from longdraft.report.turns import Record
@@ -61,7 +62,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     engine, source = load(given.model, quantize=given.quantize, cache_ram=0), load(given.source)
-    prompt = engine.encode(read_prompt(None, given.prompt_file))[: given.prefill]
+    ids = engine.encode(read_prompt(None, given.prompt_file))
+    check(1 <= given.prefill <= len(ids), "--prefill", given.prefill, f"1 to {len(ids)}, the tokens of the prompt")
+    prompt = ids[: given.prefill]
     params = SamplingParams(max_new_tokens=given.max_new_tokens, min_p=0.1, seed=7, repetition_penalty=1.2,
                             ignore_eos=True)
     places = Places(source.model.config, engine.model.config)

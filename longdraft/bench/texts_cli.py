@@ -33,13 +33,16 @@ from longdraft.errors import check
 if TYPE_CHECKING:
     from longdraft.report.turns import Record
 
+_PREFILL = 4096  # tokens of the prompt, unless --prefill says otherwise
+
 
 def length(
     prompt_file: Annotated[Path, typer.Option(help="The prompt, a text file.")],
     drafters: Annotated[str, typer.Option(
         help="Drafters to compare, with options such as magicdec,chain=6; separated by spaces.")] = "plain auto",
     model: ModelOption = "novelist",
-    prefill: Annotated[int, typer.Option(help="Largest number of tokens of the prompt that is used.")] = 4096,
+    prefill: Annotated[int | None, typer.Option(help="Use only the first N tokens of the prompt.",
+                                                show_default="4096, or all if it has fewer")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 100_000,
     bucket: Annotated[int, typer.Option(help="New tokens that are reported together.")] = 10_000,
     turn: Annotated[int, typer.Option(help="New tokens that a drafter writes before the next one's turn.")] = 1_000,
@@ -61,9 +64,9 @@ def length(
     from longdraft.loading import load
     from longdraft.report import figures
 
-    check(prefill >= 1, "prefill", prefill, "1 or more")
-    check(turn >= 1, "turn", turn, "1 or more")
-    check(bucket >= turn, "bucket", bucket, f"a turn's tokens ({turn}) or more")
+    check(prefill is None or prefill >= 1, "--prefill", prefill, "1 or more")
+    check(turn >= 1, "--turn", turn, "1 or more")
+    check(bucket >= turn, "--bucket", bucket, f"a turn's tokens ({turn}) or more")
     if plot:
         figures.check_plot(plot)
     text = read_prompt(None, str(prompt_file))
@@ -71,7 +74,10 @@ def length(
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, min_p=0.1, seed=7,
                             repetition_penalty=1.2, ignore_eos=True)
     engine = load(model, threads=threads, quantize=checked_quantize(quantize))
-    prompt = engine.encode(text)[:prefill]
+    prompt = engine.encode(text)
+    check(prefill is None or prefill <= len(prompt), "--prefill", prefill,
+          f"1 to {len(prompt)}, the tokens of the prompt", "a longer --prompt-file has more")
+    prompt = prompt[: prefill or _PREFILL]
     about: dict[str, Any] = {"machine": machine.description(engine.model.kernels) | engine.provenance,
                              "prefill": len(prompt)}
 

@@ -297,6 +297,8 @@ def test_bench_length_writes_the_same_text_with_each_drafter(tmp_path, capsys):
         assert accepted == sum(source["accepted"] for source in figure["stats"]["by_source"].values())
     assert all(bucket["to_first"] == 1 for bucket in figures["plain"]["buckets"])
     assert "Speed by length" in capsys.readouterr().out
+    assert run([*command, "--prefill", "1000"]) == 2
+    assert "--prefill is 1000; allowed: 1 to" in capsys.readouterr().err
     assert run([*command[:3], str(tmp_path / "missing.txt")]) == 2
     assert "--prompt-file cannot read" in capsys.readouterr().err
     (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
