@@ -166,7 +166,7 @@ def read_text(file: str, option: str) -> str:
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        raise UsageError(f"{option} cannot read {file}: {error.strerror or error}; give a text") from error
+        raise UsageError(f"{option} cannot read {file}: {error.strerror or error}; give a text file") from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -101,7 +101,8 @@ class Totals:
         parts = [f"{self.done:,} of {self.rows:,} rows written"]
         parts += [f"{self.skipped:,} were done before"] if self.skipped else []
         errors = self.errors + self.failed
-        parts += [f"{errors:,} are errors" + " (--retry-errors writes them again)" * may_retry] if errors else []
+        which = "is an error" if errors == 1 else "are errors"
+        parts += [f"{errors:,} {which}" + " (--retry-errors writes them again)" * may_retry] if errors else []
         parts += [f"{self.new_tokens:,} tokens in {clock(self.seconds)}, {self.tokens_per_second:.1f} tokens/s"]
         return "; ".join(parts)
 

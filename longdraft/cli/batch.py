@@ -30,8 +30,8 @@ class Command(TyperCommand):
     """Accepts `--ray` without a value, which Typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        bare = [place for place, (arg, following) in enumerate(zip(args, [*args[1:], "-"], strict=True))
-                if arg == "--ray" and following.startswith("-")]
+        bare = [place for place, arg in enumerate(args)
+                if arg == "--ray" and [*args, "-"][place + 1].startswith("-")]
         for place in reversed(bare):
             args = [*args[: place + 1], "auto", *args[place + 1 :]]
         return super().parse_args(ctx, args)

@@ -98,7 +98,7 @@ LogitBiasPairs = Annotated[list[str] | None, option("ID=VALUE: add VALUE, -100 t
 def parse_bias(pairs: Iterable[str]) -> dict[int, float] | None:
     """Token id -> bias of its logit; None if there are none."""
     found = {}
-    for token, value in parse_pairs("--logit-bias", pairs).items():
+    for token, value in parse_pairs("--logit-bias", pairs, "ID=VALUE, such as 42=-5").items():
         try:
             found[int(token)] = float(value)
         except ValueError as error:
@@ -107,13 +107,13 @@ def parse_bias(pairs: Iterable[str]) -> dict[int, float] | None:
     return found or None
 
 
-def parse_pairs(name: str, pairs: Iterable[str]) -> dict[str, str]:
+def parse_pairs(name: str, pairs: Iterable[str], shape: str = "KEY=VALUE, such as budget=256") -> dict[str, str]:
     """A mapping of the option's KEY=VALUE texts. Raises UsageError for other shapes and repeated keys."""
     parsed: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise UsageError(f"{name} is {pair!r}; allowed: KEY=VALUE, such as budget=256")
+            raise UsageError(f"{name} is {pair!r}; allowed: {shape}")
         if key in parsed:
             raise UsageError(f"{name} {key} is given twice; give it once")
         parsed[key] = value
@@ -124,7 +124,8 @@ def chat_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Variables for the chat template. Values are JSON (`false`, 3) if they can be parsed, else text."""
     from longdraft.model.chat_template import parse_option
 
-    return {key: parse_option(value) for key, value in parse_pairs("--chat-option", pairs).items()}
+    given = parse_pairs("--chat-option", pairs, "KEY=VALUE, such as enable_thinking=false")
+    return {key: parse_option(value) for key, value in given.items()}
 
 
 def require_one_process(tensor_parallel: int = 1) -> None:

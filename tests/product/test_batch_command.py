@@ -20,7 +20,7 @@ def test_the_command_resumes_after_sigkill_and_counts_rows(chatty, tmp_path, cap
     settings = ["--model", str(chatty), "--drafter", "suffix", "--on-loop", "off", "--threads", "1"]
     uncut = tmp_path / "uncut.jsonl"
     assert longdraft_command(["batch", str(rows), str(uncut), *settings, "--stats", str(tmp_path / "s.json")]) == 1
-    assert "4 of 4 rows written; 1 are errors" in capsys.readouterr().err
+    assert "4 of 4 rows written; 1 is an error" in capsys.readouterr().err
     assert json.loads((tmp_path / "s.json").read_text())["new_tokens"] == sum(
         record.get("new_tokens", 0) for record in records(uncut))
     output = tmp_path / "out.jsonl"
@@ -38,6 +38,7 @@ def test_the_command_resumes_after_sigkill_and_counts_rows(chatty, tmp_path, cap
 
 
 @pytest.mark.parametrize("arguments, complaint", [
+    ([], "Missing argument 'IN'"), (["in.jsonl", "--ray"], "Missing argument 'OUT'"),
     (["none.jsonl", "out.jsonl"], "cannot read the input none.jsonl"),
     (["in.jsonl", "in.jsonl/out.jsonl"], "cannot write the output"),
     (["in.jsonl", "out.jsonl", "--workers", "0"], "--workers is 0; allowed: 1 to 4096"),
