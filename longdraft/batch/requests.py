@@ -114,6 +114,8 @@ def _plain(value: Any) -> Any:
 def _key(row: Row, name: str) -> str:
     key = row.get(name)
     key = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
+    if key is None:
+        raise UsageError(f"the row has no {name}; give it a text or an integer that no other row has")
     if not isinstance(key, str) or not key or _RESERVED.fullmatch(key):
         raise UsageError(f"{name} is {str(key)[:80]!r}; allowed: a text or an integer that no other row has, "
                          "except 'line N'")

@@ -43,7 +43,8 @@ _SAMPLERS: dict[str, tuple[Any, str]] = {
     "dynatemp_exponent": (float, "Exponent of the entropy in dynamic temperature."),
     "ban": (list[str], "Phrase that the text must not contain, in any letter case, or a UTF-8 file with one on each "
                        "line. Repeatable."),
-    "json_schema": (Path, "The text is JSON that matches this JSON schema, a file (extra: structured)."),
+    "json_schema": (str, "The text is JSON that matches this JSON schema: a file, or the schema itself, an object "
+                         "(extra: structured)."),
     "regex": (str, "The text matches this regular expression as a whole (extra: structured)."),
     "grammar": (Path, "The text matches this grammar, a file in Lark's or llama.cpp's notation (extra: structured)."),
     "structured_after": (str, "Text after which --json-schema, --regex or --grammar begins, such as </think>."),
@@ -83,9 +84,10 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     if len(structures) > 1:
         raise UsageError(f"--{' and --'.join(structures)} are given; give one of them".replace("_", "-"))
     for name in structures:
-        text = chosen.pop(name)
-        chosen["structured_outputs"] = name.removesuffix("_schema"), text if name == "regex" else read_text(
-            str(text), f"--{name.replace('_', '-')}")
+        text = str(chosen.pop(name))
+        is_file = name == "grammar" or (name == "json_schema" and not text.lstrip().startswith("{"))
+        chosen["structured_outputs"] = name.removesuffix("_schema"), read_text(
+            text, f"--{name.replace('_', '-')}") if is_file else text
     return chosen
 
 

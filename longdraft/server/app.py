@@ -51,7 +51,7 @@ class App:
         self.service = Service(engine, settings)
         self._api = self._build()
         # Outside of FastAPI, so that it sees every response, those of unhandled exceptions included.
-        guarded: ASGIApp = RequestMiddleware(self._api, settings, self.service.metrics, self.service.keys)
+        guarded: ASGIApp = RequestMiddleware(self._answer, settings, self.service.metrics, self.service.keys)
         if settings.cors_origins:
             guarded = CORSMiddleware(guarded, allow_origins=settings.cors_origins, allow_methods=["*"],
                                      allow_headers=["*"], expose_headers=["X-Request-Id", "X-Generation-Id"])
@@ -59,6 +59,17 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (self._api if scope["type"] == "lifespan" else self._guarded)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the routes. HEAD is answered as GET; uvicorn leaves the body out."""
+        if scope.get("method") != "HEAD":
+            await self._api(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}
+        try:
+            await self._api(as_get, receive, send)
+        finally:
+            scope["route"] = as_get.get("route")  # for the log
 
     def _build(self) -> FastAPI:
         api = FastAPI(title="longdraft", version=__version__, docs_url=None, redoc_url=None, lifespan=self._lifespan,
@@ -138,11 +149,10 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
 def _no_route(request: Request) -> ApiError:
     """The error of a path that no route has, or none with the request's method."""
     found = [route for route in (*routes.router.routes, *request.app.routes) if isinstance(route, Route)]
-    methods = sorted({method for route in found if route.path_regex.match(request.url.path)
-                      for method in route.methods or ()} - {"HEAD"})
+    methods = {method for route in found if route.path_regex.match(request.url.path) for method in route.methods or ()}
     path = repr(request.url.path[:_MAX_PATH])
     if methods:
-        allowed = ", ".join(methods)
+        allowed = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
         return ApiError(405, f"{request.method[:_MAX_PATH]} is not allowed for {path}; allowed: {allowed}",
                         code="method_not_allowed", headers={"Allow": allowed})
     known = dict.fromkeys(route.path_format for route in found if route.include_in_schema)

@@ -22,7 +22,7 @@ from longdraft.batch.worker import BatchJob, BatchWorker
 @pytest.mark.parametrize("row, complaint", [
     ("{", "not valid JSON"),
     ("[1]", "allowed: an object"),
-    ({"prompt": "x"}, "id is 'None'"),
+    ({"prompt": "x"}, "the row has no id; give it"),
     ({"id": "", "prompt": "x"}, "id is ''"),
     ({"id": "line 3", "prompt": "x"}, "except 'line N'"),
     ({"id": "a"}, "both prompt and messages, or neither"),

@@ -301,12 +301,20 @@ def test_an_unknown_route_or_method_is_answered_with_those_that_exist(server):
         assert (reply.status_code, error["type"], error["code"]) == (404, "not_found_error", "not_found")
         assert error["message"].startswith(f"no route '{path[:100]}' exists; routes: /v1/completions, /v1/chat/")
         assert "/health" in error["message"] and len(error["message"]) < 1000
-    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("POST", "/health", "GET"),
-                                  ("PUT", "/v1/longdraft/generations/x", "DELETE, GET"), ("POST", "/", "GET")):
+    for method, path, allowed in (("GET", "/v1/completions", "POST"), ("POST", "/health", "GET, HEAD"),
+                                  ("PUT", "/v1/longdraft/generations/x", "DELETE, GET, HEAD"),
+                                  ("POST", "/", "GET, HEAD")):
         reply = httpx.request(method, server.url + path)
         error = reply.json()["error"]
         assert (reply.status_code, reply.headers["allow"], error["code"]) == (405, allowed, "method_not_allowed")
         assert error["message"] == f"{method} is not allowed for '{path}'; allowed: {allowed}"
+
+
+def test_head_is_answered_as_get_without_a_body(server):
+    for path in ("/health", "/ready", "/v1/models", "/", "/v1/completions", "/nowhere"):
+        found, head = httpx.get(server.url + path), httpx.head(server.url + path)
+        assert (head.status_code, head.content) == (found.status_code, b"")
+        assert head.headers["content-type"] == found.headers["content-type"]
 
 
 # Files

@@ -71,7 +71,7 @@ def test_clients_cannot_create_series_or_log_lines(server, caplog):
 
 
 def test_a_stream_has_progress_comments(server):
-    body = {"prompt": "It was", "max_tokens": 400, "seed": 7, "stream": True}
+    body = {"prompt": "It was", "max_tokens": 4000, "seed": 7, "stream": True}  # half a second at the least
     reply = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
     told = [json.loads(line.removeprefix(": progress ")) for line in reply.text.splitlines() if line[:1] == ":"]
     assert len(told) >= 3 and told[-1]["new_tokens"] > 0 and told[-1]["eta_seconds"] is not None

@@ -294,6 +294,10 @@ def test_the_command_line_takes_a_schema_a_regular_expression_or_a_grammar(tmp_p
     assert re.fullmatch("[a-c]{4}", capfd.readouterr().out.rstrip("\n"))
     assert run([*command, "--regex", "a", "--grammar", "x"]) == 2
     assert "--regex and --grammar are given; give one of them" in capfd.readouterr().err
+    assert run([*command, "--max-new-tokens", "200", "--json-schema", json.dumps(SCHEMA)]) == 0
+    jsonschema.validate(json.loads(capfd.readouterr().out), SCHEMA)
+    assert run([*command, "--json-schema", "{"]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
     assert run([*command, "--json-schema", str(tmp_path / "none.json")]) == 2
     assert "--json-schema cannot read" in capfd.readouterr().err
 
