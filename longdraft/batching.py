@@ -13,6 +13,7 @@ another text's rows, so every text is bit for bit the text that `generate` write
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,7 @@ from longdraft import kernels
 from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.errors import LongdraftError, UsageError
 from longdraft.generation import Generation
+from longdraft.kernels.launched import Launched, read_together
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model.routine import run_batched
 from longdraft.model.transformer import Forward, ForwardRequest
@@ -40,6 +42,7 @@ class Batch:
         self._drafter = drafter
         self._texts: dict[int, Generation] = {}
         self._requests: dict[int, ForwardRequest] = {}  # the forward that each text needs next; none between two steps
+        self._launched: dict[int, Launched] = {}  # what texts wait for that have begun work on a device
         self._waiting: set[int] = set()  # texts that wait for another one to read their common beginning
         self._numbers = count()
 
@@ -80,6 +83,7 @@ class Batch:
             known = ", ".join(map(str, self._texts)) or "none"
             raise UsageError(f"text {text} is not in the batch; there are: {known}")
         self._requests.pop(text, None)
+        self._launched.pop(text, None)
         self._waiting.discard(text)
         generation = self._texts.pop(text)
         generation.close()
@@ -98,7 +102,11 @@ class Batch:
             chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
             batch_size = max(1, len(chosen) - len(self._waiting.intersection(chosen)))
             for text in chosen:
-                if text not in self._requests:
+                if text not in self._requests and text not in self._launched:
+                    self._advance(text, None, batch_size, events)
+            while launched := {text: self._launched.pop(text) for text in chosen if text in self._launched}:
+                self._read_launched(launched)
+                for text in launched:
                     self._advance(text, None, batch_size, events)
             requests = {text: self._requests[text] for text in chosen if text in self._requests}
             texts = list(requests)
@@ -108,9 +116,16 @@ class Batch:
                 self._advance(text, result, batch_size, events)
         return events
 
+    def _read_launched(self, launched: dict[int, Launched]) -> None:
+        """Wait once for the work of several texts. Each is charged an equal part of the time."""
+        began = time.perf_counter()
+        read_together(list(launched.values()))
+        for text in launched:
+            self._texts[text].clock.charge((time.perf_counter() - began) / len(launched))
+
     def _advance(self, text: int, result: Forward | Exception | None, batch_size: int,
                  events: list[tuple[int, Event]]) -> None:
-        """Advance a text to the next forward that it needs, or to the end of a step.
+        """Advance a text to the next forward that it needs, to work that it has launched, or to the end of a step.
 
         A text can be stopped at the end of a step, on all ranks that write it.
         """
@@ -125,6 +140,8 @@ class Batch:
                 outcome = generation.advance(batch_size=batch_size)
             if isinstance(outcome, Waiting):
                 self._waiting.add(text)
+            elif isinstance(outcome, Launched):
+                self._launched[text] = outcome
             else:
                 self._waiting.discard(text)
                 self._requests[text] = outcome

@@ -30,6 +30,7 @@ from longdraft.journal import Journal, parse_fsync
 from longdraft.journal.resume import create_journal, open_for_resume
 from longdraft.journal.snapshot import Snapshot
 from longdraft.journal.snapshot_folder import SnapshotOptions
+from longdraft.kernels.launched import Launched
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.loops import FullAcceptance
 from longdraft.model import sizing
@@ -62,10 +63,9 @@ class Generation(Iterator[Event]):
         sampler   chooses the target's tokens; default: the sampler of `params`
         cache_salt  see `Engine.generate`
         """
-        self._model, self._drafter, self._params = model, drafter, params
-        self._on_prefill, self._is_pure = on_prefill, is_pure
+        self._model, self._drafter, self._params, self._on_prefill = model, drafter, params, on_prefill
         self._journal: Journal | None = None
-        self.num_resumed, self.is_closed = len(written), False
+        self._is_pure, self.num_resumed, self.is_closed = is_pure, len(written), False
         length = len(prompt) + params.max_new_tokens
         target, draft = model.target_for(length, drafter), model.draft_for(length, drafter)
         self._text_stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
@@ -92,8 +92,7 @@ class Generation(Iterator[Event]):
         self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
         self._accepted, self._full_acceptance = Counter[str](), FullAcceptance()  # accepted tokens, by drafter
         self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
-        self._prefill_seconds = self._decode_seconds = 0.0
-        self._work = self._run()
+        self._prefill_seconds, self._decode_seconds, self._work = 0.0, 0.0, self._run()
 
     @classmethod
     @translate_memory_errors()
@@ -145,22 +144,22 @@ class Generation(Iterator[Event]):
     def __next__(self) -> Event:
         """The next event. Its forwards serve this text alone."""
         with kernels.single_threaded_torch(self._model.target.kernels):
-            outcome = self.advance()
-            while not isinstance(outcome, Event):
-                assert isinstance(outcome, ForwardRequest), "only a text of a batch waits for others"
-                try:
-                    forward, = run_batched([outcome], lambda places, seconds: self.clock.charge(seconds))
-                except BaseException:  # interrupted
-                    self._work.close()
-                    raise
-                outcome = self.advance(forward)
+            forward: Forward | Exception | None = None
+            while not isinstance(outcome := self.advance(forward), Event):
+                forward = None
+                if not isinstance(outcome, Launched):
+                    assert isinstance(outcome, ForwardRequest), "only a text of a batch waits for others"
+                    try:
+                        forward, = run_batched([outcome], lambda places, seconds: self.clock.charge(seconds))
+                    except BaseException:  # interrupted
+                        self._work.close()
+                        raise
         return outcome
 
     def advance(self, forward: Forward | Exception | None = None, batch_size: int | None = None
-                ) -> ForwardRequest | Event | Waiting:
-        """Work up to the next event or the next forward that is needed. Pass that forward to the next call.
-
-        A text of a batch may wait for another text of the batch to read their common beginning.
+                ) -> ForwardRequest | Launched | Event | Waiting:
+        """Work up to the next event, the next forward that is needed (pass it to the next call), or work that a device
+        has begun. A text of a batch may wait for another text of the batch to read their common beginning.
 
         forward     the requested forward, or the error that it failed with, which ends the text
         batch_size  number of texts that share forwards now; None: the text is written alone
@@ -246,7 +245,7 @@ class Generation(Iterator[Event]):
         """
         return self._step.measure_plain(self._decode_seconds)
 
-    def _run(self) -> Generator[ForwardRequest | Event | Waiting, Forward | None, None]:
+    def _run(self) -> Generator[ForwardRequest | Launched | Event | Waiting, Forward | None, None]:
         ranks, context = self._model.ranks, self._step.context
         try:
             written = context.slice(context.prompt_length, len(context))

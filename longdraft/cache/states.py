@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import Kernels
-from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.delta import AppliesPaths, DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import STORE_BLOCK
 
 KEPT_BEFORE = 16  # rows between a kept state and the end of a block, which a text that continues there computes again
@@ -62,6 +62,7 @@ class StateCache:
     def __init__(self, kernels: Kernels, layers: Sequence[DeltaWeights], source: StateCache | None = None) -> None:
         """source: the states of the text, after which these are states of drafts until `reset`; None: a text's own."""
         self._kernels, self._layers, self._source = kernels, layers, source
+        self._path_kernels = kernels if isinstance(kernels, AppliesPaths) else None
         self._own: list[DeltaState] = [] if source else self._new()
         self._spare: list[DeltaState] = []
         self._follows_source = source is not None
@@ -88,11 +89,10 @@ class StateCache:
         """`count` provisional rows in each layer, for a forward to fill."""
         if not self._spare:
             self._spare = self._new()
-        device, dtype = self._kernels.device, self._kernels.dtype
-        self._tail = [
-            DeltaRows(before, after, torch.empty(count, weights.shape.channels, dtype=dtype, device=device),
-                      torch.empty(count, 2 * weights.shape.value_heads, device=device))
-            for before, after, weights in zip(self.current, self._spare, self._layers, strict=True)]
+        shapes = [weights.shape for weights in self._layers]
+        mixed = _rows_of_layers([shape.channels for shape in shapes], count, self._kernels.dtype, self._kernels.device)
+        gates = _rows_of_layers([2 * shape.value_heads for shape in shapes], count, torch.float32, self._kernels.device)
+        self._tail = [DeltaRows(*parts) for parts in zip(self.current, self._spare, mixed, gates, strict=True)]
         return self._tail
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -180,6 +180,8 @@ class StateCache:
 
     def _apply_again(self, path: list[int], states: Sequence[DeltaState]) -> None:
         """Fill `states` with those after `path`."""
+        if self._path_kernels and self._path_kernels.states_after(self._layers, self._tail, path, states):
+            return
         chain = torch.arange(-1, len(path) - 1, dtype=torch.int32)
         for weights, rows, after in zip(self._layers, self._tail, states, strict=True):
             chosen = rows._replace(after=after, mixed=rows.mixed[path], gates=rows.gates[path])
@@ -215,6 +217,14 @@ class StateCache:
     def nbytes(self) -> int:
         others = [*self.kept.values(), self._held.states if self._held else []]
         return sum(map(states_bytes, (self._own, self._spare, *others)))
+
+
+def _rows_of_layers(widths: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
+    """A tensor [count, width] for each layer. Where all have one width they are parts of one tensor, which a device
+    copies at once."""
+    if len(set(widths)) == 1:
+        return torch.empty(len(widths), count, widths[0], dtype=dtype, device=device).unbind()
+    return [torch.empty(count, width, dtype=dtype, device=device) for width in widths]
 
 
 def states_bytes(states: Sequence[DeltaState]) -> int:

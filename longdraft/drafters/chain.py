@@ -19,6 +19,7 @@ from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
 from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model.routine import CostClock, Routine
 from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transformer
@@ -34,7 +35,7 @@ class DraftModel(Protocol):
         reading the text, and drafts nothing in this step."""
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """The guesses of a chain after `path`, place by place, in one call. None where that is not possible: see
         `Chain._step_by_step`, which gives the same guesses."""
 
@@ -64,7 +65,8 @@ class Chain(NamedTuple):
         guess, and where `confidence` ends it.
         """
         node, path, end = 0, list(path), self.confidence.end() if self.confidence else NEVER
-        places = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin, end)
+        places = yield from self.draft_model.draft_natively(context, path, length, self.sampler, self.width,
+                                                            self.margin, end)
         if places is None:
             places = yield from self._step_by_step(context, path, length, end)
         best, leads = list[int](), list[float]()
@@ -89,7 +91,8 @@ class Chain(NamedTuple):
             logits = yield from self.draft_model.next_logits(context, path)
             if logits is None:
                 break
-            places.append(self.sampler.ranked(logits[0], context, path[1:], self.width, within=self.margin))
+            places.append((yield from self.sampler.rank_later(logits[0], context, path[1:], self.width,
+                                                              within=self.margin)))
             if not places[-1].tokens:
                 break
             path.append(places[-1].tokens[0])
@@ -119,7 +122,7 @@ class SelfDraftModel:
         return self._vocabulary.model(context) if self._vocabulary and self._is_alone else self._whole_model
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """The guesses of a chain after `path`, place by place, drafted in one call. None where that is not possible,
         or where the request shares its forwards with others, which read the weights once for all."""
         if length < 1 or not self._is_alone:
@@ -128,8 +131,8 @@ class SelfDraftModel:
         ranking = sampler.native_ranking(context, model.config.vocab_size, width, margin)
         if ranking is None:
             return None
-        places = model.draft_chain(self._cache.draft_stores, ranking, end, path[0], path[1:],
-                                   len(context) + len(path) - 1, length)
+        places = yield from model.draft_chain(self._cache.draft_stores, ranking, end, path[0], path[1:],
+                                              len(context) + len(path) - 1, length)
         if places is not None:
             self._cache.add_drafts(len(places))
         return places

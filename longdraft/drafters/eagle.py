@@ -23,6 +23,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.errors import check
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, Ranked
 from longdraft.model.eagle import Eagle
 from longdraft.model.routine import atomic
@@ -100,7 +101,7 @@ class EagleDraftModel:
         return self._head.logits(self._outputs[-1])
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """See `DraftModel`. Only on a device, where the rows of the drafts are forgotten: the next step computes them
         from the target's states."""
         if not sampler.on_device or length < 1 or len(path) != 1 or not self._head.shares_kernels:
@@ -115,8 +116,9 @@ class EagleDraftModel:
         end_of_rows = self.rows.end
         cos, sin = self._head.rotations(range(end_of_rows, end_of_rows + max(1, length - 1)))
         rotations = cos[: length - 1], sin[: length - 1]
-        return ranking.sampler.draft_layers(self._head, self._head.kernels, self.rows.stores, self.rows.length,
-                                            self._outputs[0], vocabulary, rotations, ranking, end)
+        return (yield from ranking.sampler.draft_layers(
+            self._head, self._head.kernels, self.rows.stores, self.rows.length, self._outputs[0], vocabulary, rotations,
+            ranking, end))
 
     def _read_text(self, context: Context) -> None:
         """Read the rows whose states are new: of many, the first and the latest ones that the head can see."""

@@ -16,6 +16,7 @@ from longdraft.cache.window import RowWindow
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, Ranked
 from longdraft.model.glide import Glide, GlideRows
 from longdraft.model.routine import atomic
@@ -78,7 +79,7 @@ class GlideDraftModel:
         return self._glide.logits(self._hidden[-1])
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """See `DraftModel`. Only on a device."""
         if not sampler.on_device or length < 1 or len(path) != 1 or not self._cache.length:
             return None
@@ -91,7 +92,7 @@ class GlideDraftModel:
         del self._hidden[1:]
         cos, sin = model.rotations(range(rows.end, rows.end + max(1, length - 1)))
         read = self._cache.stores[-1], self._cache.length
-        places = ranking.sampler.draft_layers(
+        places = yield from ranking.sampler.draft_layers(
             self._glide, model.kernels, rows.stores, rows.length, self._hidden[0], model.config.vocab_size,
             (cos[: length - 1], sin[: length - 1]), ranking, end, read)
         if places:

@@ -20,7 +20,7 @@ from longdraft.drafters import template
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import UsageError
 from longdraft.model.heads import Heads
-from longdraft.model.routine import atomic
+from longdraft.model.routine import Routine
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie, root_only
@@ -59,12 +59,11 @@ class MedusaDrafter:
         # The prompt's last token is the first root; its own row is computed by the first verification.
         self._hidden = verified.hidden[-1:] if verified else None
 
-    @atomic
-    def propose(self, context: Context, max_depth: int) -> Tree:
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         if self._hidden is None or not max_depth:
             return root_only(context.last)
-        ranked = template.ranked_heads(self._sampler, self._heads, self._hidden, None, context, (),
-                                       self._widths[:max_depth])
+        ranked = yield from template.ranked_heads(self._sampler, self._heads, self._hidden, None, context, (),
+                                                  self._widths[:max_depth])
         trie = Trie(context.last)
         nodes: dict[tuple[int, ...], int] = {(): 0}
         for path in self._choices:

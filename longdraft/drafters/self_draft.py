@@ -304,7 +304,8 @@ class SelfDrafter:
         """The last forward of the chain, the template below `node`, and n-grams after the template's first guesses."""
         template = self._settings.tree[:max_depth]
         result = yield from self._draft_model.forward(context, path)
-        places = ranked_heads(self._sampler, self._heads, result.hidden, result.logits, context, path[1:], template)
+        places = yield from ranked_heads(self._sampler, self._heads, result.hidden, result.logits, context, path[1:],
+                                         template)
         parents = [node]
         for ahead, guesses in enumerate(places):
             parents = [trie.add(parent, token, HEADS if ahead else SELF) for parent in parents for token in guesses]

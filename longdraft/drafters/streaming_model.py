@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.core import Context
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, Ranked
 from longdraft.model.routine import Routine, run_alone
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
@@ -75,7 +76,7 @@ class StreamingDraftModel:
         return self._fit_vocabulary(result.logits) if place == end else None
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """See `DraftModel`. Only on a device, for a model with the target's vocabulary, where neither the window moves
         nor much text is left to read."""
         model, last = self._model, len(context) - 2 + len(path)  # the place of the last token of `path`
@@ -95,8 +96,8 @@ class StreamingDraftModel:
         if missing > 0:
             run_alone(self._read_on(context, path, last))
         row = self.cache.length
-        places = model.draft_chain(DraftStores(self.cache.stores, row, None), ranking, end, path[0], path[1:], row + 1,
-                                   length)
+        places = yield from model.draft_chain(DraftStores(self.cache.stores, row, None), ranking, end, path[0],
+                                              path[1:], row + 1, length)
         if places is None:
             return None
         self.cache.skip(len(places))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longdraft.core import Context
 from longdraft.errors import UsageError, check
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.model.heads import Heads
 from longdraft.sampling.device import MAX_GUESSES, DeviceRanking
 from longdraft.sampling.sampler import Sampler
@@ -66,7 +67,7 @@ def depth(choices: Choices) -> int:
 
 
 def ranked_heads(sampler: Sampler, heads: Heads | None, hidden: Tensor, first: Tensor | None, context: Context,
-                 path: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
+                 path: Sequence[int], widths: Sequence[int]) -> LaunchedWork[list[list[int]]]:
     """The guesses of heads after `path`, place by place: widths[i] at place i, best first.
 
     hidden  [1, hidden], the last layer's output of the row in front of the first place
@@ -79,7 +80,8 @@ def ranked_heads(sampler: Sampler, heads: Heads | None, hidden: Tensor, first: T
     if heads and sampler.on_device and most <= MAX_GUESSES:
         ranking = sampler.native_ranking(context, heads.vocabulary, most, math.inf)
         if isinstance(ranking, DeviceRanking):
-            places = ranking.sampler.rank_heads(heads, hidden, first, path, ranking, heads.vocabulary, len(widths))
+            places = yield from ranking.sampler.rank_heads(heads, hidden, first, path, ranking, heads.vocabulary,
+                                                           len(widths))
             if places is not None:
                 return [guesses[:width] for guesses, width in zip(places, widths, strict=True)]
     logits = [] if first is None else [*first]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -97,6 +97,18 @@ class DeltaRows(NamedTuple):
     after: DeltaState
     mixed: Tensor
     gates: Tensor
+
+
+@runtime_checkable
+class AppliesPaths(Protocol):
+    """Kernels that apply the rule to a path of all layers at once."""
+
+    def states_after(self, layers: Sequence[DeltaWeights], rows: Sequence[DeltaRows], path: Sequence[int],
+                      after: Sequence[DeltaState]) -> bool:
+        """Fill `after` with the states after these rows of each layer, the first of which continues `before`.
+
+        False, and nothing is done, for layers that are not computed together.
+        """
 
 
 def delta_rule(weights: DeltaWeights, rows: DeltaRows, z: Tensor | None, parents: Sequence[int]) -> Tensor | None:

@@ -16,6 +16,7 @@ SWITCHES = {
     "DRAFTS_LAYERS": "trained layers, heads and small draft models draft in graphs",
     "SHARES_FORWARDS": "several texts run in one forward",
     "SHARES_CHOICES": "the tokens of several texts are chosen in one graph",
+    "PLACES_STATES": "delta layers are part of that graph, and commit a path together",
     "CAPTURES_LAYERS": "layers of mixtures, Gemma, gpt-oss and GLM-4 are one graph",
     "WRITES_AHEAD": "plain decoding computes several tokens before the host reads them",
 }

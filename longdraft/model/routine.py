@@ -7,6 +7,9 @@ for the drafts, verifications and prompts of all texts:
     def propose(self, context, max_depth):                      # a routine
         result = yield ForwardRequest(model, rows, cache, 1)    # suspended until the forward is done
         return tree_of(result.logits)
+
+A routine also yields when it has launched work on a device (`Launched`), so that other texts launch theirs before the
+host waits. It is then resumed without a value.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from longdraft.errors import translated_error
+from longdraft.kernels.launched import Launched
 from longdraft.model.transformer import Forward, ForwardRequest
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Routine = Generator[ForwardRequest, Forward, T]
+Routine = Generator[ForwardRequest | Launched, Forward, T]
 
 
 def atomic(function: Callable[P, T]) -> Callable[P, Routine[T]]:
@@ -40,7 +44,10 @@ def run_alone(routine: Routine[T]) -> T:
     try:
         request = next(routine)
         while True:
-            request = routine.send(request.model.forward_batch([request])[0])
+            if isinstance(request, Launched):
+                request = next(routine)
+            else:
+                request = routine.send(request.model.forward_batch([request])[0])
     except StopIteration as end:
         result: T = end.value
         return result

@@ -31,6 +31,7 @@ from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayersKV, LayerWeights, Linear, native_draft
 from longdraft.kernels.interface import TokenDecoder, TokenRows, parents_tensor
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
@@ -273,21 +274,21 @@ class Transformer:
         return self._decoder.forward(x, *_rotations(requests), layers_kv, parents)
 
     def draft_chain(self, cache: DraftStores, ranking: Ranking | DeviceRanking, end: ChainEnd, root: int,
-                    path: Sequence[int], position: int, count: int) -> list[Ranked] | None:
+                    path: Sequence[int], position: int, count: int) -> LaunchedWork[list[Ranked] | None]:
         """Draft up to `count` tokens in one call (longdraft/kernels/native_draft.py, on a device
         longdraft/kernels/cuda/drafting.py). None where these kernels cannot.
 
         position  of the first drafted token in the text
         """
-        config, rotations = self.config, self.rotations(range(position - 1, position - 1 + count))
+        config, turns = self.config, self.rotations(range(position - 1, position - 1 + count))
         weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
                                self.part, self.embedding_factor, config.logits_cap, self.weights.layer_inputs)
         if isinstance(ranking, DeviceRanking):
-            return ranking.sampler.draft_chain(self._decoder, weights, cache, ranking, rotations, path, end)
+            return (yield from ranking.sampler.draft_chain(self._decoder, weights, cache, ranking, turns, path, end))
         if not native_draft.supports(self.kernels, self._decoder, weights):
             return None
         return native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, end, root, path,
-                                        rotations, position)
+                                        turns, position)
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         """Logits of each text's last rows. wanted: (end of the text's rows, number of logits)."""

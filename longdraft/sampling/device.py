@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longdraft.core import Context, SamplingParams, TokenLogprob
 from longdraft.kernels import Decoder, Kernels, KVStore
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 from longdraft.kernels.switches import is_on
 from longdraft.sampling import process
@@ -128,7 +129,7 @@ class DeviceSampler:
         return entries
 
     def ranked(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
-               within: float) -> Ranked:
+               within: float) -> LaunchedWork[Ranked]:
         """As `Sampler.ranked`, for at most `MAX_GUESSES`, without guesses that the filters remove."""
         from longdraft.kernels.cuda.drafting import DraftRanking
 
@@ -141,7 +142,7 @@ class DeviceSampler:
         required = self._left(context) - len(path) - ahead
         ranking.begin(within, len(context) + len(path), required)
         ranking.rank(logits[None].float().clone(), required > 0, ahead)
-        return ranking.read(1)[0]
+        return (yield from ranking.read(1))[0]
 
     def ranking(self, context: Context, width: int, within: float) -> DeviceRanking:
         """How the guesses of a chain are ranked on the device."""
@@ -150,7 +151,7 @@ class DeviceSampler:
 
     def draft_chain(self, decoder: Decoder, weights: DraftWeights, stores: DraftStores,
                     ranking: DeviceRanking, rotations: tuple[Tensor, Tensor], path: Sequence[int],
-                    end: ChainEnd) -> list[Ranked] | None:
+                    end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """See `longdraft.kernels.native_draft.draft_chain`. None for layers that run operation by operation, for
         weights that are divided among ranks, and for logits with a cap."""
         from longdraft.kernels.cuda.decoder import CudaDecoder
@@ -158,12 +159,12 @@ class DeviceSampler:
 
         if not isinstance(decoder, CudaDecoder) or weights.logits_cap or weights.inputs is not None:
             return None
-        return draft_chain(decoder, weights, stores, self._chooser, self._chains, ranking.width,
-                           rotations, path, ranking.required - len(path), ranking.within, end)
+        return (yield from draft_chain(decoder, weights, stores, self._chooser, self._chains, ranking.width,
+                                       rotations, path, ranking.required - len(path), ranking.within, end))
 
     def draft_layers(self, layers: DraftLayers, kernels: Kernels, stores: Sequence[KVStore], length: int, row: Tensor,
                      vocabulary: int, rotations: tuple[Tensor, Tensor], ranking: DeviceRanking, end: ChainEnd,
-                     read: tuple[KVStore, int] | None = None) -> list[Ranked] | None:
+                     read: tuple[KVStore, int] | None = None) -> LaunchedWork[list[Ranked] | None]:
         """A chain after the text from trained layers; see `LayerChain.draft`. None for weights that are divided.
 
         read  another store that they read, and its visible rows
@@ -180,10 +181,11 @@ class DeviceSampler:
         if self._layer_chain is None or self._layer_chain[0] != key:
             chain = LayerChain(layers, kernels, held, other, self._chooser, vocabulary, ranking.width, row)
             self._layer_chain = key, chain
-        return self._layer_chain[1].draft(row, length, num_read, rotations, ranking.required, ranking.within, end)
+        return (yield from self._layer_chain[1].draft(row, length, num_read, rotations, ranking.required,
+                                                      ranking.within, end))
 
     def rank_heads(self, heads: DraftHeads, hidden: Tensor, first: Tensor | None, path: Sequence[int],
-                   ranking: DeviceRanking, vocabulary: int, num: int) -> list[list[int]] | None:
+                   ranking: DeviceRanking, vocabulary: int, num: int) -> LaunchedWork[list[list[int]] | None]:
         """The guesses of heads; see `HeadPlaces.rank`. None for weights that are divided."""
         from longdraft.kernels.cuda.head_places import HeadPlaces
         from longdraft.kernels.cuda.operations import CudaOperations
@@ -193,7 +195,7 @@ class DeviceSampler:
         key = id(heads), ranking.width
         if self._heads is None or self._heads[0] != key:
             self._heads = key, HeadPlaces(heads, self._kernels.graphs, self._chooser, vocabulary, ranking.width, hidden)
-        return self._heads[1].rank(hidden, first, num, path, ranking.required - len(path))
+        return (yield from self._heads[1].rank(hidden, first, num, path, ranking.required - len(path)))
 
     def _update(self, context: Context) -> None:
         start = self._chooser.length

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import Kernels, noise
+from longdraft.kernels.launched import LaunchedWork, finished
 from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.sampling import process
 from longdraft.sampling.device import MAX_GUESSES, DeviceRanking, DeviceSampler, TreeChoice
@@ -137,13 +138,18 @@ class Sampler:
         agrees with its samples, at any temperature. Tokens that the filters remove come last, because a drafter's
         logits are an estimate; a device leaves them out. Logits that are not finite give no guesses.
         """
+        return finished(self.rank_later(logits, context, path, num, ahead, within))
+
+    def rank_later(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0,
+                   within: float = math.inf) -> LaunchedWork[Ranked]:
+        """As `ranked`. A device has been given the work when this yields, and is waited for afterwards."""
         masks = None
         if self._grammar and not ahead:
             masks = [self._grammar.mask(context, path)]
             if masks[0] is None:
                 return Ranked([], math.inf)
         if self.on_device and logits.device == self.on_device.device and num <= MAX_GUESSES:
-            return self.on_device.ranked(logits, context, path, num, ahead, within)
+            return (yield from self.on_device.ranked(logits, context, path, num, ahead, within))
         logits = self._biased(logits[None], [len(context) + len(path) + ahead], masks)[0]
         if self._is_fast:
             return self._compiled(context, len(logits)).ranked(logits, context, path, num, ahead, within)

@@ -15,6 +15,7 @@ import math
 
 from longdraft.cache.full import FullCache
 from longdraft.core import Context
+from longdraft.kernels.launched import finished
 from longdraft.kernels.native_draft import NEVER, DraftStores
 from longdraft.kernels.switches import is_on
 from longdraft.model.routine import CostClock
@@ -62,6 +63,6 @@ class PlainAhead:
         ranking = self._sampler.native_ranking(context, model.config.vocab_size, 1, math.inf)
         if not isinstance(ranking, DeviceRanking):
             return []
-        places = model.draft_chain(DraftStores(cache.stores, cache.length, None), ranking, NEVER, context.last, (),
-                                   len(context), count)
+        places = finished(model.draft_chain(DraftStores(cache.stores, cache.length, None), ranking, NEVER, context.last,
+                                            (), len(context), count))
         return [place.tokens[0] for place in places or () if place.tokens]

@@ -21,8 +21,7 @@ from helpers.equality import prompt_of
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import NumericalError, UsageError
-from longdraft.kernels import switches
-from longdraft.kernels.cuda.drafting import DraftRanking
+from longdraft.kernels import launched, switches
 from longdraft.model.routine import CostClock, run_alone
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
@@ -81,8 +80,8 @@ def rows(step: Step) -> list[torch.Tensor]:
 def test_tokens_ahead_are_those_of_single_steps(model, law, monkeypatch):
     """Tokens and rows, to the bit, with one wait for several tokens. The last ones are written by single steps."""
     waits = []
-    honest = DraftRanking.read
-    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    honest = launched.copied_to_host
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     fast, slow = (text_of(model, LAWS[law], is_ahead) for is_ahead in (True, False))
     assert write(fast) == write(slow)
     assert waits == [8] and fast.tally.steps == slow.tally.steps == NEW

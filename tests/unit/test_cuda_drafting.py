@@ -23,8 +23,8 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
+from longdraft.kernels import launched
 from longdraft.kernels.cuda.choice import ChosenTokens
-from longdraft.kernels.cuda.drafting import DraftRanking
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model import config as model_config
 from longdraft.model.routine import run_alone
@@ -113,7 +113,8 @@ class Drafting:
         if self._on_host:
             chain = Chain(self.draft_model, self.sampler, width, "self", 0.8)
             return run_alone(chain._step_by_step(self.context, path, length, end))
-        found = self.draft_model.draft_natively(self.context, path, length, self.sampler, width, 0.8, end)
+        found = launched.finished(
+            self.draft_model.draft_natively(self.context, path, length, self.sampler, width, 0.8, end))
         assert found is not None
         return found
 
@@ -132,8 +133,8 @@ CHAINS = [
 def test_a_chain_on_the_device_is_the_chain_of_single_steps(model, prompt, law, path, length, width, end, monkeypatch):
     """Guesses, leads, and the keys and values in the partial cache, to the bit; the host waits for the device once."""
     waits = []
-    honest = DraftRanking.read
-    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    honest = launched.copied_to_host
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     device, host = (Drafting(model, prompt, law, on_host) for on_host in (False, True))
     whole, steps = (each.draft(path, length, width, end) for each in (device, host))
     assert waits == [length]

@@ -149,7 +149,7 @@ def test_families_agree_with_the_reference_and_every_drafter_writes_the_plain_te
     captured: list[object] = []
     monkeypatch.setattr(layerwise, "CapturedLayers", lambda *given: captured.append(given) or CapturedLayers(*given))
     plain = generate(model, PARAMS, by_name("plain"))
-    assert len(captured) == (name not in HYBRIDS), "a text has one graph for plain decoding; delta layers have none"
+    assert len(captured) == 1, "a text has one graph for plain decoding"
     tally = Tally()
     assert generate(model, PARAMS, lambda given: liar("half true", plain, LENGTH), tally) == plain
     assert tally.accepted.total() > 0 and tally.steps < NEW

@@ -20,7 +20,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
-from longdraft.kernels.cuda.drafting import DraftRanking
+from longdraft.kernels import launched
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
@@ -78,7 +78,8 @@ class Drafting:
         if self._on_host:
             chain = Chain(self.draft_model, self.sampler, width, "eagle", 0.8)
             return run_alone(chain._step_by_step(self.context, PROMPT[-1:], length, end))
-        found = self.draft_model.draft_natively(self.context, PROMPT[-1:], length, self.sampler, width, 0.8, end)
+        found = launched.finished(
+            self.draft_model.draft_natively(self.context, PROMPT[-1:], length, self.sampler, width, 0.8, end))
         assert found is not None
         return found
 
@@ -98,8 +99,8 @@ CASES = [("EAGLE-3", PAPER, 6, 3, NEVER), ("EAGLE 3.1, own table", dict(temperat
 def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law, length, width, end, monkeypatch):
     """Guesses, leads, keys and values, to the bit; the host waits once, and the graphs serve the next chain."""
     waits, ran = [], []
-    honest = DraftRanking.read
-    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    honest = launched.copied_to_host
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     model, head = load(folder, dialect)
     device, host = (Drafting(model, head, law, on_host) for on_host in (False, True))
     graphs = model.kernels.graphs

@@ -21,7 +21,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
-from longdraft.kernels.cuda.drafting import DraftRanking
+from longdraft.kernels import launched
 from longdraft.kernels.native_draft import NEVER
 from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
@@ -56,8 +56,8 @@ def small() -> Transformer:
 def test_a_small_model_drafts_the_chain_of_single_steps(small, law, monkeypatch):
     """Through accepted and rejected drafts, behind drafted tokens, and where its window is full."""
     waits = []
-    honest = DraftRanking.read
-    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    honest = launched.copied_to_host
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     both = [(StreamingDraftModel(small, small.config.vocab_size, 30, 2, 4), sampler, Context(PROMPT))
             for sampler in samplers(small, law)]
     accepted: list[list[int]] = [[], [7, 9], []]
@@ -70,7 +70,7 @@ def test_a_small_model_drafts_the_chain_of_single_steps(small, law, monkeypatch)
             if sampler.on_device is None:
                 found.append(run_alone(chain._step_by_step(context, whole, 3, NEVER)))
             else:
-                places = draft_model.draft_natively(context, whole, 3, sampler, 2, 0.8, NEVER)
+                places = launched.finished(draft_model.draft_natively(context, whole, 3, sampler, 2, 0.8, NEVER))
                 assert places is not None
                 found.append(places)
         host, device = found
@@ -81,7 +81,8 @@ def test_a_small_model_drafts_the_chain_of_single_steps(small, law, monkeypatch)
     draft_model, sampler, context = both[1]
     context.extend([5, 6, 4, 5, 6, 4])
     length = draft_model.cache.length
-    assert draft_model.draft_natively(context, [context.last], 3, sampler, 2, 0.8, NEVER) is None, "the window moves"
+    drafted = draft_model.draft_natively(context, [context.last], 3, sampler, 2, 0.8, NEVER)
+    assert launched.finished(drafted) is None, "the window moves"
     assert draft_model.cache.length <= length
     again = run_alone(Chain(draft_model, sampler, 2, "draft", 0.8)._step_by_step(context, [context.last], 3, NEVER))
     fresh = StreamingDraftModel(small, small.config.vocab_size, 30, 2, 4)
@@ -91,7 +92,8 @@ def test_a_small_model_drafts_the_chain_of_single_steps(small, law, monkeypatch)
 def test_a_small_model_with_another_vocabulary_drafts_token_by_token(small):
     _, sampler = samplers(small, "greedy")
     draft_model = StreamingDraftModel(small, small.config.vocab_size + 3, 30, 2, 4)
-    assert draft_model.draft_natively(Context(PROMPT), PROMPT[-1:], 3, sampler, 1, math.inf, NEVER) is None
+    drafted = draft_model.draft_natively(Context(PROMPT), PROMPT[-1:], 3, sampler, 1, math.inf, NEVER)
+    assert launched.finished(drafted) is None
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +113,13 @@ def test_heads_rank_on_the_device_what_they_rank_place_by_place(folder, law, has
     trained, context = heads.load_heads(folder / "heads", model), Context(PROMPT)
     hidden, first = rows_of(1, 32, seed=4), rows_of(1, VOCAB, seed=5) if has_first else None
     waits, ran = [], []
-    honest = DraftRanking.read
-    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    honest = launched.copied_to_host
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), work()))
     host, device = samplers(model, law)
     for path in ([], [3, 8]):
-        expected, found = (ranked_heads(each, trained, hidden, first, context, path, [3, 1]) for each in (host, device))
+        expected, found = (launched.finished(ranked_heads(each, trained, hidden, first, context, path, [3, 1]))
+                           for each in (host, device))
         for ours, theirs in zip(found, expected, strict=True):
             assert ours and ours == theirs[: len(ours)]
     assert waits == [2, 2] and len(ran) == 2 and len(set(ran)) == 1

@@ -15,7 +15,7 @@ from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels.native_draft import NEVER
-from longdraft.model.routine import run_alone
+from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import chain_rows
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Trie
@@ -30,7 +30,7 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None,
     partial = new_partial_cache(settings, model, cache)
     draft_model = SelfDraftModel(model, partial, vocabulary=vocabulary and DraftVocabulary(model, vocabulary))
     if not natively:
-        draft_model.draft_natively = lambda *given: None
+        draft_model.draft_natively = atomic(lambda *given: None)
     chain = Chain(draft_model, sampler, width, "self", 0.5, Confidence(least))
     trees, rows = [], None
     for _ in range(4):
@@ -110,7 +110,8 @@ def test_settings_that_need_python_are_drafted_step_by_step(tiny):
     supported = {name: sampler.native_ranking(context, model.config.vocab_size, 1, 0.0) is not None
                  for name, sampler in samplers.items()}
     assert supported["paper"] and supported["top-k"] and not supported["all of it"]
-    assert draft_model.draft_natively(context, [context.last], 3, samplers["all of it"], 1, 0.0, NEVER) is None
+    drafted = draft_model.draft_natively(context, [context.last], 3, samplers["all of it"], 1, 0.0, NEVER)
+    assert run_alone(drafted) is None
 
 
 @pytest.mark.parametrize("family", CPU_FAMILIES)

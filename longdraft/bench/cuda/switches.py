@@ -20,6 +20,7 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
 from longdraft.kernels.cuda import shared_forward
+from longdraft.kernels.launched import finished
 from longdraft.model import shared_choice
 from longdraft.model.heads import ChainedHeads, Head
 from longdraft.model.routine import run_alone, run_batched
@@ -135,7 +136,8 @@ def _rounds(plan: CudaPlan, model: Transformer, context: int, count: int) -> dic
 def _round(steps: Sequence[Step]) -> None:
     """A plain step of each text."""
     routines = [step.run(1) for step in steps]
-    results = run_batched([next(routine) for routine in routines], lambda indices, seconds: None)
+    requests = [request for request in map(next, routines) if isinstance(request, ForwardRequest)]
+    results = run_batched(requests, lambda indices, seconds: None)
     for routine, result in zip(routines, results, strict=True):
         with suppress(StopIteration):
             routine.throw(result) if isinstance(result, Exception) else routine.send(result)
@@ -178,6 +180,6 @@ def _heads(model: Transformer, text: Context) -> Callable[[], Callable[[], list[
 
     def new() -> Callable[[], list[int]]:
         sampler, given = Sampler(SAMPLING, kernels=kernels), row.to(kernels.dtype)
-        return lambda: [places[0] for places in ranked_heads(sampler, heads, given, None, text, (), _TREE)]
+        return lambda: [places[0] for places in finished(ranked_heads(sampler, heads, given, None, text, (), _TREE))]
 
     return new

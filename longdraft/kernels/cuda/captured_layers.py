@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, tree_attention
+from longdraft.kernels.cuda.delta import Paths, PlacedStates, addresses, stacked
+from longdraft.kernels.cuda.jit_delta import ENTRY
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import require
+from longdraft.kernels.cuda.launch import UNFUSED, require, staged_parts
 from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import KV, AttentionOutput, LayersKV, Taps
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights
@@ -25,11 +30,16 @@ class _TreeOperations(CudaOperations):
 
     where    int64 [2]: committed positions; the slot of drafted row 0, which is the room of all stores
     parents  int32 [R]
+    placed   the states of all delta layers, in order
     """
 
-    def __init__(self, ops: CudaOperations, where: Tensor, parents: Tensor, room: int) -> None:
+    def __init__(self, ops: CudaOperations, where: Tensor, parents: Tensor, room: int, placed: PlacedStates) -> None:
         self.__dict__.update(ops.__dict__)
-        self._where, self._parents, self._room = where, parents, room
+        self._where, self._parents, self._room, self._placed = where, parents, room, placed
+        rows = len(parents)
+        path, depths = (torch.zeros(*size, dtype=torch.int32, device=ops.device) for size in ((rows, rows), (rows,)))
+        self._paths = Paths(path, depths, rows)
+        self._num_deltas = 0  # delta layers that have run
         self._rows = torch.arange(len(parents), device=ops.device)
         self._slots = self._rows + room
         self._work: dict[AttentionPlan, AttentionWorkspace] = {}
@@ -38,6 +48,18 @@ class _TreeOperations(CudaOperations):
     def begin(self) -> None:
         """A forward begins, whose first attention of each shape computes the tree's paths."""
         self._has_tree.clear()
+        self._num_deltas = 0
+
+    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
+                   parents: Tensor) -> Tensor | None:
+        (rows,), place = texts, self._num_deltas * ENTRY.value
+        assert z is not None
+        if not self._num_deltas:
+            path, depths, stride = self._paths
+            jit_attention.tree_paths_kernel[(stride,)](self._parents, path, depths, stride, num_warps=1, **UNFUSED)
+        self._num_deltas += 1
+        placed = self._placed._replace(table=self._placed.table[place : place + ENTRY.value])
+        return self.deltas.run_placed(weights, rows.mixed, rows.gates, z, self._paths, placed)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         (store,) = cuda_stores([kv.store])
@@ -72,17 +94,29 @@ class CapturedLayers:
         self._k, self._v = (torch.zeros(len(k), rows, *k.shape[2:], dtype=k.dtype, device=ops.device)
                             for _ in range(2))
         self._tapped = torch.zeros(len(taps), rows, len(layers[0].attention_norm), dtype=x.dtype, device=ops.device)
-        self._staged = torch.zeros(4 + rows, dtype=torch.int32, device=ops.device)  # where, as two int64, then parents
-        self._ops = _TreeOperations(ops, self._staged[:4].view(torch.int64), self._staged[4:], room)
+        self._deltas = [layer.delta for layer in layers if layer.delta is not None]
+        self._parts = staged_parts(4, rows, 2, 2 * ENTRY.value * len(self._deltas))
+        self._staged = torch.zeros(self._parts[-1].stop, dtype=torch.int32, device=ops.device)
+        where, parents, count, table = (self._staged[part] for part in self._parts)
+        where, count, table = (part.view(torch.int64) for part in (where, count, table))
+        self._ops = _TreeOperations(ops, where, parents, room, PlacedStates(table, count, count))
+        shape = self._deltas[0].shape if self._deltas else None
+        self._mixed, self._gates = (
+            torch.zeros(len(self._deltas), rows, width, dtype=dtype, device=ops.device) for width, dtype in
+            ((shape.channels if shape else 0, ops.dtype), (2 * shape.value_heads if shape else 0, torch.float32)))
         self._decoder = LayerwiseDecoder(self._ops, layers, geometry)
         self._result: tuple[Tensor, AttentionOutput] | None = None
 
-    def load(self, x: Tensor, cos: Tensor, sin: Tensor, length: int, parents: Tensor) -> None:
+    def load(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> None:
         """Copy the inputs. Padding rows follow the committed positions; their results are not read."""
-        staged = torch.full((len(self._staged),), -1, dtype=torch.int32)
-        staged[:4].view(torch.int64).copy_(torch.tensor([length, self._room]))
-        staged[4 : 4 + len(parents)] = parents
-        self._staged.copy_(staged, non_blocking=True)
+        staged = np.full(len(self._staged), -1, dtype=np.int32)
+        where, all_parents, count, table = (staged[part] for part in self._parts)
+        where.view(np.int64)[:] = kv.length, self._room
+        all_parents[: len(parents)], count.view(np.int64)[:] = parents.numpy(), len(parents)
+        if self._deltas:
+            states = [rows.before for rows in kv.deltas], [rows.after for rows in kv.deltas]
+            table.view(np.int64)[:] = np.ravel(addresses(self._deltas, *states))
+        self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
         for held, given in ((self._x, x), (self._cos, cos), (self._sin, sin)):
             held[: len(given)].copy_(given)
 
@@ -90,7 +124,9 @@ class CapturedLayers:
         """All layers. The launches do not depend on the buffers' contents, as a graph requires."""
         self._ops.begin()
         taps = Taps(self._taps, self._tapped) if self._taps else None
-        kv = LayersKV(stores, self._room, self._k, self._v, taps=taps)
+        unread = DeltaState(self._staged, self._staged)  # the operations know the states
+        deltas = [DeltaRows(unread, unread, *parts) for parts in zip(self._mixed, self._gates, strict=True)]
+        kv = LayersKV(stores, self._room, self._k, self._v, taps=taps, deltas=deltas)
         parents = torch.full((len(self._x),), -1, dtype=torch.int32)  # the operations know the tree
         self._result = self._decoder.forward(self._x, self._cos, self._sin, [kv], parents)
 
@@ -102,4 +138,10 @@ class CapturedLayers:
         kv.v.copy_(self._v[:, :rows])
         if kv.taps:
             kv.taps.rows.copy_(self._tapped[:, :rows])
+        if kv.deltas:
+            inputs = [each.mixed for each in kv.deltas], [each.gates for each in kv.deltas]
+            for parts, made in zip(inputs, (self._mixed, self._gates), strict=True):
+                given = stacked(parts)
+                assert given is not None, "rows of layers of one shape"
+                given.copy_(made[:, :rows])
         return hidden[:rows].clone(), AttentionOutput(*(part[:, :rows].clone() for part in attended))

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_attention, jit_delta
-from longdraft.kernels.cuda.launch import UNFUSED, RecentlyUsed, ceil_div, chained, on_device, padded_size, require
-from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.cuda.launch import (
+    UNFUSED,
+    RecentlyUsed,
+    ceil_div,
+    chained,
+    on_device,
+    padded_size,
+    require,
+    staged_parts,
+)
+from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaState, DeltaWeights
+from longdraft.kernels.switches import is_on
 
+PLACES_STATES = is_on("PLACES_STATES")  # False: no graph has delta layers, and each commits a path by its own launches
 _COLUMNS = 32  # of a state, in one program
 _MAX_PATHS = 16  # of trees whose paths are kept: all layers of a forward use the same
 
@@ -35,6 +47,43 @@ class Paths(NamedTuple):
         with on_device(device):
             jit_attention.tree_paths_kernel[(count,)](parents.to(device), path, depths, count, num_warps=1, **UNFUSED)
         return cls(path, depths, count)
+
+
+class PlacedStates(NamedTuple):
+    """States and numbers of rows in device memory.
+
+    table         int64 [L ENTRY], see `jit_delta`; `addresses` computes it
+    rows          int64 [1], of the convolution
+    rows_of_rule  int64 [1], of the rule
+    """
+
+    table: Tensor
+    rows: Tensor
+    rows_of_rule: Tensor
+
+
+def addresses(layers: Sequence[DeltaWeights], before: Sequence[DeltaState],
+              after: Sequence[DeltaState]) -> list[list[int]]:
+    """The table of `jit_delta` for layers whose rows continue `before` and fill `after`."""
+    table = []
+    for weights, old, new in zip(layers, before, after, strict=True):
+        require(old.matrix.data_ptr() != new.matrix.data_ptr(), "two states", "one")
+        held = (old.history, old.matrix, new.history, new.matrix, weights.conv, weights.decay, weights.bias)
+        table.append([*(part.data_ptr() for part in held), 0])
+    return table
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor [L, ...] whose parts these are, in order; None if they are not of one tensor."""
+    first, step = parts[0], parts[-1].data_ptr() - parts[0].data_ptr()
+    stride = step // (max(1, len(parts) - 1) * first.element_size())
+    places = range(first.data_ptr(), parts[-1].data_ptr() + 1, max(1, stride * first.element_size()))
+    memory = first.untyped_storage().data_ptr()
+    is_one = first.is_contiguous() and (stride >= first.numel() or len(parts) == 1) and all(
+        part.shape == first.shape and part.untyped_storage().data_ptr() == memory for part in parts)
+    if not is_one or [part.data_ptr() for part in parts] != list(places):
+        return None
+    return first.as_strided((len(parts), *first.shape), (stride, *first.stride()))
 
 
 class DeltaNets:
@@ -70,20 +119,78 @@ class DeltaNets:
         values = torch.empty(count, shape.channels, device=self._device)
         out = torch.empty(count, shape.values, dtype=self._dtype, device=self._device)
         sizes = {"KEY_HEADS": key_heads, "VALUE_HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": dim}
+        blocks = ceil_div(dim, _COLUMNS)
         with on_device(self._device):
             jit_delta.convolve_kernel[(count, 2 * key_heads + heads)](
-                mixed, rows.before.history, path, depths, weights.conv, values, rows.after.history, count, stride,
-                PADDED=padded_size(max(key_dim, dim)), WIDTH=width, num_warps=1, **sizes, **chained(self._device))
-            jit_delta.delta_rule_kernel[(count, heads, ceil_div(dim, _COLUMNS))](
+                mixed, rows.before.history, path, depths, weights.conv, values, rows.after.history, path, path, count,
+                stride, 0, 0, PADDED=padded_size(max(key_dim, dim)), WIDTH=width, HAS_TABLE=False, num_warps=1,
+                **sizes, **chained(self._device))
+            jit_delta.delta_rule_kernel[(count, heads, blocks)](
                 values, gates, weights.decay, weights.bias, path, depths, rows.before.matrix, rows.after.matrix, out,
-                count, stride, ROWS=padded_size(key_dim), COLUMNS=_COLUMNS, num_warps=4, **sizes,
-                **chained(self._device))
-            if z is None:
-                return None
-            require(z.shape == out.shape and z.dtype == self._dtype and z.stride(1) == 1, f"z {tuple(out.shape)}",
-                    (z.shape, z.dtype, z.stride()))
-            result = torch.empty_like(out)
-            jit_delta.gated_norm_kernel[(count, heads)](
+                path, path, count, stride, 0, 0, ROWS=padded_size(key_dim), COLUMNS=_COLUMNS, BLOCKS=blocks,
+                HAS_TABLE=False, HAS_OUTPUT=z is not None, num_warps=4, **sizes, **chained(self._device))
+        return None if z is None else self._normed(weights, out, z)
+
+    def _normed(self, weights: DeltaWeights, out: Tensor, z: Tensor) -> Tensor:
+        """The norm of each head of out [R, Hv Dv], times silu(z)."""
+        heads, dim = weights.shape.value_heads, weights.shape.value_dim
+        require(z.shape == out.shape and z.dtype == self._dtype and z.stride(1) == 1, f"z {tuple(out.shape)}",
+                (z.shape, z.dtype, z.stride()))
+        result = torch.empty_like(out)
+        with on_device(self._device):
+            jit_delta.gated_norm_kernel[(len(out), heads)](
                 out, weights.norm, z, result, z.stride(0), weights.eps, HEADS=heads, DIM=dim, PADDED=padded_size(dim),
                 num_warps=1, **chained(self._device))
         return result
+
+    def run_placed(self, weights: DeltaWeights, mixed: Tensor, gates: Tensor, z: Tensor, paths: Paths,
+                   placed: PlacedStates) -> Tensor:
+        """As `run` for one text, whose states and number of rows are in device memory: rows [R, Hv Dv].
+
+        mixed, gates  as in `DeltaRows`, contiguous
+        """
+        out = torch.empty(len(mixed), weights.shape.values, dtype=self._dtype, device=self._device)
+        self._launch(weights.shape, mixed[None], gates[None], len(mixed), paths, paths.depths, placed, out)
+        return self._normed(weights, out, z)
+
+    def states_after(self, layers: Sequence[DeltaWeights], rows: Sequence[DeltaRows], path: Sequence[int],
+                      after: Sequence[DeltaState]) -> bool:
+        """See `longdraft.kernels.delta.AppliesPaths`: one copy to the device and two launches for all layers."""
+        shape, mixed = layers[0].shape, stacked([part.mixed for part in rows])
+        gates = stacked([part.gates for part in rows])
+        if not PLACES_STATES or mixed is None or gates is None or any(each.shape != shape for each in layers):
+            return False
+        count, num = len(path), len(layers)
+        parts = staged_parts(2 * jit_delta.ENTRY.value * num, 2, 2, count, count, 1)
+        staged = np.zeros(parts[-1].stop, dtype=np.int32)
+        entries, of_convolution, of_rule, nodes, depths, last = (staged[part] for part in parts)
+        entries.view(np.int64)[:] = np.ravel(addresses(layers, [row.before for row in rows], after))
+        of_convolution.view(np.int64)[:], of_rule.view(np.int64)[:] = count, 1
+        nodes[:], depths[:], last[:] = path, range(count), count - 1
+        held = torch.from_numpy(staged).to(self._device, non_blocking=True)
+        table, rows_of_path, one, at, depth, depth_of_last = (held[part] for part in parts)
+        placed = PlacedStates(table.view(torch.int64), rows_of_path.view(torch.int64), one.view(torch.int64))
+        self._launch(shape, mixed, gates, count, Paths(at, depth, 0), depth_of_last, placed, None)
+        return True
+
+    def _launch(self, shape: DeltaShape, mixed: Tensor, gates: Tensor, count: int, paths: Paths, depths: Tensor,
+                placed: PlacedStates, out: Tensor | None) -> None:
+        """Convolution and rule of mixed [L, T, C] and gates [L, T, 2 Hv] for `count` rows.
+
+        depths  of the rows that the rule runs
+        """
+        key_heads, heads, key_dim, dim, width = shape
+        sizes = {"KEY_HEADS": key_heads, "VALUE_HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": dim}
+        layers, rows, _ = mixed.shape
+        values, blocks = torch.empty(layers, rows, shape.channels, device=self._device), ceil_div(dim, _COLUMNS)
+        options = dict(HAS_TABLE=True, **sizes, **chained(self._device))
+        with on_device(self._device):
+            jit_delta.convolve_kernel[(count, 2 * key_heads + heads, layers)](
+                mixed, mixed, paths.path, paths.depths, values, values, mixed, placed.table, placed.rows, count,
+                paths.stride, mixed.stride(0), values.stride(0), PADDED=padded_size(max(key_dim, dim)), WIDTH=width,
+                num_warps=1, **options)
+            jit_delta.delta_rule_kernel[(len(depths), heads, layers * blocks)](
+                values, gates, values, values, paths.path, depths, values, values, values if out is None else out,
+                placed.table, placed.rows_of_rule, count, paths.stride, values.stride(0), gates.stride(0),
+                ROWS=padded_size(key_dim), COLUMNS=_COLUMNS, BLOCKS=blocks, HAS_OUTPUT=out is not None, num_warps=4,
+                **options)

@@ -29,6 +29,7 @@ from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.support import BLOCK, SupportSearch
+from longdraft.kernels.launched import Launched, LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 
 _UNROLLED = 4  # tokens of the larger graph
@@ -110,9 +111,11 @@ class DraftRanking:
         required -= 1
         place += 1
 
-    def read(self, count: int) -> list[Ranked]:
-        """The guesses of the first `count` places. Waits for the device."""
-        rows = self.outcome[:count].cpu()
+    def read(self, count: int) -> LaunchedWork[list[Ranked]]:
+        """The guesses of the first `count` places, once they have arrived."""
+        launched = Launched(self.outcome[:count])
+        yield launched
+        rows = launched.read()
         leads = rows[:, 1].contiguous().view(torch.float64).tolist()
         return [Ranked(row[2 : 2 + row[0]], lead) for row, lead in zip(rows.tolist(), leads, strict=True)]
 
@@ -152,7 +155,7 @@ class DraftChain:
         decoder.ops.graphs.own(self, self._key)
 
     def draft(self, stores: DraftStores, rotations: tuple[Tensor, Tensor], path: Sequence[int], required: int,
-              within: float, end: ChainEnd) -> list[Ranked]:
+              within: float, end: ChainEnd) -> LaunchedWork[list[Ranked]]:
         """Draft a token for each row of `rotations`; what `end` cuts off is drafted and dropped.
 
         path       drafted tokens behind the text, which the chain continues
@@ -176,7 +179,7 @@ class DraftChain:
         with on_device(self._logits.device):
             graphs.run_in_turn([(("chain", self._key, size, has_bans, self._chooser.place_serial),
                                  partial(self._places, size, text, has_bans)) for size in in_graphs(count)], begin)
-        return until_end(self._ranking.read(count), end)
+        return until_end((yield from self._ranking.read(count)), end)
 
     def _places(self, count: int, text: Tensor, has_bans: bool) -> None:
         for _ in range(count):
@@ -225,7 +228,7 @@ def until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
 
 def draft_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores, chooser: TokenChooser,
                 held: RecentlyUsed[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
-                path: Sequence[int], required: int, within: float, end: ChainEnd) -> list[Ranked]:
+                path: Sequence[int], required: int, within: float, end: ChainEnd) -> LaunchedWork[list[Ranked]]:
     """As `longdraft.kernels.native_draft.draft_chain`, on the device.
 
     held  the request's chains, by what they depend on

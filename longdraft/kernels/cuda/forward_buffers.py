@@ -11,13 +11,11 @@ from torch import Tensor
 
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace
 from longdraft.kernels.cuda.kv_store import CudaStore
-from longdraft.kernels.cuda.launch import ceil_div, require
+from longdraft.kernels.cuda.launch import ALIGNED, require, staged_parts
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
-
-_ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
 
 
 class DecoderOfLayers(Protocol):
@@ -82,7 +80,7 @@ class ForwardBuffers:
         self.embedding = embedding
         num_entries = 0 if texts == 1 else 2 * 5 * num * texts
         self.parts = staged_parts(4 * texts, rows * (dim // 2), rows * (dim // 2), rows, rows, num_entries)
-        self.staged = zeros(self.parts[-1].stop + -self.parts[-1].stop % _ALIGNED, dtype=torch.int32)
+        self.staged = zeros(self.parts[-1].stop + -self.parts[-1].stop % ALIGNED, dtype=torch.int32)
         where, cos, sin, self.parents, self.tokens, table = (self.staged[part] for part in self.parts)
         self.table = table.view(torch.int64).view(texts, num, 5) if num_entries else None  # stores of several texts
         self.where = where.view(torch.int64)  # committed positions; slot of drafted row 0
@@ -129,13 +127,3 @@ class ForwardBuffers:
         if self.remainder is not None and remainder is not None and self._remainder_source is not remainder:
             self.remainder.copy_(remainder)
             self._remainder_source = remainder
-
-
-def staged_parts(*sizes: int) -> list[slice]:
-    """Places of positions and of a slot (int64), cos, sin, parents, tokens and stores in the int32 that are uploaded
-    together."""
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(slice(start, start + size))
-        start += ceil_div(size, _ALIGNED) * _ALIGNED
-    return parts

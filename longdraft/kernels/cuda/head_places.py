@@ -18,6 +18,7 @@ from longdraft.kernels.cuda.choice import TokenChooser
 from longdraft.kernels.cuda.drafting import DraftRanking
 from longdraft.kernels.cuda.graph_cache import GraphCache, new_owner
 from longdraft.kernels.cuda.launch import on_device, require
+from longdraft.kernels.launched import LaunchedWork
 
 
 class DraftHeads(Protocol):
@@ -44,7 +45,8 @@ class HeadPlaces:
         self._key = new_owner()
         graphs.own(self, self._key)
 
-    def rank(self, row: Tensor, first: Tensor | None, num: int, path: Sequence[int], required: int) -> list[list[int]]:
+    def rank(self, row: Tensor, first: Tensor | None, num: int, path: Sequence[int],
+             required: int) -> LaunchedWork[list[list[int]]]:
         """The guesses of `num` places, best first.
 
         row       [1, hidden], the last layer's output of the row in front of the first place
@@ -66,7 +68,7 @@ class HeadPlaces:
         key = ("heads", self._key, num, has_first, has_bans, chooser.place_serial)
         with on_device(text.device):
             self._graphs.run_in_turn([(key, partial(self._places, num, has_first, has_bans))], begin)
-        return [place.tokens for place in self._ranking.read(num)]
+        return [place.tokens for place in (yield from self._ranking.read(num))]
 
     def _places(self, num: int, has_first: bool, has_bans: bool) -> None:
         ranking, rows = self._ranking, list[Tensor]()

@@ -12,6 +12,14 @@ therefore read once, and a prompt too is computed row after row.
     path    [R, stride] int32: the row at each depth of a row's path; of a chain one row, and the stride is 0
     depths  [R] int32
     sizes   channels C = 2 Hk Dk + Hv Dv: the heads of q, of k, of v
+
+Where HAS_TABLE, what belongs to a layer or to a text is in device memory, so that a CUDA graph serves all of a text's
+states: `count` int64 [1], the number of rows, which the padding rows of a graph follow, and
+
+    table   int64 [L, ENTRY], the addresses of each layer: history and matrix before the rows, history and matrix after
+            them, conv, decay, bias
+
+A launch computes as many layers as its grid has, whose rows are `..._stride` elements apart.
 """
 
 import triton
@@ -22,22 +30,37 @@ from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_rows import rounded
 
 _L2_EPS = tl.constexpr(1e-6)  # as in longdraft/kernels/delta.py
+ENTRY = tl.constexpr(8)
+
+
+@triton.jit
+def _address(entry, place: tl.constexpr, like):
+    """A pointer that an entry of the table holds, of the dtype of `like`. Allocations are aligned to 16 bytes."""
+    return tl.multiple_of(tl.load(entry + place).to(like.dtype), 16)
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride"])
-def convolve_kernel(mixed, history, path, depths, conv, out, new_history, num_rows, stride, KEY_HEADS: tl.constexpr,
-                    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-                    WIDTH: tl.constexpr, IS_CHAINED: tl.constexpr):
+def convolve_kernel(mixed, history, path, depths, conv, out, new_history, table, count, num_rows, stride, mixed_stride,
+                    out_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+                    VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, HAS_TABLE: tl.constexpr,
+                    IS_CHAINED: tl.constexpr):
     """Convolution and SiLU of mixed [R, C]: out [R, C] float32, in which q and k of each head have length 1.
 
     history, new_history  [WIDTH - 1, C]: the inputs before the rows; those before whatever follows the last row
     conv                  [WIDTH, C] float32
 
-    Grid (R, 2 Hk + Hv): a program computes one head of one row.
+    Grid (R, 2 Hk + Hv, L): a program computes one head of one row.
     """
     wait_for_inputs(IS_CHAINED)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    last = num_rows - 1
+    if HAS_TABLE:
+        entry = table + layer * ENTRY
+        history, new_history, conv = _address(entry, 0, mixed), _address(entry, 2, mixed), _address(entry, 4, out)
+        last = tl.load(count).to(tl.int32) - 1
+    mixed += layer * mixed_stride
+    out += layer * out_stride
     is_value = head >= 2 * KEY_HEADS
     place = tl.arange(0, PADDED)
     size = tl.where(is_value, VALUE_DIM, KEY_DIM)
@@ -54,42 +77,56 @@ def convolve_kernel(mixed, history, path, depths, conv, out, new_history, num_ro
         value = tl.where(at >= 0, of_rows, before)
         if step > 0:
             tl.store(new_history + (step - 1) * CHANNELS + column, value,
-                     mask=place < tl.where(row == num_rows - 1, size, 0))
+                     mask=place < tl.where(row == last, size, 0))
         total += tl.load(conv + step * CHANNELS + column, mask=mask, other=0.0) * value.to(tl.float32)
     active = rounded(silu(rounded(total, mixed)), mixed)
     if head < 2 * KEY_HEADS:
         active = active * tl.rsqrt(tl.sum(active * active, 0) + _L2_EPS)
         active = tl.div_rn(active, tl.where(head < KEY_HEADS, tl.sqrt_rn(KEY_DIM * 1.0), 1.0))
-    tl.store(out + row.to(tl.int64) * CHANNELS + column, active, mask=mask)
+    tl.store(out + node * CHANNELS + column, active, mask=mask)  # the last node of a row's path is the row itself
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride"])
-def delta_rule_kernel(values, gates, decay, bias, path, depths, state, new_state, out, num_rows, stride,
-                      KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-                      VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_CHAINED: tl.constexpr):
+def delta_rule_kernel(values, gates, decay, bias, path, depths, state, new_state, out, table, count, num_rows, stride,
+                      values_stride, gates_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+                      KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                      BLOCKS: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_OUTPUT: tl.constexpr,
+                      IS_CHAINED: tl.constexpr):
     """Some columns of a value head's states along the path of one row.
 
     values            [R, C] float32, from `convolve_kernel`
     gates             [R, 2 Hv] float32: b and a
     decay, bias       [Hv] float32
     state, new_state  [Hv, Dk, Dv] float32: before the rows, and behind the last one
-    out               [R, Hv Dv]
+    out               [R, Hv Dv]; not written unless HAS_OUTPUT
 
-    ROWS is KEY_DIM, padded. Grid (R, Hv, VALUE_DIM / COLUMNS).
+    ROWS is KEY_DIM, padded; BLOCKS is VALUE_DIM / COLUMNS. Grid (R, Hv, L BLOCKS).
     """
     wait_for_inputs(IS_CHAINED)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head, layer = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // BLOCKS).to(tl.int64)
     depth = tl.load(depths + row)
-    is_last = row == num_rows - 1
-    next_row = tl.where(is_last, row, row + 1)
+    last = num_rows - 1
+    if HAS_TABLE:
+        entry = table + layer * ENTRY
+        state, new_state = _address(entry, 1, values), _address(entry, 3, values)
+        decay, bias = _address(entry, 5, values), _address(entry, 6, values)
+        last = tl.load(count).to(tl.int32) - 1
+    values += layer * values_stride
+    gates += layer * gates_stride
+    is_last = row == last
+    next_row = tl.where(is_last | (row + 1 == tl.num_programs(0)), row, row + 1)
     follows = tl.load(depths + next_row) == depth + 1
     follows = follows & (tl.load(path + next_row * stride + depth, mask=follows, other=-1) == row)
-    if is_last | (follows == 0):
+    if HAS_OUTPUT:  # a padding row has an output that is finite: experts are chosen for it
+        place = tl.program_id(2) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(out + (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + place, tl.zeros([COLUMNS], tl.float32).to(
+            out.dtype.element_ty), mask=place < tl.where(row > last, VALUE_DIM, 0))
+    if (is_last | (follows == 0)) & (row <= last):
         key_head = head // (VALUE_HEADS // KEY_HEADS)
         dim = tl.arange(0, ROWS)
         is_dim = dim < KEY_DIM
-        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.program_id(2) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
         is_column = column < VALUE_DIM
         at = (head * KEY_DIM + dim)[:, None] * VALUE_DIM + column[None, :]
         is_inside = is_dim[:, None] & is_column[None, :]
@@ -107,10 +144,11 @@ def delta_rule_kernel(values, gates, decay, bias, path, depths, state, new_state
             matrix = matrix * tl.exp(rate * softplus)
             change = (v - tl.sum(matrix * k[:, None], 0)) * beta
             matrix = matrix + k[:, None] * change[None, :]
-            output = tl.sum(matrix * q[:, None], 0)
-            is_own = node == row - (depth - place)  # rows that lead to this one without a gap
-            tl.store(out + (node * VALUE_HEADS + head) * VALUE_DIM + column, output.to(out.dtype.element_ty),
-                     mask=column < tl.where(is_own, VALUE_DIM, 0))
+            if HAS_OUTPUT:
+                output = tl.sum(matrix * q[:, None], 0)
+                is_own = node == row - (depth - place)  # rows that lead to this one without a gap
+                tl.store(out + (node * VALUE_HEADS + head) * VALUE_DIM + column, output.to(out.dtype.element_ty),
+                         mask=column < tl.where(is_own, VALUE_DIM, 0))
         if is_last:
             tl.store(new_state + at, matrix, mask=is_inside)
 

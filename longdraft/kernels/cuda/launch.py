@@ -13,6 +13,7 @@ from torch import Tensor
 
 # Of every launch: a * b + c is rounded twice, whatever code surrounds it, and whatever Triton does by default.
 UNFUSED = {"enable_fp_fusion": False}
+ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
 _TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
                   torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv,
                   torch.int8: triton.language.int8}
@@ -67,6 +68,15 @@ def padded_size(size: int, minimum: int = 16) -> int:
 
 def ceil_div(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
+
+
+def staged_parts(*sizes: int) -> list[slice]:
+    """Where inputs of these sizes are in the int32 that are uploaded together. An int64 takes two of them."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(slice(start, start + size))
+        start += ceil_div(size, ALIGNED) * ALIGNED
+    return parts
 
 
 def triton_dtype(tensor: Tensor) -> Any:

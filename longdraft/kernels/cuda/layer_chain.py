@@ -27,6 +27,7 @@ from longdraft.kernels.cuda.launch import chained, on_device, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.interface import KV, AttentionOutput, KVStore
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.layer import LayerOperations
 from longdraft.kernels.native_draft import ChainEnd, Ranked
 from longdraft.kernels.weights import Linear
@@ -109,7 +110,7 @@ class LayerChain:
         ops.graphs.own(self, self._key)
 
     def draft(self, row: Tensor, length: int, num_read: int, rotations: tuple[Tensor, Tensor], required: int,
-              within: float, end: ChainEnd) -> list[Ranked]:
+              within: float, end: ChainEnd) -> LaunchedWork[list[Ranked]]:
         """Draft one token, and one more for each row of `rotations`; what `end` cuts off is drafted and dropped.
 
         row        [1, hidden], the layers' output for the text's last token
@@ -135,7 +136,7 @@ class LayerChain:
             self._graphs.run_in_turn([(("layer chain", self._key, size, has_bans, self._chooser.place_serial),
                                        partial(self._places, size, text, has_bans))
                                       for size in (0, *in_graphs(count))], begin)
-        return until_end(self._ranking.read(count + 1), end)
+        return until_end((yield from self._ranking.read(count + 1)), end)
 
     def _places(self, count: int, text: Tensor, has_bans: bool) -> None:
         """`count` tokens behind the one that is ranked, which is ranked first if `count` is 0."""

@@ -4,7 +4,7 @@ Those are delta layers, mixtures of experts, norms on both sides, several rotati
 Each operation is row-invariant, so the texts are those of plain decoding.
 
 The rows of one text run as a CUDA graph for each bucket of rows (`captured_layers`). Layers that a graph cannot hold
-(delta layers, experts in 4 bits), several texts and remainders are launched by the host, kernel by kernel.
+(experts in 4 bits), several texts and remainders are launched by the host, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longdraft.kernels.cuda import delta
 from longdraft.kernels.cuda.captured_layers import CapturedLayers
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import cuda_stores
@@ -38,8 +39,9 @@ class CudaLayerwiseDecoder:
         self._ops, self._layers, self._geometry = ops, tuple(layers), geometry
         self._few_rows = LayerwiseDecoder(ops, layers, geometry)
         self._buffers = RecentlyUsed[object, CapturedLayers](_MAX_BUFFERS, ops.graphs.drop)
-        self._can_capture = all(layer.delta is None and (layer.experts is None or ops.groups_experts(layer.experts))
-                                for layer in layers)
+        places_states = delta.PLACES_STATES and len({layer.delta.shape for layer in layers if layer.delta}) <= 1
+        self._can_capture = all((layer.delta is None or places_states)
+                                and (layer.experts is None or ops.groups_experts(layer.experts)) for layer in layers)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -74,7 +76,7 @@ class CudaLayerwiseDecoder:
             return CapturedLayers(self._ops, self._layers, self._geometry, stores, bucket, (x, cos, kv.k), taps)
 
         buffers = self._buffers.get(key, make)
-        buffers.load(x, cos, sin, kv.length, parents)
+        buffers.load(x, cos, sin, kv, parents)
         self._ops.graphs.run(buffers, partial(buffers.run, stores))
         return buffers.result_of(kv)
 

@@ -15,7 +15,7 @@ from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear, add_partial_sums
-from longdraft.kernels.delta import DeltaRows, DeltaWeights
+from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing, shared_expert
 from longdraft.kernels.interface import KV, AttentionOutput
 from longdraft.kernels.weights import Experts, Linear
@@ -135,6 +135,11 @@ class CudaOperations:
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
                    parents: Tensor) -> Tensor | None:
         return self.deltas.run(weights, texts, z, parents)
+
+    def states_after(self, layers: Sequence[DeltaWeights], rows: Sequence[DeltaRows], path: Sequence[int],
+                      after: Sequence[DeltaState]) -> bool:
+        """See `longdraft.kernels.delta.AppliesPaths`."""
+        return self.deltas.states_after(layers, rows, path, after)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         (store,) = cuda_stores([kv.store])

@@ -22,10 +22,18 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_attention, jit_choice, jit_shared_choice
 from longdraft.kernels.cuda.choice import ChoiceRules, LogitsSource, TokenChooser
-from longdraft.kernels.cuda.forward_buffers import staged_parts
 from longdraft.kernels.cuda.graph_cache import BUCKETS, new_owner
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, scatter_rows
-from longdraft.kernels.cuda.launch import UNFUSED, RecentlyUsed, ceil_div, chained, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import (
+    UNFUSED,
+    RecentlyUsed,
+    ceil_div,
+    chained,
+    on_device,
+    padded_size,
+    require,
+    staged_parts,
+)
 from longdraft.kernels.cuda.support import BLOCK
 
 _ENTRY = jit_shared_choice.ENTRY.value
@@ -117,8 +125,8 @@ class _Buffers:
         found, texts, rows = [], self.shape.texts, self.shape.rows
         for text, first in enumerate(firsts):
             own = slice(texts + first, texts + first + outcome[text])
-            behind = slice(own.start + rows, own.stop + rows)
-            found.append(([row - first for row in outcome[own]], list(outcome[behind])))
+            chosen = slice(own.start + rows, own.stop + rows)
+            found.append(([row - first for row in outcome[own]], list(outcome[chosen])))
         return found
 
 

@@ -1,0 +1,140 @@
+"""Delta layers in the graph of a step, and the commit of a path of all of them at once, against their launches one by
+one.
+
+Without a device in Triton's interpreter (see helpers.cuda_kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
+from helpers.cuda_kernels import DEVICE, HAS_CUDA, kernels, rows_of
+from helpers.cuda_texts import load
+from helpers.families import make_family
+from longdraft.cache.full import FullCache
+from longdraft.cache.states import StateCache
+from longdraft.kernels.cuda import delta
+from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
+from longdraft.model.transformer import Transformer, chain_rows, tree_rows
+from longdraft.tree import Tree
+
+SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=12, value_dim=20, width=4)
+TREE = Tree((7, 3, 9, 4, 1), (-1, 0, 0, 2, 3), ("", "a", "a", "a", "a"))
+LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+
+
+def weights_of(seed: int, shape: DeltaShape = SHAPE) -> DeltaWeights:
+    conv = rows_of(shape.width, shape.channels, seed=seed)
+    decay, bias = -rows_of(shape.value_heads, seed=seed + 1).abs(), rows_of(shape.value_heads, seed=seed + 2)
+    return DeltaWeights(shape, conv, decay, bias, rows_of(shape.value_dim, seed=seed + 3), 1e-6)
+
+
+def filled(cache: StateCache, count: int, seed: int) -> Sequence[DeltaRows]:
+    """Rows of a forward whose inputs are random, with the states after the last of them."""
+    rows = cache.append(count)
+    for place, each in enumerate(rows):
+        each.mixed.copy_(rows_of(*each.mixed.shape, seed=seed + place))
+        each.gates.copy_(rows_of(*each.gates.shape, seed=seed + 50 + place))
+    return rows
+
+
+@pytest.mark.parametrize("path", [[0], [0, 2, 3], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("num", [1, 3])
+def test_all_layers_commit_a_path_with_the_bits_of_one_layer_after_another(path, num, monkeypatch):
+    """And with two launches, however many layers there are."""
+    ops, layers = kernels(), [weights_of(10 * layer) for layer in range(num)]
+    found = []
+    for is_on in (True, False):
+        monkeypatch.setattr(delta, "PLACES_STATES", is_on)
+        launches: list[str] = []
+        if not HAS_CUDA:
+            count_launches(monkeypatch, launches)
+        cache = StateCache(ops, layers)
+        for seed in (1, 200):
+            filled(cache, 6, seed)
+            cache.commit(path)
+        found.append([part for state in cache.current for part in state])
+        if not HAS_CUDA:
+            names = ["convolve_kernel", "delta_rule_kernel"]
+            assert launches == 2 * (1 if is_on else num) * names
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    assert all(part.abs().sum() > 0 for part in found[0])
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__",
+                        lambda self, *args, **named: (launches.append(self.fn.__name__), launch(self, *args, **named)))
+
+
+def test_layers_of_unlike_shapes_commit_one_after_another():
+    ops, other = kernels(), SHAPE._replace(value_heads=1)
+    layers = [weights_of(1), weights_of(2, other)]
+    cache, alone = StateCache(ops, layers), [StateCache(ops, [layer]) for layer in layers]
+    for place, each in enumerate(filled(cache, 3, 5)):
+        (own,) = alone[place].append(3)
+        own.mixed.copy_(each.mixed)
+        own.gates.copy_(each.gates)
+    for each in (cache, *alone):
+        each.commit([0, 1])
+    expected = [part for each in alone for state in each.current for part in state]
+    found = [part for state in cache.current for part in state]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    folder = tmp_path_factory.mktemp("hybrid")
+    make_family(folder, "qwen3_next", num_hidden_layers=len(LAYERS), layer_types=LAYERS)
+    return load(folder)
+
+
+def steps(model: Transformer) -> list[torch.Tensor]:
+    """What a plain step, trees of which some rows stay, and plain steps after them compute; then the states."""
+    cache, found = model.new_cache(), list[torch.Tensor]()
+    assert isinstance(cache, FullCache) and cache.states is not None
+    model.forward(chain_rows([5, 6, 7], 0), cache)
+    cache.commit([0, 1, 2])
+    for rows, path in (([3], [0]), (TREE, [0, 2, 3]), ([8], [0]), ([9], [0]), (TREE, [0]), (TREE, [0, 1])):
+        place = cache.length
+        given = tree_rows(rows, place) if isinstance(rows, Tree) else chain_rows(rows, place)
+        result = model.forward(given, cache, len(given.tokens))
+        found += [result.hidden.clone(), result.logits.clone()]
+        cache.commit(path)
+    return found + [part.clone() for state in cache.states.current for part in state]
+
+
+def test_delta_layers_in_a_graph_have_the_bits_of_their_launches_one_by_one(model, monkeypatch):
+    """One graph for each bucket of rows, although a text's states change places with each step."""
+    graphs, keys = model.kernels.graphs, list[object]()
+    run = graphs.run
+    monkeypatch.setattr(graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    decoder = model._decoder
+    assert decoder._can_capture
+    captured = steps(model)
+    assert len(keys) == 7 and len(set(keys)) == 3, "for 1, 4 and 8 rows"
+    monkeypatch.setattr(decoder, "_can_capture", False)
+    monkeypatch.setattr(delta, "PLACES_STATES", False)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, steps(model), strict=True))
+    assert len(keys) == 7
+
+
+def test_another_text_has_graphs_of_its_own_stores_and_the_same_bits(model):
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(steps(model), steps(model), strict=True))
+
+
+def test_parts_of_one_tensor_are_found():
+    whole = torch.arange(24, device=DEVICE).view(3, 2, 4)
+    assert delta.stacked(whole.unbind()).data_ptr() == whole.data_ptr()
+    assert torch.equal(delta.stacked(whole.unbind()), whole) and torch.equal(delta.stacked([whole[1]]), whole[1:2])
+    assert delta.stacked([whole[0], whole[2]]).tolist() == whole[::2].tolist()
+    assert delta.stacked([whole[0], whole[2], whole[1]]) is None
+    assert delta.stacked([whole[0], whole[1].clone()]) is None
+    assert delta.stacked([whole[0], whole[0]]) is None
