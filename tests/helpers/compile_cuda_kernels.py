@@ -185,13 +185,15 @@ def support():
 def hybrid():
     """Of a Qwen3-Next: 16 key heads and 32 value heads of 128."""
     heads = dict(KEY_HEADS=16, VALUE_HEADS=32, KEY_DIM=128, VALUE_DIM=128)
-    tree = dict(path=I32, depths=I32, num_rows="i32", stride="i32")
-    yield (jit_delta.convolve_kernel,
-           dict(mixed=BF16, history=BF16, conv=F32, out=F32, new_history=BF16) | tree,
-           dict(PADDED=128, WIDTH=4, **heads), dict(num_warps=1))
-    yield (jit_delta.delta_rule_kernel,
-           dict(values=F32, gates=F32, decay=F32, bias=F32, state=F32, new_state=F32, out=BF16) | tree,
-           dict(ROWS=128, COLUMNS=32, **heads), dict(num_warps=4))
+    tree = dict(path=I32, depths=I32, table=I64, count=I64, num_rows="i32", stride="i32")
+    convolve = dict(mixed=BF16, history=BF16, conv=F32, out=F32, new_history=BF16, mixed_stride="i32", out_stride="i32")
+    rule = dict(values=F32, gates=F32, decay=F32, bias=F32, state=F32, new_state=F32, out=BF16, values_stride="i32",
+                gates_stride="i32")
+    for has_table, has_output in ((False, True), (True, True), (True, False)):
+        form = heads | dict(HAS_TABLE=has_table)
+        yield jit_delta.convolve_kernel, convolve | tree, form | dict(PADDED=128, WIDTH=4), dict(num_warps=1)
+        yield (jit_delta.delta_rule_kernel, rule | tree,
+               form | dict(ROWS=128, COLUMNS=32, BLOCKS=4, HAS_OUTPUT=has_output), dict(num_warps=4))
     yield (jit_delta.gated_norm_kernel, dict(x=BF16, weight=F32, z=BF16, out=BF16, z_stride="i32", eps="fp32"),
            dict(HEADS=32, DIM=128, PADDED=128), dict(num_warps=1))
 

@@ -119,9 +119,10 @@ def delta_rule_kernel(values, gates, decay, bias, path, depths, state, new_state
     follows = tl.load(depths + next_row) == depth + 1
     follows = follows & (tl.load(path + next_row * stride + depth, mask=follows, other=-1) == row)
     if HAS_OUTPUT:  # a padding row has an output that is finite: experts are chosen for it
-        place = tl.program_id(2) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-        tl.store(out + (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + place, tl.zeros([COLUMNS], tl.float32).to(
-            out.dtype.element_ty), mask=place < tl.where(row > last, VALUE_DIM, 0))
+        value = tl.program_id(2) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+        zeros = tl.zeros([COLUMNS], tl.float32).to(out.dtype.element_ty)
+        tl.store(out + (row.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + value, zeros,
+                 mask=value < tl.where(row > last, VALUE_DIM, 0))
     if (is_last | (follows == 0)) & (row <= last):
         key_head = head // (VALUE_HEADS // KEY_HEADS)
         dim = tl.arange(0, ROWS)
