@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BUNDLED_DIR = Path(__file__).resolve().parent.parent / "bundled"
 DEFAULT_MODEL = "novelist"
-_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?")
+_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?")
 _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _MAX_PARTS = 1000

@@ -63,4 +63,4 @@ def test_remaining_time_is_estimated_from_finished_texts():
     assert totals.left == 2 and totals.new_tokens == 120
     totals.add(RowProgress("b", 570, 550))  # another worker resumed tokens of this run
     assert totals.new_tokens == 170 and totals.seconds_left == 0
-    assert "2 of 4 rows" in totals.live_line() and "1 of 4 rows written; 1 were done before" in totals.last_line()
+    assert "2 of 4 rows" in totals.live_line() and "1 of 4 rows written; 1 was done before" in totals.last_line()

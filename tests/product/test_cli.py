@@ -90,6 +90,8 @@ MISTAKES = {
     "bodies of no size": (["serve", "--max-body-mib", "nan"], "--max-body-mib is nan; allowed: above 0"),
     "pages of everywhere": (["serve", "--cors-origin", "*"], "an origin such as https://example.org"),
     "unknown model": (["generate", "a", "--model", "no-such"], "no model 'no-such'"),
+    "no folder here": (["generate", "a", "--model", "./no-such"], "no model './no-such' exists"),
+    "no file above": (["generate", "a", "--model", "../no-such.gguf"], "no model '../no-such.gguf' exists"),
     "unknown drafter": (["generate", "a", "--drafter", "no-such"], "known: auto, plain, ngram, suffix, tokenswift"),
     "unknown drafter option": (["generate", "a", "--drafter", "ngram", "--drafter-option", "x=1"],
                                "known: continuations"),
