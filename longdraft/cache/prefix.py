@@ -292,16 +292,17 @@ class PrefixTree:
         with self._lock:
             self._readings.discard(reading)
 
-    def reading_ahead(self, group: Hashable, ids: Ids, least: int, *, by_state: bool = False) -> Reading | None:
+    def reading_ahead(self, group: Hashable, ids: Ids, least: int, *, by_state: bool = False,
+                      chunk: int | None = None) -> Reading | None:
         """A prompt being read that will soon have `least` or more rows of a text's beginning; None if there is none.
 
-        by_state  only rows up to a position where that text keeps its states count
+        by_state  only rows up to a position where that text keeps its states count; chunk: see `kept_places`
         """
         with self._lock:
             for reading in tuple(self._readings):
                 common = common_prefix(reading.ids, ids) if reading.group == group else 0
                 if by_state:
-                    common = max(kept_places(0, common, len(reading.ids)), default=0)
+                    common = max(kept_places(0, common, len(reading.ids), chunk), default=0)
                 if common >= least and reading.published < common:
                     return reading
         return None

@@ -30,11 +30,18 @@ _SETTLED_ROWS = 64  # rows whose inputs are held although they are settled
 _FIRST_ENDS = (512, 1024, 2048)  # blocks are STORE_BLOCK rows, but many texts share a short beginning
 
 
-def kept_places(first: int, last: int, prompt_rows: int) -> Iterator[int]:
+def kept_places(first: int, last: int, prompt_rows: int, chunk: int | None = None) -> Iterator[int]:
     """The positions in (first, last] at which a text keeps its states.
 
     prompt_rows  rows of the prompt
+    chunk        texts continue after whole chunks of so many rows of the prompt alone, as on a device: the states after
+                 the first one, the last one and each block are kept; None: they continue anywhere
     """
+    if chunk:
+        blocks = range(STORE_BLOCK, min(last, prompt_rows) + 1, STORE_BLOCK)
+        ends = {chunk, prompt_rows // chunk * chunk, *blocks}
+        yield from sorted(end for end in ends if max(first, 0) < end <= min(last, prompt_rows))
+        return
     blocks = range(max(1, (first + KEPT_BEFORE) // STORE_BLOCK) * STORE_BLOCK, last + KEPT_BEFORE + 1, STORE_BLOCK)
     for end in sorted({*_FIRST_ENDS, *blocks, prompt_rows}):
         if max(first, 0) < end - KEPT_BEFORE <= last:
@@ -69,6 +76,7 @@ class StateCache:
         self._tail: list[DeltaRows] = []
         self.length = 0  # committed rows; not counted for drafts
         self._prompt_rows: int | None = None
+        self._chunk: int | None = None
         self.kept: dict[int, list[DeltaState]] = {}  # by position; never changed
         self._hold_from: int | None = None
         self._held: _Held | None = None
@@ -100,9 +108,8 @@ class StateCache:
         if rows:
             assert self._tail, "commit without a forward"
             if self._prompt_rows is not None:
-                for place in kept_places(self.length, self.length + len(rows), self._prompt_rows):
-                    self.kept[place] = self._new()
-                    self._apply_again(list(rows[: place - self.length]), self.kept[place])
+                for place in kept_places(self.length, self.length + len(rows), self._prompt_rows, self._chunk):
+                    self.kept[place] = self._states_after(list(rows[: place - self.length]))
             self.length += len(rows)
             if self._held:
                 self._held.commits.append([(each.mixed[list(rows)], each.gates[list(rows)]) for each in self._tail])
@@ -114,9 +121,22 @@ class StateCache:
                 self._hold()
         self._tail = []
 
-    def keep(self, prompt_rows: int) -> None:
-        """Keep states for other texts from now on (`kept`). prompt_rows: the rows that this text begins with."""
-        self._prompt_rows = prompt_rows
+    def _states_after(self, rows: list[int]) -> list[DeltaState]:
+        """New states after these of the provisional rows."""
+        states = self._new()
+        if len(rows) < len(self._tail[0].mixed):
+            self._apply_again(rows, states)
+        else:
+            for copy, state in zip(states, self._spare, strict=True):
+                copy.copy_from(state)
+        return states
+
+    def keep(self, prompt_rows: int, chunk: int | None = None) -> None:
+        """Keep states for other texts from now on (`kept`). prompt_rows: the rows that this text begins with.
+
+        chunk  see `kept_places`
+        """
+        self._prompt_rows, self._chunk = prompt_rows, chunk
 
     def hold(self, length: int) -> None:
         """From this number of committed rows on, the text may be cut back: `truncate`."""

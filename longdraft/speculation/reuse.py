@@ -6,7 +6,8 @@ taken over. On a device, rows of whole prompt chunks are computed by other opera
 prompt of P tokens is whole if it ends at or before P - 1.
 
 The last rows of the prefill are computed in any case, because drafters begin with what the target computes for them.
-Of models with delta layers, a text takes rows up to a position where another text kept its states.
+Of models with delta layers, a text takes rows up to a position where another text kept its states. On a device these
+are ends of whole chunks.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ class PrefixReuse:
     def __init__(self, tree: PrefixTree | None, salt: str | None, model: Transformer, cache: FullCache,
                  context: Context) -> None:
         self._tree, self._cache, self._context = None if salt is None else tree, cache, context
-        if self._tree and cache.states:
-            cache.states.keep(len(context) - 1)
-        self._group = (salt, model.rotation_key)
         self._is_device = model.kernels.is_device
+        if self._tree and cache.states:
+            rows = context.prompt_length if self._is_device else len(context)
+            cache.states.keep(rows - 1, DEVICE_CHUNK if self._is_device else None)
+        self._group = (salt, model.rotation_key)
         self._leases: list[Lease] = []
         self._reading: Reading | None = None
         self.is_in_batch = False
@@ -77,7 +79,7 @@ class PrefixReuse:
         batch that read them now. All ranks of a run take the same number of rows.
         """
         tree, ids = self._tree, self._context.slice(0, len(self._context) - 1)
-        computed = KEPT_BEFORE if self._cache.states else DRAFTER_ROWS  # of the last rows, in any case
+        computed = KEPT_BEFORE if self._cache.states and not self._is_device else DRAFTER_ROWS  # the last rows
         limit = max(0, len(ids) - computed) if self._cache.can_adopt else 0
         if tree and self.is_in_batch and limit:
             yield from self._wait(tree, limit)
@@ -115,9 +117,10 @@ class PrefixReuse:
 
     def _wait(self, tree: PrefixTree, limit: int) -> Iterator[Waiting]:
         ids = self._context.slice(0, limit)
-        idle, done = 0, -1
+        idle, done, chunk = 0, -1, DEVICE_CHUNK if self._is_device else None
         least, by_state = self._match(tree, ids, limit).length + _LEAST_GAIN, self._cache.states is not None
-        while (ahead := tree.reading_ahead(self._group, ids, least, by_state=by_state)) and idle < _MAX_IDLE:
+        while idle < _MAX_IDLE and (
+                ahead := tree.reading_ahead(self._group, ids, least, by_state=by_state, chunk=chunk)):
             idle, done = (idle + 1 if ahead.done == done else 0), ahead.done
             yield WAITING
 
@@ -137,7 +140,7 @@ class PrefixReuse:
         """Give the first `length` rows to the tree; default: all that are committed."""
         if self._tree is None or not self._cache.length:
             return
-        states = self._cache.states if length is None else None
+        states = self._cache.states if length is None and not self._is_device else None
         length = self._shareable(self._cache.length if length is None else length)
         with suppress(MemoryError):  # the tree goes without them
             if states:

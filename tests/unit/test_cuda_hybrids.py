@@ -13,14 +13,19 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
+import longdraft
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, kernels, rows_of
 from helpers.cuda_texts import load
-from helpers.families import make_family
+from helpers.equality import prompt_of
+from helpers.families import make_family, make_hybrid
 from longdraft.cache.full import FullCache
-from longdraft.cache.states import StateCache
+from longdraft.cache.states import StateCache, kept_places
+from longdraft.core import SamplingParams
 from longdraft.kernels.cuda import delta
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.model.transformer import Transformer, chain_rows, tree_rows
+from longdraft.speculation import prefill as prefilling
+from longdraft.speculation import reuse
 from longdraft.tree import Tree
 
 SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=12, value_dim=20, width=4)
@@ -124,6 +129,33 @@ def test_delta_layers_in_a_graph_have_the_bits_of_their_launches_one_by_one(mode
     monkeypatch.setattr(delta, "PLACES_STATES", False)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, steps(model), strict=True))
     assert len(keys) == 7
+
+
+def test_texts_share_the_rows_and_states_of_whole_prompt_chunks(tmp_path, monkeypatch):
+    """A text continues after a chunk of another one with the states that were kept there, and has its own bits."""
+    for module in (reuse, prefilling):
+        monkeypatch.setattr(module, "DEVICE_CHUNK", 16)
+        monkeypatch.setattr(module, "DRAFTER_ROWS", 4)
+    monkeypatch.setenv("LONGDRAFT_KERNELS", "triton-16")
+    make_hybrid(tmp_path, num_hidden_layers=2, layer_types=LAYERS[:2])
+    engine = longdraft.load(str(tmp_path), drafter="plain", device=DEVICE, dtype="float32", cache_ram=50)
+    prompt, params = prompt_of(44), SamplingParams(max_new_tokens=3, seed=5, ignore_eos=True)
+    texts, cached = [], []
+    for ids, salt in ((prompt, None), (prompt, ""), (prompt, ""), (prompt[:24], None), (prompt[:24], "")):
+        generation = engine.generate(ids, params, cache_salt=salt)
+        texts.append(list(generation)[-1].stats["sha256_tokens"])
+        cached.append(generation.cached_tokens)
+    assert cached == [0, 0, 32, 0, 16]
+    assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4]
+    monkeypatch.setattr(StateCache, "adopt", lambda self, kept: setattr(self, "length", max(kept)))
+    *_, last = engine.generate(prompt, params)
+    assert last.stats["sha256_tokens"] != texts[0], "with other states the text is another one"
+
+
+def test_states_are_kept_after_the_first_chunk_the_last_one_and_each_block():
+    assert [*kept_places(0, 9000, 9000, 2048)] == [2048, 4096, 8192] and [*kept_places(0, 3, 3, 2048)] == []
+    assert [*kept_places(2048, 9000, 7000, 2048)] == [4096, 6144], "chunks of the prompt alone"
+    assert [*kept_places(0, 2048, 2048, 2048)] == [2048]
 
 
 def test_another_text_has_graphs_of_its_own_stores_and_the_same_bits(model):
