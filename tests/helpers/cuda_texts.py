@@ -1,4 +1,4 @@
-"""Texts by the CUDA kernels behind one prompt, which is read once for each model. See helpers.cuda_kernels."""
+"""Texts by the CUDA kernels after one prompt, which is read once for each model. See helpers.cuda_kernels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def copy_of(cache: FullCache, model: Transformer) -> FullCache:
 
 
 def generate(model: Transformer, params: SamplingParams, factory: object, tally: Tally | None = None) -> list[int]:
-    """As helpers.generate behind PROMPT, tokens chosen on the device."""
+    """As helpers.generate after PROMPT, tokens chosen on the device."""
     model = model.with_taps(factory.taps) if getattr(factory, "taps", ()) else model
     cache, result = prompt_forward(model)
     cache, context = copy_of(cache, model), Context(PROMPT)

@@ -185,7 +185,7 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         assert found["texts tiny 24"]["drafters"]["eagle"]["is_equal"]
     elif name == "kernels":
         assert found["steps tiny 24"]["floor_ms"] > 0 and set(found["steps tiny 24"]["verify_ms"]) == {1, 2}
-        assert {each["kernel"] for each in found["kernels tiny"]} >= {"qkv none", "head int8", "attention behind 24"}
+        assert {each["kernel"] for each in found["kernels tiny"]} >= {"qkv none", "head int8", "attention after 24"}
         assert found["prefill tiny 24"]["tokens_per_s"] > 0
         both = [found[part] for part in ("side by side tiny 24", "filters tiny", "small drafts tiny")]
         both.append({"ahead": found["ahead tiny 24"]})

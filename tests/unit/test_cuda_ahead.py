@@ -89,7 +89,7 @@ def test_tokens_ahead_are_those_of_single_steps(model, law, monkeypatch):
 
 
 def test_a_text_that_begins_to_share_its_forwards_goes_on_by_single_steps(model):
-    """Behind the tokens that are computed."""
+    """After the tokens that are computed."""
     step, clock = text_of(model, LAWS["top-p"], True), CostClock()
     step = step._replace(ahead=PlainAhead(model, step.cache, step.sampler, clock))
     for _ in range(3):

@@ -56,7 +56,7 @@ def model() -> Transformer:
 
 
 class Text:
-    """A text behind random rows, whose steps are plain ones or verify a tree."""
+    """A text after random rows, whose steps are plain ones or verify a tree."""
 
     def __init__(self, model: Transformer, params: SamplingParams, length: int) -> None:
         self.cache = model.random_cache(length - 1)

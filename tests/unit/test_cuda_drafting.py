@@ -96,7 +96,7 @@ def prompt(model: Transformer) -> tuple[FullCache, Forward]:
 
 
 class Drafting:
-    """Chains behind the prompt, drafted on the device, or step by step with the host's ranking."""
+    """Chains after the prompt, drafted on the device, or step by step with the host's ranking."""
 
     def __init__(self, model: Transformer, prompt: tuple[FullCache, Forward], law: str, on_host: bool) -> None:
         cache, result = prompt

@@ -34,7 +34,7 @@ def delta_weights(shape: DeltaShape) -> DeltaWeights:
 
 
 def applied(ops, weights, mixed, gates, z, parents, before=None):
-    """The outputs of rows, and the state behind the last one."""
+    """The outputs of rows, and the state after the last one."""
     text = DeltaRows(before or ops.new_state(weights), ops.new_state(weights), mixed, gates)
     return ops.delta_rule(weights, [text], z, torch.tensor(parents, dtype=torch.int32)), text.after
 
@@ -42,12 +42,12 @@ def applied(ops, weights, mixed, gates, z, parents, before=None):
 @every_dtype
 @pytest.mark.parametrize("shape", [DeltaShape(1, 3, 32, 48, 2), DeltaShape(2, 2, 16, 64, 4)])
 def test_the_delta_rule_agrees_with_the_reference_and_a_rows_path_decides_its_bits(dtype, shape):
-    """Behind a state that is not zero. A row of zeros has no direction."""
+    """After a state that is not zero. A row of zeros has no direction."""
     ours, definition = kernels(dtype), reference(dtype)
     weights, count = delta_weights(shape), len(TREE)
     mixed, z = (rows_of(count, width, seed=seed, dtype=ours.dtype)
                 for width, seed in ((shape.channels, 5), (shape.channels + shape.values, 6)))
-    z = z[:, shape.channels :]  # the columns behind others, as in a layer
+    z = z[:, shape.channels :]  # the columns after others, as in a layer
     mixed[1] = 0
     gates = rows_of(count, 2 * shape.value_heads, seed=7) * 4
     _, before = applied(ours, weights, mixed, gates, None, range(-1, count - 1))
@@ -56,7 +56,7 @@ def test_the_delta_rule_agrees_with_the_reference_and_a_rows_path_decides_its_bi
     close(found, expected, dtype, times=5)
     close(after.matrix, state.matrix, "float32", times=5)
     assert torch.equal(after.history, state.history)
-    for row in range(count):  # one by one behind its own path
+    for row in range(count):  # one by one, each after its own path
         path, node = [], row
         while node >= 0:
             path.insert(0, node)
@@ -158,7 +158,7 @@ def test_families_agree_with_the_reference_and_every_drafter_writes_the_plain_te
 
 
 def check_rows_of(model: Transformer, definition: Transformer) -> None:
-    """Logits behind a prompt are near those of the reference; rows of a tree have the bits of rows one by one."""
+    """Logits after a prompt are near those of the reference; rows of a tree have the bits of rows one by one."""
     tokens, found = prompt_of(40), []
     # The true continuation is the path 0, 2, 3 of a tree; its other nodes are wrong.
     rows = Rows([tokens[30], 7, tokens[31], tokens[32], 9], [30, 31, 31, 32, 32], [-1, 0, 0, 2, 2])

@@ -253,7 +253,7 @@ def test_the_row_invariance_check_names_the_operation_that_is_wrong(monkeypatch)
         return parts
 
     monkeypatch.setattr(CudaLinear, "partial_sums", wrong)
-    for width, stage in ((64, "queries, keys"), (48, "behind attention")):
+    for width, stage in ((64, "queries, keys"), (48, "after attention")):
         planted = width
         found = first_difference(kernel, decoder, geometry, 48, 9, 3, 2)
         assert found and stage in found and found.endswith("row 2 of 3")

@@ -62,7 +62,7 @@ def load(folder: Path, dialect: str) -> tuple[Transformer, Eagle | Glide]:
 
 
 class Drafting:
-    """Chains of a head or a layer behind the prompt: on the device, or step by step with the host's ranking."""
+    """Chains of a head or a layer after the prompt: on the device, or step by step with the host's ranking."""
 
     def __init__(self, model: Transformer, head: Eagle | Glide, law: dict[str, float], on_host: bool) -> None:
         cache = model.new_cache()

@@ -54,7 +54,7 @@ def small() -> Transformer:
 
 @pytest.mark.parametrize("law", ["paper", "llama"])
 def test_a_small_model_drafts_the_chain_of_single_steps(small, law, monkeypatch):
-    """Through accepted and rejected drafts, behind drafted tokens, and where its window is full."""
+    """Through accepted and rejected drafts, after drafted tokens, and where its window is full."""
     waits = []
     honest = launched.copied_to_host
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))

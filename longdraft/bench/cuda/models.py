@@ -36,7 +36,7 @@ from longdraft.model.eagle_config import EagleConfig, canonical_names, read_eagl
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import ModelWeights, Transformer
 
-_ROOM = 2048  # positions that are reserved behind a text
+_ROOM = 2048  # positions that are reserved after a text
 _WEIGHT_DEVIATION = 0.02  # standard deviation of the weights, as in initialised models
 
 
@@ -119,7 +119,7 @@ def describe(plan: CudaPlan) -> dict[str, Any]:
 
 
 class Bench:
-    """What the parts of one process share: kernels, one model at a time, and the text behind which it writes.
+    """The common data of the parts of one process: kernels, one model at a time, and the text after which it writes.
 
     prompt   a file whose text the stretched models continue, repeated where it is too short
     ends_at  time.time() at which the slice must be over

@@ -1,7 +1,7 @@
 """The slices of a visit: what they measure on a device, and at the smallest size in Triton's interpreter.
 
     first    copy and product rates, the tests, rows of trees, kernels against the reference, a memory checker
-    length   stretched models behind 4K to 100K tokens: equal texts, and each drafter's speed
+    length   stretched models after 4K to 100K tokens: equal texts, and each drafter's speed
     kernels  each kernel, steps and verifications, prefills, another engine, beside the memory's floor
     whole    100,000 drafted tokens with plain decoding in windows between them; the bundled model's long text
 
@@ -47,7 +47,7 @@ class CudaPlan(NamedTuple):
     contexts       of texts and steps, ascending
     prefixes       positions before the trees whose rows are compared
     rows           of verifications
-    tokens         written by each drafter behind each context
+    tokens         written by each drafter after each context
     whole          tokens of the drafted text; its windows have `window` tokens
     drafters       name -> drafter and its options, for the texts
     tests          files of tests; empty: no tests

@@ -32,7 +32,7 @@ from longdraft.tree import chain
 
 SAMPLING = SamplingParams(max_new_tokens=200_000, seed=7, min_p=0.1, repetition_penalty=1.2, ignore_eos=True)
 _TRANSFORMERS = Path(__file__).resolve().parent.parent / "workers" / "cuda_transformers.py"
-_ROOM = 1024  # positions that are reserved behind a context
+_ROOM = 1024  # positions that are reserved after a context
 _CACHE_FACTOR = 4  # the copies of a weight are together so many times as large as the second-level cache
 WARM_STEPS = 3
 
@@ -92,13 +92,13 @@ def each_kernel(plan: CudaPlan, bench: Bench, shape: str) -> list[dict[str, Any]
             store, attend = attention_of(chosen, (heads, kv_heads, dim), context, rows)
             us = graph_us(chosen.device, [attend], plan.repeats)
             size = 2 * kv_heads * context * chosen.cache_bytes(dim)
-            found.append(_share(f"attention behind {context}", rows, us, size, rate))
+            found.append(_share(f"attention after {context}", rows, us, size, rate))
             del store, attend
     return found
 
 
 def _gated(plan: CudaPlan, chosen: CudaKernels, weights: list[CudaLinear], rate: float) -> list[dict[str, Any]]:
-    """The product of gate and up with the activation behind it, in one launch and in two."""
+    """The product of gate and up with the activation after it, in one launch and in two."""
     found: list[dict[str, Any]] = []
     for is_fused in (False, True):
         x = torch.randn(1, weights[0].in_features, device=plan.device).to(chosen.dtype)
@@ -128,7 +128,7 @@ def weight_copies(plan: CudaPlan, chosen: CudaKernels, out: int, into: int, quan
 
 def attention_of(chosen: CudaKernels, shape: tuple[int, int, int], context: int,
                rows: int) -> tuple[CudaStore, Callable[[], None]]:
-    """A store of random keys, and the attention of a chain of rows behind it."""
+    """A store of random keys, and the attention of a chain of rows after it."""
     heads, kv_heads, dim = shape
     store = CudaStore(chosen.device, chosen.dtype, chosen.element, kv_heads, dim)
     store.reserve(context)
@@ -163,7 +163,7 @@ def graph_us(device: torch.device, work: Sequence[Callable[[], object]], repeats
 
 
 def verifies(model: Transformer, context: int, rows: int) -> Callable[[], object]:
-    """A verification of `rows` rows behind `context` random ones: forward, logits and sampling. Commits nothing."""
+    """A verification of `rows` rows after `context` random ones: forward, logits and sampling. Commits nothing."""
     cache, text = model.random_cache(context, _ROOM), Context([5] * (context + 1))
     sampler = Sampler(SAMPLING, kernels=model.kernels)
     tree = chain(5, [5] * (rows - 1), "guess")
@@ -222,7 +222,7 @@ def _plain_ms(model: Transformer, context: int, count: int) -> tuple[float, list
 
 
 def plain_step(model: Transformer, context: int) -> Step:
-    """Plain decoding behind random rows."""
+    """Plain decoding after random rows."""
     return Step(model, model.random_cache(context, _ROOM), PlainDrafter(), Sampler(SAMPLING, kernels=model.kernels),
                 Context([5] * (context + 1)), Timings(), Tally())
 

@@ -32,7 +32,7 @@ from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.step import Step
 from longdraft.tree import Trie, chain
 
-_ROOM = 256  # positions behind a context
+_ROOM = 256  # positions after a context
 _AHEAD_TOKENS = 64
 _SAME = 2  # tokens of a round that are compared: times take different numbers of rounds
 _CHAIN = 5  # tokens of a small model's chain

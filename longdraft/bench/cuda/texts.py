@@ -56,7 +56,7 @@ class _LyingDrafter:
 
 
 class _Text(NamedTuple):
-    """A text that is being written behind a prompt, whose last token is the root of the first tree."""
+    """A text that is being written after a prompt, whose last token is the root of the first tree."""
 
     step: Step
     prompt: int
@@ -89,7 +89,7 @@ class _Parts(NamedTuple):
 
 def _begin(model: Transformer, cache: FullCache, prompt: Sequence[int], last: int, build: Callable[..., Drafter],
            parts: _Parts) -> _Text:
-    """Read the last tokens of the prompt with the large model, and begin a text behind it."""
+    """Read the last tokens of the prompt with the large model, and begin a text after it."""
     start = len(prompt) - 1 - last
     assert cache.length == start
     cache.taps = None
@@ -118,8 +118,8 @@ def _parts(bench: Bench, shape: str, name: str, options: dict[str, Any]) -> _Par
                   bench.eagle(shape) if name == "eagle" else None)
 
 
-def begin_behind(plan: CudaPlan, bench: Bench, shape: str, context: int, label: str, truth: Sequence[int]) -> _Text:
-    """A text of the drafter `label` of the plan, behind `context` tokens. The liar needs the true continuation.
+def begin_after(plan: CudaPlan, bench: Bench, shape: str, context: int, label: str, truth: Sequence[int]) -> _Text:
+    """A text of the drafter `label` of the plan, after `context` tokens. The liar needs the true continuation.
 
     UsageError where these kernels lack a format.
     """
@@ -132,7 +132,7 @@ def begin_behind(plan: CudaPlan, bench: Bench, shape: str, context: int, label: 
 
 
 def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
-    """Each drafter writes the same tokens behind the same text: its speed, and where its text first differs.
+    """Each drafter writes the same tokens after the same text: its speed, and where its text first differs.
 
     The speed leaves out the first steps. A drafter that fails is reported as failed, and the others run.
     """
@@ -140,7 +140,7 @@ def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
     found: dict[str, Any] = {}
     for label in plan.drafters:
         try:
-            text = begin_behind(plan, bench, shape, context, label, truth)
+            text = begin_after(plan, bench, shape, context, label, truth)
             done = text.write(plan.tokens)
         except Exception as error:  # other drafters must still be measured
             if is_fatal(error):

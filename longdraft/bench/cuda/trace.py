@@ -9,7 +9,7 @@ from typing import Any
 from longdraft.bench.cuda.models import Bench, synchronise
 from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.bench.cuda.speed import WARM_STEPS, plain_step, plain_steps
-from longdraft.bench.cuda.texts import begin_behind
+from longdraft.bench.cuda.texts import begin_after
 from longdraft.model.routine import run_alone
 from longdraft.speculation.step import Step
 
@@ -31,7 +31,7 @@ def trace_drafts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict
     truth: list[int] = []
 
     def measure(label: str) -> dict[str, Any]:
-        text = begin_behind(plan, bench, shape, context, label, truth)
+        text = begin_after(plan, bench, shape, context, label, truth)
         text.write(min(_WARM_TOKENS, plan.tokens))
         truth.extend(text.new[len(truth) :])
         return _traced(plan, bench, partial(_run_step, text.step), 1)

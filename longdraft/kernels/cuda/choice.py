@@ -110,7 +110,7 @@ class ChoiceBuffers:
             self.logits = empty(rows, vocabulary)
 
     def load(self, tokens: Sequence[int], parents: Sequence[int], scalars: tuple[int, int, int, int]) -> None:
-        """One copy to the device. Padding rows are behind no node, so no walk reaches them."""
+        """One copy to the device. Padding rows follow no node, so no walk reaches them."""
         staged = np.empty(4 + self.rows, dtype=np.int64)
         staged[:4] = scalars
         tree = staged[4:].view(np.int32).reshape(2, self.rows)
@@ -156,7 +156,7 @@ class TokenChooser:
         self._length += count
 
     def place(self, drafted: Sequence[int]) -> None:
-        """Put drafted tokens behind those of the request, until the next `extend`, with room for a longest chain."""
+        """Put drafted tokens after those of the request, until the next `extend`, with room for a longest chain."""
         end = self._length + len(drafted)
         self._reserve(end + MAX_CHAIN)
         if drafted:
@@ -176,7 +176,7 @@ class TokenChooser:
 
     @property
     def text(self) -> Tensor:
-        """The request's tokens, and those that `place` put behind them: int32 [capacity]."""
+        """The request's tokens, and those that `place` put after them: int32 [capacity]."""
         return self._tokens
 
     def choose(self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int], cached: int,

@@ -5,7 +5,7 @@
 
 A chain is one CUDA graph of four tokens and one of a single token, which are replayed as often as it takes. What
 changes from token to token (place, length, rotation) is in device memory. The host uploads one small state before, and
-reads all guesses and leads in one copy behind.
+reads all guesses and leads in one copy afterwards.
 
 The guesses are those that the filters leave. (The host fills up with tokens that they remove, where they leave fewer
 guesses than it wants.)
@@ -105,7 +105,7 @@ class DraftRanking:
             **chained(self._device))
 
     def go_on(self, ahead: int) -> None:
-        """Go on to the next place, behind a token that is not known. ahead: as given to `rank` before."""
+        """Go on to the next place, after a token that is not known. ahead: as given to `rank` before."""
         length, required, place = self.state[0], self.state[2], self.state[3]
         length -= ahead
         required -= 1
@@ -158,8 +158,8 @@ class DraftChain:
               within: float, end: ChainEnd) -> LaunchedWork[list[Ranked]]:
         """Draft a token for each row of `rotations`; what `end` cuts off is drafted and dropped.
 
-        path       drafted tokens behind the text, which the chain continues
-        required   tokens that must be written behind `path` before the text may end
+        path       drafted tokens after the text, which the chain continues
+        required   tokens that must be written after `path` before the text may end
         rotations  cos, sin [N, D / 2] float32, N <= 64
         """
         buffers, count = self._buffers, len(rotations[0])

@@ -22,7 +22,7 @@ _MAX_GRAPHS = 128  # buckets of rows times the caches of a drafter, for several 
 class GraphCache:
     """CUDA graphs by key, of which the most recently used are kept. On the CPU the work runs directly.
 
-    The work behind a key must be replayable: it reads and writes the same memory each time, allocates none, leaves its
+    The work of a key must be replayable: it reads and writes the same memory each time, allocates none, leaves its
     inputs unchanged, and does not depend on values that the host computes.
 
     Work that cannot be captured on this device runs kernel by kernel; `failures` says why.

@@ -52,7 +52,7 @@ class HeadPlaces:
         row       [1, hidden], the last layer's output of the row in front of the first place
         first     logits [1, V] of the first place, if it is not predicted by a head
         path      drafted tokens between the text and the first place
-        required  tokens that must be written behind `path` before the text may end
+        required  tokens that must be written after `path` before the text may end
         """
         require(num >= 1, "a place", num)
         chooser, has_bans, has_first = self._chooser, required > 0, first is not None

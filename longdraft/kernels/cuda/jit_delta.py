@@ -6,7 +6,7 @@
 
 A program of the rule follows the path of one row from the committed state on, row after row, with its part of the state
 in registers. So a row of a tree passes the same operations as in plain decoding, and no state is kept for a row. The
-programs of rows that the next row continues end at once: the program behind them computes their outputs. A chain is
+programs of rows that the next row continues end at once: the program after them computes their outputs. A chain is
 therefore read once, and a prompt too is computed row after row.
 
     path    [R, stride] int32: the row at each depth of a row's path; of a chain one row, and the stride is 0
@@ -97,7 +97,7 @@ def delta_rule_kernel(values, gates, decay, bias, path, depths, state, new_state
     values            [R, C] float32, from `convolve_kernel`
     gates             [R, 2 Hv] float32: b and a
     decay, bias       [Hv] float32
-    state, new_state  [Hv, Dk, Dv] float32: before the rows, and behind the last one
+    state, new_state  [Hv, Dk, Dv] float32: before the rows, and after the last one
     out               [R, Hv Dv]; not written unless HAS_OUTPUT
 
     ROWS is KEY_DIM, padded; BLOCKS is VALUE_DIM / COLUMNS. Grid (R, Hv, L BLOCKS).

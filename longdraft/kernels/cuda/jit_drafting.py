@@ -113,7 +113,7 @@ def begin_place_kernel(text, state, table, scale, rotations_cos, rotations_sin, 
 def end_place_kernel(text, state, where, outcome, IS_CHAINED: tl.constexpr):
     """Append the best guess to the text, and go on to the next place of the chain. Grid (1,).
 
-    where  int64 [2]: committed rows of the cache, and the slot of the next row: the row behind them
+    where  int64 [2]: committed rows of the cache, and the slot of the next row: the row after them
     """
     wait_for_inputs(IS_CHAINED)
     length, place = tl.load(state), tl.load(state + 3)

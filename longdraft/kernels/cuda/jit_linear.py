@@ -70,7 +70,7 @@ def gated_rows_kernel(x, weight, bias, out, num_rows, alpha, limit, WIDTH: tl.co
     weight  [2 WIDTH, INNER] in x's dtype: the gate's rows, then those of up
     bias    [2 WIDTH] float32, where HAS_BIAS
 
-    The same sums and roundings as `few_rows_kernel` without splits and `gated_parts_kernel` behind it. WIDTH is a
+    The same sums and roundings as `few_rows_kernel` without splits and `gated_parts_kernel` after it. WIDTH is a
     multiple of COLUMNS, INNER of BLOCK. Grid (R / ROWS, WIDTH / COLUMNS).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -94,7 +94,7 @@ def _candidate_sums(sums, row, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _reached(totals, goal):
-    """The last candidate behind the first one that reaches the goal, or 0."""
+    """The last candidate after the first one that reaches the goal, or 0."""
     candidate = tl.arange(0, _PADDED)
     return tl.sum(((candidate > 0) & (candidate < CANDIDATES - 1) & (totals >= goal)).to(tl.int64), 0)
 
@@ -106,7 +106,7 @@ def search_level_kernel(logits, bests, settings, goals, cuts, keys, before, sums
     """One level of a search, 7 first and 0 last. Grid (R, num_blocks).
 
     goals   [R] int64
-    cuts    tokens behind the row's cut weigh nothing
+    cuts    tokens after the row's cut weigh nothing
     keys    [8, R] int64: gets the key of each level
     before  [R, 17, num_blocks] int64: the sums of the level before
     sums    as `before`, of this level

@@ -127,7 +127,7 @@ class CudaStore:
         return total
 
     def append(self, source: KVStore, first: int, count: int) -> None:
-        """Every row is copied, behind those that were appended before."""
+        """Every row is copied, after those that were appended before."""
         other, = cuda_stores([source])
         at, self._appended = self._appended, self._appended + count
         self.reserve(self._appended)

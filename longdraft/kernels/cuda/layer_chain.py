@@ -1,7 +1,7 @@
 """Chains of drafts from trained layers (longdraft/model/eagle.py and glide.py), wholly on the device.
 
     first token   logits of the text's last row | edit, rank
-    each further  best guess behind the text | embed | layers | logits | edit, rank
+    each further  best guess after the text | embed | layers | logits | edit, rank
 
 Three CUDA graphs, of the first token, of one and of four further ones, are replayed as often as it takes. The layers
 run operation by operation, as from the host, but places are read from the device's memory. The host waits once for a
@@ -54,7 +54,7 @@ class DraftLayers(Protocol):
 
 
 class _PlacedOperations(CudaOperations):
-    """Operations whose attention is that of a single row behind as many rows as `where` [2] on the device says.
+    """Operations whose attention is that of a single row after as many rows as `where` [2] on the device says.
 
     read  a store that is only read, and the `where` for it: the row's own key is the last of the visible ones
     """
@@ -114,7 +114,7 @@ class LayerChain:
         """Draft one token, and one more for each row of `rotations`; what `end` cuts off is drafted and dropped.
 
         row        [1, hidden], the layers' output for the text's last token
-        length     rows of the stores that are visible; the drafts' rows are written behind them
+        length     rows of the stores that are visible; the drafts' rows are written after them
         num_read   rows that are visible of the store that is only read
         rotations  cos, sin [N, D / 2] float32, N < 64
         required   tokens that must be written before the text may end
@@ -139,7 +139,7 @@ class LayerChain:
         return until_end((yield from self._ranking.read(count + 1)), end)
 
     def _places(self, count: int, text: Tensor, has_bans: bool) -> None:
-        """`count` tokens behind the one that is ranked, which is ranked first if `count` is 0."""
+        """`count` tokens after the one that is ranked, which is ranked first if `count` is 0."""
         for _ in range(count):
             self._next_row(text)
             self._rank(has_bans)

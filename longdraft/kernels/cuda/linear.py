@@ -20,7 +20,7 @@ _FEW_PROGRAMS = 264  # two each, with larger blocks
 _SPLIT_WIDTHS = 192, 1024  # inputs of one split, see `splits_of`
 _MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two fit
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
-FUSES_GATE = is_on("FUSES_GATE")  # False: the product of gate and up, and the activation behind it, are two launches
+FUSES_GATE = is_on("FUSES_GATE")  # False: the product of gate and up, and the activation after it, are two launches
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
 
 

@@ -36,7 +36,7 @@ def ranked_masses(chooser: TokenChooser, logits: Tensor, tokens: Sequence[int], 
     """For the rows of a path. Overwrites logits [R, V] float32, and waits for the device.
 
     tokens  the path's tokens, the text's last one first
-    chosen  the token behind each of them
+    chosen  the token after each of them
     num     best tokens; fewer where the vocabulary is smaller. Where the filters leave fewer, ids are outside of it
 
     The other arguments are those of `TokenChooser.choose`. At temperature 0 no token is filtered.

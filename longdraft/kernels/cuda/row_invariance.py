@@ -15,11 +15,11 @@ from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import Decoder, Kernels, LayersKV
 from longdraft.kernels.weights import Geometry, LayerWeights
 
-_PREFIX_LENGTHS = (1000, 9000)  # positions; behind 8,192 the splits of attention are longer
+_PREFIX_LENGTHS = (1000, 9000)  # positions; after 8,192 the splits of attention are longer
 _TREE_ROWS = 16
 _CHAIN_LENGTH = 9
 _STAGES = ("the product of queries, keys and values, or the rotation", "attention",
-           "the products behind attention, or a norm")
+           "the products after attention, or a norm")
 
 
 class _Rows(NamedTuple):
@@ -75,7 +75,7 @@ def delta_is_row_invariant(kernels: Kernels, weights: DeltaWeights) -> bool:
 
 
 def _tree(rows: int, depth: int) -> list[int]:
-    """Parents of a chain of `depth` rows, and of side branches behind its rows."""
+    """Parents of a chain of `depth` rows, and of side branches after its rows."""
     return [*range(-1, depth - 1), *((row - depth) % depth for row in range(depth, rows))]
 
 
@@ -85,9 +85,9 @@ def first_difference(kernels: Kernels, decoder: Decoder, geometry: Geometry, hid
 
     decoder  one layer of hidden size `hidden`, made by `kernels`
     length   committed positions before the tree
-    rows     rows of the tree: a chain of `depth` rows, and side branches behind its rows
+    rows     rows of the tree: a chain of `depth` rows, and side branches after its rows
 
-    Every row of the tree is compared with plain decoding behind its own path. Then the first 1, 2, 4, ... rows alone
+    Every row of the tree is compared with plain decoding after its own path. Then the first 1, 2, 4, ... rows alone
     are compared with the same rows of the tree, because other numbers of rows run as other launches.
     """
     kv_heads, dim = geometry.num_kv_heads, geometry.head_dim

@@ -38,12 +38,12 @@ class FilterRules(NamedTuple):
 
     @property
     def settings(self) -> list[float]:
-        """What the kernels read behind the temperature."""
+        """The parameters that the kernels read after the temperature."""
         return [self.log_min_p or 0.0, self.temperature, self.log_eta or 0.0, self.top_p]
 
     @property
     def flags(self) -> dict[str, bool]:
-        """What selects a compiled kernel."""
+        """The switches that select a compiled kernel."""
         has_least = self.log_min_p is not None or self.log_eta is not None
         return dict(HAS_CUT=self.top_k > 0 or self.top_p < 1, HAS_MIN_P=self.log_min_p is not None,
                     HAS_ETA=self.log_eta is not None, HAS_FLOOR=has_least and self.at_least > 1)
@@ -102,7 +102,7 @@ class SupportSearch:
 
     def _search(self, logits: Tensor, bests: Tensor, goals: Tensor, within: Tensor | None, by_mass: bool,
                 found: Tensor) -> None:
-        """Write the cut behind which the goals are reached to `found`.
+        """Write the cut after which the goals are reached to `found`.
 
         within  of the tokens up to these cuts; None: of all
         """
@@ -123,12 +123,12 @@ class SupportSearch:
         self._launch(jit_support.support_sums_kernel, logits, bests, limits, self.sums, flags, DIVISOR=2)
 
     def sum(self, logits: Tensor, bests: Tensor) -> Tensor:
-        """The masses of the support [R] int64, by the final temperature; behind `find`."""
+        """The masses of the support [R] int64, by the final temperature; after `find`."""
         self._launch(jit_support.support_sums_kernel, logits, bests, self.limits, self.sums, self.flags, DIVISOR=0)
         return self.sums[:, 0].sum(1)
 
     def orders(self, logits: Tensor, bests: Tensor) -> Tensor:
-        """The order of each token of the support [R, V] int64; NO_CUT for all other tokens; behind `find`."""
+        """The order of each token of the support [R, V] int64; NO_CUT for all other tokens; after `find`."""
         orders = torch.empty(logits.shape, dtype=torch.int64, device=logits.device)
         self._launch(jit_support.support_orders_kernel, logits, bests, self.limits, orders, self.flags)
         return orders
