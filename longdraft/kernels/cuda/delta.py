@@ -183,14 +183,14 @@ class DeltaNets:
         sizes = {"KEY_HEADS": key_heads, "VALUE_HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": dim}
         layers, rows, _ = mixed.shape
         values, blocks = torch.empty(layers, rows, shape.channels, device=self._device), ceil_div(dim, _COLUMNS)
-        options = dict(HAS_TABLE=True, **sizes, **chained(self._device))
+        options = dict(HAS_TABLE=True, **sizes)
         with on_device(self._device):
             jit_delta.convolve_kernel[(count, 2 * key_heads + heads, layers)](
                 mixed, mixed, paths.path, paths.depths, values, values, mixed, placed.table, placed.rows, count,
                 paths.stride, mixed.stride(0), values.stride(0), PADDED=padded_size(max(key_dim, dim)), WIDTH=width,
-                num_warps=1, **options)
+                num_warps=1, **options, **chained(self._device))
             jit_delta.delta_rule_kernel[(len(depths), heads, layers * blocks)](
                 values, gates, values, values, paths.path, depths, values, values, values if out is None else out,
                 placed.table, placed.rows_of_rule, count, paths.stride, values.stride(0), gates.stride(0),
                 ROWS=padded_size(key_dim), COLUMNS=_COLUMNS, BLOCKS=blocks, HAS_OUTPUT=out is not None, num_warps=4,
-                **options)
+                **options, **chained(self._device))

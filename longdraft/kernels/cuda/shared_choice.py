@@ -210,33 +210,33 @@ class SharedChoices:
         """Launches that do not depend on the buffers' contents, as a graph requires. bans: tokens at most; 0: none."""
         logits, of_texts = buffers.logits, (buffers.entries, buffers.texts)
         (rows, vocabulary), shape, device = logits.shape, buffers.shape, logits.device
-        num, options = ceil_div(vocabulary, BLOCK), chained(device)
+        num = ceil_div(vocabulary, BLOCK)
         self._source.launch(buffers.given, buffers.normed, buffers.sums, logits)
         jit_shared_choice.append_tokens_kernel[(shape.texts,)](
-            buffers.entries, buffers.fresh, BLOCK=MAX_FRESH, num_warps=1, **options)
+            buffers.entries, buffers.fresh, BLOCK=MAX_FRESH, num_warps=1, **chained(device))
         jit_attention.tree_paths_kernel[(rows,)](buffers.parents, buffers.path, buffers.depths, rows, num_warps=1,
                                                  **UNFUSED)
         if shape.window:
             grid = (rows, shape.window // BLOCK)
             jit_shared_choice.read_windows_kernel[grid](
                 logits, buffers.tokens, buffers.path, buffers.depths, *of_texts, buffers.found, buffers.values,
-                shape.window, rows, vocabulary, BLOCK=BLOCK, **options)
+                shape.window, rows, vocabulary, BLOCK=BLOCK, **chained(device))
             jit_shared_choice.penalise_texts_kernel[grid](
                 logits, buffers.entries, buffers.numbers, buffers.texts, buffers.found, buffers.values, shape.window,
-                vocabulary, BLOCK=BLOCK, **options)
+                vocabulary, BLOCK=BLOCK, **chained(device))
         if bans:
             jit_shared_choice.ban_texts_kernel[(rows,)](logits, buffers.depths, *of_texts, vocabulary, BLOCK=bans,
-                                                        **options)
+                                                        **chained(device))
         jit_choice.block_maxima_kernel[(rows, num)](logits, buffers.bests, buffers.ids, vocabulary, num, BLOCK=BLOCK,
-                                                    **options)
+                                                    **chained(device))
         jit_shared_choice.noisy_maxima_of_texts_kernel[(rows, num)](
             logits, buffers.bests, buffers.depths, buffers.entries, buffers.numbers, buffers.texts, buffers.scores,
-            buffers.ids, vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num), **options)
+            buffers.ids, vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num), **chained(device))
         jit_choice.choose_tokens_kernel[(rows,)](buffers.bests, buffers.scores, buffers.ids, buffers.choices, num,
-                                                 BLOCKS=padded_size(num), **options)
+                                                 BLOCKS=padded_size(num), **chained(device))
         jit_shared_choice.walk_trees_kernel[(shape.texts,)](
             buffers.choices, buffers.tokens, buffers.parents, buffers.entries, buffers.walked, buffers.targets,
-            buffers.outcome, rows, BLOCK=padded_size(rows), num_warps=1, **options)
+            buffers.outcome, rows, BLOCK=padded_size(rows), num_warps=1, **chained(device))
 
 
 def _read(outcome: Tensor) -> list[int]:
