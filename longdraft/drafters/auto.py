@@ -138,7 +138,7 @@ class AutoDrafter:
         self._confidences = {name: confidence_of(drafter) for name, drafter in self._drafters.items()}
         self._watched: Watched | None = None
         self._num_steps = 0
-        self._has_switched = True  # the next step is the active candidate's first since a switch
+        self._num_same = 0  # steps of the active candidate since a switch
         self._last_writer = ""
         self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
         self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
@@ -217,8 +217,9 @@ class AutoDrafter:
             selector.decide(context)
             selector.postpone(now)
             self._watch(context, accepted)
-        self._has_switched = selector.active != active
-        if self._has_switched:  # the new candidate has not seen the latest tokens
+        self._num_same += 1
+        if selector.active != active:  # the new candidate has not seen the latest tokens
+            self._num_same = 0
             self._drafters[selector.active].observe(context, accepted)
 
     def _measure(self, proposal: Proposal, accepted: Accepted, verified_at: float) -> float:
@@ -230,7 +231,7 @@ class AutoDrafter:
         draft = drafted_at - began + (now := self._clock()) - verified_at
         if self._is_warm:
             self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft,
-                                is_typical=not self._has_switched)  # some candidates catch up first
+                                is_typical=self._num_same >= AUTO_SETTINGS.untypical_steps)
         return now
 
     @property

@@ -20,9 +20,12 @@ class AutoSettings:
     steps_per_exploration  every so many steps a draft is `exploration_depth` tokens deeper than the best depth
     first_steps            steps that a candidate is probed before it may be chosen
     probe_steps            steps of a later probe
+    untypical_steps        steps after a switch that do not time the drafter: it catches up, and its weights and caches
+                           are not in the processor's caches
     check_steps            steps of a probe with drafts of two tokens, of which the last one times the drafter
-    doubt                  costs that were not timed since the engine began may be so many times too high: those in the
-                           user's cache folder may come from a busy machine
+    enough_times           steps that must have timed a drafter before its costs are no longer in doubt
+    doubt                  costs that are in doubt may be so many times too high: those in the user's cache folder may
+                           come from a busy machine
     probe_budget           share of the time that probes may lose
     hopeful_budget         share of the time that the probes of one candidate may lose, whatever others lost, while it
                            is expected to be the fastest
@@ -36,7 +39,7 @@ class AutoSettings:
     max_depth: int = 16
     max_rows: int = 64
     switch_ratio: float = 0.97
-    batch_ratio: float = 0.8
+    batch_ratio: float = 0.95
     steps_per_decision: int = 8
     drafts_per_decision: int = 2
     decision_share: float = 0.005
@@ -44,7 +47,9 @@ class AutoSettings:
     exploration_depth: int = 2
     first_steps: int = 4
     probe_steps: int = 3
-    check_steps: int = 2
+    untypical_steps: int = 2
+    check_steps: int = 3
+    enough_times: int = 4
     doubt: float = 3.0
     probe_budget: float = 0.005
     hopeful_budget: float = 0.0025

@@ -100,6 +100,9 @@ class Chain(NamedTuple):
         return places
 
 
+_SMALL_BYTES = 16 << 20  # of weights that processors' caches hold: texts gain little by reading them together
+
+
 class SelfDraftModel:
     """The target on a partial cache. Each call computes the row of the last token of `path`; the rows of the tokens
     before it are in the cache until `PartialCache.drop_drafts`."""
@@ -111,21 +114,23 @@ class SelfDraftModel:
         self._cache = cache
         self._clock = clock
         self._vocabulary = vocabulary
+        self._is_small = model.weights_bytes <= _SMALL_BYTES
 
     @property
-    def _is_alone(self) -> bool:
-        """Whether no other request shares this one's forwards."""
-        return not (self._clock and self._clock.batch_size > 1)
+    def _drafts_alone(self) -> bool:
+        """Whether drafts of this request share no forwards with those of others: there are none, or the weights are so
+        small that to read them together gains less than one call for the whole chain."""
+        return self._is_small or self._clock is None or self._clock.batch_size == 1
 
     def _model(self, context: Context) -> Transformer:
-        """The model that drafts now. In a batch it is the one with the whole vocabulary, which all requests share."""
-        return self._vocabulary.model(context) if self._vocabulary and self._is_alone else self._whole_model
+        """The model that drafts now. Where requests share forwards, it is the one with the whole vocabulary."""
+        return self._vocabulary.model(context) if self._vocabulary and self._drafts_alone else self._whole_model
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """The guesses of a chain after `path`, place by place, drafted in one call. None where that is not possible,
-        or where the request shares its forwards with others, which read the weights once for all."""
-        if length < 1 or not self._is_alone:
+        or where requests share the forwards of their drafts, which read the weights once for all."""
+        if length < 1 or not self._drafts_alone:
             return None
         model = self._model(context)
         ranking = sampler.native_ranking(context, model.config.vocab_size, width, margin)

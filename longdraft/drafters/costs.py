@@ -51,7 +51,7 @@ _GROWTH = 0.02  # where it is not
 
 _OUTLIER = 3.0  # a measured time counts as at most this many times the expected one, and at least 1 / 3 of it
 _MACHINE_RATE, _KIND_RATE = 0.2, 0.1  # how much of a ratio is taken over at once
-_ENOUGH, _TOLERANCE = 200, 1.5  # pieces of work after which a factor beyond this one means that costs are off
+_ENOUGH, _TOLERANCE = 100, 1.5  # pieces of work after which a factor beyond this one means that costs are off
 
 
 class ForwardCosts(NamedTuple):
@@ -165,6 +165,10 @@ class Pace:
     def __contains__(self, kind: object) -> bool:
         """Whether work of this kind was timed."""
         return kind in self._of
+
+    def times(self, kind: object) -> int:
+        """How often work of this kind was timed."""
+        return self._counts[kind]
 
     def add(self, kind: object, measured: float, expected: float, *, is_forward: bool = False, slack: float = 0.0
             ) -> None:

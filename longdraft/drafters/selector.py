@@ -289,8 +289,8 @@ class Selector:
         return min(filter(self._is_trusted, self._ratings), key=self._ratings.__getitem__)
 
     def _is_timed(self, name: str) -> bool:
-        """Whether the drafts of a candidate were timed since the engine began."""
-        return name == self._plain or self._draft_kind(name) in self._shared.pace
+        """Whether the drafts of a candidate were timed often enough since the engine began."""
+        return name == self._plain or self._shared.pace.times(self._draft_kind(name)) >= AUTO_SETTINGS.enough_times
 
     def _probe(self, name: str) -> None:
         """Probe a candidate if it could be the fastest. If only its costs speak against that, check them."""

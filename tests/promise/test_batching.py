@@ -18,6 +18,7 @@ from helpers.equality import DRAFTERS, LIARS, SETTINGS, batch_params, liar, prom
 from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
+from longdraft.drafters import chain
 from longdraft.engine import Engine
 from longdraft.generation import Generation
 from longdraft.loaded_model import DrafterChoice
@@ -157,10 +158,17 @@ def cases(engine, drafts, count: int, seed: int) -> Iterator[tuple[list[int], Sa
         yield prompt, params, drafter, truth.tokens.tolist()
 
 
-@pytest.mark.parametrize("engine, size, count", [("mha", 2, 8), ("gqa", 8, 30), ("mha", 16, 32)],
-                         indirect=["engine"])
-def test_a_text_does_not_depend_on_the_other_requests_of_its_batch(engine, drafts, size, count):
+def share_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have texts read the weights together when they draft, as they do with large models."""
+    monkeypatch.setattr(chain, "_SMALL_BYTES", 0)
+
+
+@pytest.mark.parametrize("engine, size, count, shares", [
+    ("mha", 2, 8, True), ("gqa", 8, 30, True), ("mha", 16, 32, True), ("gqa", 8, 30, False)], indirect=["engine"])
+def test_a_text_does_not_depend_on_the_other_requests_of_its_batch(engine, drafts, size, count, shares, monkeypatch):
     """Requests join and leave at random, with all drafters and liars; a removed request starts again later."""
+    if shares:
+        share_drafts(monkeypatch)
     pick = random.Random(size)
     waiting = list(cases(engine, drafts, count, size))
     under_way: dict[int, tuple] = {}
@@ -245,6 +253,7 @@ def test_prompts_are_prefilled_in_small_chunks_while_other_requests_decode(plain
 
 
 def test_drafts_of_one_request_and_verifications_of_another_share_a_forward(tiny, monkeypatch):
+    share_drafts(monkeypatch)
     engine = longdraft.load(str(tiny["gqa"]), drafter="magicdec", drafter_options={"chain": 3, "suffix": "false"})
     batch = engine.batch()
     batch.add(prompt_of(20), batch_params(max_new_tokens=30))
@@ -256,6 +265,18 @@ def test_drafts_of_one_request_and_verifications_of_another_share_a_forward(tiny
     for _ in range(8):
         batch.step()
     assert all(len(rows) == 2 for rows in seen) and any(1 in rows and max(rows) > 1 for rows in seen)
+
+
+def test_small_models_draft_each_chain_in_one_call(tiny, monkeypatch):
+    engine = longdraft.load(str(tiny["gqa"]), drafter="magicdec", drafter_options={"chain": 3, "suffix": "false"})
+    batch = engine.batch()
+    for seed in range(2):
+        batch.add(prompt_of(30, seed), batch_params(seed, max_new_tokens=30))
+    batch.step()
+    seen = counted(monkeypatch)
+    for _ in range(4):
+        batch.step()
+    assert all(len(rows) == 2 and min(rows) > 3 for rows in seen), "verifications only"
 
 
 def test_requests_of_different_models_do_not_share_a_forward(plain, tiny):
