@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +118,25 @@ def hurry_the_interpreter() -> None:
     tl.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
 
 
+def sum_products_in_float64() -> None:
+    """Have the interpreter sum products in float64 and round the sums to float32.
+
+    It takes NumPy's products. On some processors (Zen 5) the order of their sums depends on the row and on the shape. A
+    device's order is the same for all rows of a tile.
+    """
+    from triton.runtime import interpreter
+
+    def product(self: object, a: Any, b: Any, d: Any, *precision: object) -> Any:
+        if d.data.dtype != np.float32 or 1 in (a.data.itemsize, b.data.itemsize):
+            return create_dot(self, a, b, d, *precision)
+        sums = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(sums + d.data, d.dtype.scalar)
+
+    builder = interpreter.InterpreterBuilder
+    create_dot, builder.create_dot = builder.create_dot, product
+
+
 if not HAS_CUDA:
     hurry_the_interpreter()
+    sum_products_in_float64()
     operations.GraphCache = RecordedGraphs

@@ -267,9 +267,8 @@ def test_invalid_options_give_one_line(capfd, tmp_path):
         for options in (["--port", "99999"], ["--max-running", "0"], ["--log-format", "xml"], ["--stall", "0"],
                         ["--journals", str(tmp_path / "file" / "x")], ["--journals", "/proc"], ["--api-key", ""],
                         ["--memory-mib", "0"], ["--timeout", "-1"], ["--host", "a..b", "--no-key"],
-                        ["--host", "192.0.2.1", "--no-key"],  # an address of no machine
-                        ["--port", str(taken.getsockname()[1]), "--journals", "none"]):
-            # The model is missing: options are refused before it is looked for.
+                        ["--host", "192.0.2.1", "--no-key"],
+                        ["--port", str(taken.getsockname()[1]), "--journals", "none"]):  # the model is missing too
             assert run(["serve", "--log-level", "error", "--model", str(tmp_path / "missing"), *options]) == 2, options
             shown, = capfd.readouterr().err.splitlines()
             assert shown.startswith("longdraft: ") and "missing" not in shown, options
