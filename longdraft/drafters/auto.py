@@ -89,7 +89,7 @@ class Proposal(NamedTuple):
 class PlainRun:
     """Steps of plain decoding that are not counted yet: what is done beside a short step would be felt.
 
-    num_new  new tokens of the text behind the last of them
+    num_new  new tokens of the text after the last of them
     began    of the current step, in seconds
     """
 
@@ -101,7 +101,7 @@ class PlainRun:
 
 
 class Watched(NamedTuple):
-    """A draft behind the first `length` tokens of the text that was not verified."""
+    """A draft after the first `length` tokens of the text that was not verified."""
 
     name: str
     tree: Tree
@@ -286,9 +286,9 @@ class AutoDrafter:
         """The tokens written with each candidate, in all and for each part of the text, for the statistics."""
         self._count_plain()
         turns, choices = self.turns.copy(), [counts.copy() for counts in self.choices]
-        if behind := turns.total() - num_tokens:  # tokens of the last step behind the end of the text
-            turns[self._last_writer] -= behind
-            choices[-1][self._last_writer] -= behind
+        if beyond := turns.total() - num_tokens:  # tokens of the last step beyond the end of the text
+            turns[self._last_writer] -= beyond
+            choices[-1][self._last_writer] -= beyond
         return {
             "tokens_by_choice": dict(turns),
             "choices_per_tokens": AUTO_SETTINGS.tokens_per_report,

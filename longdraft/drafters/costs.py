@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 6, 8, 16, 32)  # of the forwards that are timed; products of up to six rows read their weights once
 _DEPTHS = (4, 12)  # depths of the drafts that are timed
-_SHORT = 256  # positions of the text behind which they are timed
+_SHORT = 256  # positions of the text after which they are timed
 _MOST_BYTES = 1 << 28  # of the cache of random positions
 _UNCACHED_BYTES = 3 << 25  # so many do not stay in the processor's caches
 _ENOUGH_S, _LEAST_REPEATS, _MOST_REPEATS = 0.06, 2, 8  # the fastest one counts; noise disturbs short times more
@@ -58,8 +58,8 @@ class ForwardCosts(NamedTuple):
     """Seconds of a step without its draft: the forward, the sampler and the commit.
 
     host       seconds of a request's own work, which no other request shares
-    rows       seconds of a forward of ROWS rows behind an empty text, without `host`
-    positions  number of positions of the text that take as long to read as one row's forward behind an empty text
+    rows       seconds of a forward of ROWS rows after an empty text, without `host`
+    positions  number of positions of the text that take as long to read as one row's forward after an empty text
     growth     share of the time for the text that each further row adds: little where memory is the limit, much where
                several query heads share keys and arithmetic is
     near, near_positions  the same as `positions` for the first `near` ones, which may stay in the processor's caches
@@ -79,7 +79,7 @@ class ForwardCosts(NamedTuple):
 
     def at(self, rows: Sequence[float] | NDArray[np.int64], context: int | Sequence[int], requests: float = 1
            ) -> NDArray[np.float64]:
-        """Seconds of one request's part of a forward, for each number of rows, behind `context` tokens (one number, or
+        """Seconds of one request's part of a forward, for each number of rows, after `context` tokens (one number, or
         one for each of rows), if each of `requests` requests has so many rows: its own keys and values, and an equal
         share of the weights."""
         own = np.asarray(rows, dtype=np.float64)
@@ -89,7 +89,7 @@ class ForwardCosts(NamedTuple):
         return self.host + self._line(own * requests) / requests + text
 
     def _line(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds behind an empty text, along straight lines through the measurements. Beyond the last one, a row costs
+        """Seconds after an empty text, along straight lines through the measurements. Beyond the last one, a row costs
         what the last ones do, or what all do if that is more: the difference of two numbers may be noise."""
         *_, before, last = zip(ROWS, self.rows, strict=True)
         slope = max((last[1] - start[1]) / (last[0] - start[0]) for start in (before, (ROWS[0], self.rows[0])))
@@ -145,7 +145,7 @@ class Pace:
 
     A machine that is busy with other work makes all kinds slower, and that changes no decision. How fast it is now is
     seen in the latest forwards. What a kind deviates from them in the long run is the error of its costs. A forward
-    tells that only behind a forward of another kind: in a row of the same kind, all that changes is the machine.
+    tells that only after a forward of another kind: in a row of the same kind, all that changes is the machine.
 
     machine  factor for the expected seconds of all kinds
     """
@@ -215,7 +215,7 @@ class _Guesses:
 
 
 class _RandomText:
-    """A text of random keys and values, and steps behind it."""
+    """A text of random keys and values, and steps after it."""
 
     def __init__(self, model: Transformer, sampler: Sampler, agree: Callable[[float], float], positions: int) -> None:
         self.model, self.sampler, self._agree = model, sampler.of_another_text(is_structured=False), agree
@@ -274,7 +274,7 @@ def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCach
 def _text_costs(model: Transformer, sampler: Sampler, agree: Callable[[float], float], rows: Sequence[float]
                 ) -> tuple[float, float, float, float]:
     """`ForwardCosts.positions`, `growth`, `near` and `near_positions`. They are measured where a cache of moderate size
-    takes a good part of a step, else taken by size. rows: seconds of forwards behind an empty text"""
+    takes a good part of a step, else taken by size. rows: seconds of forwards after an empty text"""
     most = min(_MOST_BYTES // model.cache_bytes_per_token, model.config.max_positions // 2)
     weights = agree(model.weights_in_tokens)  # the last rank may hold fewer rows of the vocabulary
     near = int(min(weights, most))

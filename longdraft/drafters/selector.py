@@ -150,7 +150,7 @@ class Selector:
         return self.active == self._plain
 
     def is_due(self, num_steps: int, now: float) -> bool:
-        """Whether to decide behind this step. now: by the clock"""
+        """Whether to decide after this step. now: by the clock"""
         if self.is_probing:
             return True
         every = AUTO_SETTINGS.steps_per_decision if self.is_plain else AUTO_SETTINGS.drafts_per_decision
@@ -250,7 +250,7 @@ class Selector:
         return best + 1 if gain[best] > -self._steps[1] else 0
 
     def _look(self, context: Context) -> None:
-        """Seconds of a step without its draft, by rows, behind the text as it is now."""
+        """Seconds of a step without its draft, by rows, after the text as it is now."""
         pace, factors = self._shared.pace, list[float]()
         for size, kind in enumerate(map(self._forward_kind, range(_SIZES[-1] + 1))):
             # Several rows that were not timed are expected to be as far off as fewer of them.
