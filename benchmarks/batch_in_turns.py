@@ -4,7 +4,7 @@
         --output batch.json
 
 `longdraft bench batch` compares texts side by side with the same texts one after another. Here the drafters take turns
-instead, from the first token on, and no text waits for the others of its batch. Ratios are those of the seconds for
+instead, from the first token on, and no text waits for another one of its batch. Ratios are those of the seconds for
 each token to the first drafter's, over 256 tokens of each text. The drafters must write the same texts.
 """
 

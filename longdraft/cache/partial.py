@@ -139,7 +139,7 @@ class PartialCache:
         return DraftStores(self._base.stores, self.length, self._remainder, states)
 
     def add_drafts(self, count: int) -> None:
-        """Keep `count` rows that the compiled module has written after the others, until `drop_drafts`."""
+        """Keep `count` rows that the compiled module has written after the earlier rows, until `drop_drafts`."""
         self._base.length += count
         if self._states:
             self._states.advance(count)

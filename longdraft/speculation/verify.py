@@ -30,7 +30,7 @@ def verify(sampler: Sampler, result: Forward, tree: Tree, context: Context,
 
     result  the forward of all nodes
 
-    A device sampler finds the path on the device, and the cache keeps its rows there before the host knows the path. It
+    A device sampler finds the path on the device, and the cache keeps its rows there before the path is on the host. It
     may have done so with the forward, for several texts (`Forward.walk`).
     """
     if result.walk is not None:

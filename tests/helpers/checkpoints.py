@@ -54,7 +54,7 @@ def make_checkpoint(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
 def write_chain(model: PreTrainedModel, chain: Sequence[int]) -> None:
     """Make a model with a head of its own write a chain of different tokens: its greedy choice after each is the next.
     """
-    with torch.no_grad():  # layers add nothing, and the head knows what follows each token
+    with torch.no_grad():  # layers add nothing, and the head gives what follows each token
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name or name == "lm_head.weight":
                 parameter.zero_()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import pytest
+
+import longdraft
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.equality import prompt_of
 from longdraft import drafters, kernels
@@ -16,6 +19,8 @@ from longdraft.model.routine import run_alone
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Forward, Transformer, chain_rows
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation import prefill as prefilling
+from longdraft.speculation import reuse
 from longdraft.speculation.drafter import Verified
 from longdraft.speculation.step import Step, Tally, Timings
 
@@ -69,3 +74,25 @@ def generate(model: Transformer, params: SamplingParams, factory: object, tally:
     while context.num_new < params.max_new_tokens:
         run_alone(step.run(params.max_new_tokens - context.num_new))
     return context.slice(len(PROMPT), len(context)).tolist()
+
+
+def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have devices read prompts in chunks of 16 tokens."""
+    for module in (reuse, prefilling):
+        monkeypatch.setattr(module, "DEVICE_CHUNK", 16)
+        monkeypatch.setattr(module, "DRAFTER_ROWS", 4)
+
+
+def text_of_shared_chunks(engine: longdraft.Engine, prompt: list[int], params: SamplingParams) -> str:
+    """Check that texts share the rows of whole chunks of a prompt of 44 tokens and have their own bits.
+
+    Returns the hash of the text.
+    """
+    texts, cached = [], []
+    for ids, salt in ((prompt, None), (prompt, ""), (prompt, ""), (prompt[:24], None), (prompt[:24], "")):
+        generation = engine.generate(ids, params, cache_salt=salt)
+        texts.append(list(generation)[-1].stats["sha256_tokens"])
+        cached.append(generation.cached_tokens)
+    assert cached == [0, 0, 32, 0, 16]
+    assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4]
+    return texts[0]

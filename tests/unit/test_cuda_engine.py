@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 import longdraft
 from helpers.checkpoints import load_glide, make_checkpoint, make_glide, make_heads
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
-from helpers.cuda_texts import LENGTH, NAME, NEW, generate, load
+from helpers.cuda_texts import LENGTH, NAME, NEW, generate, load, text_of_shared_chunks, use_small_chunks
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import liar, prompt_of
 from helpers.generation import by_name
@@ -29,8 +29,6 @@ from longdraft.model import heads
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
-from longdraft.speculation import prefill as prefilling
-from longdraft.speculation import reuse
 from longdraft.speculation.step import Tally
 from longdraft.speculation.verify import accepted_path
 from longdraft.tree import Tree
@@ -185,19 +183,11 @@ def test_a_resumed_text_equals_the_uninterrupted_text(folders, monkeypatch, tmp_
 @pytest.mark.parametrize("name", [NAME, NAME + "-fp8"] if HAS_CUDA else [NAME])
 def test_texts_share_the_rows_of_whole_prompt_chunks(folders, monkeypatch, name):
     """Rows of the last, shorter chunk and of written tokens are computed by other operations, and stay out."""
-    for module in (reuse, prefilling):
-        monkeypatch.setattr(module, "DEVICE_CHUNK", 16)
-        monkeypatch.setattr(module, "DRAFTER_ROWS", 4)
+    use_small_chunks(monkeypatch)
     monkeypatch.setenv("LONGDRAFT_KERNELS", name)
     engine = longdraft.load(str(folders["model"]), drafter="suffix", device=DEVICE, dtype="float32", cache_ram=50)
     prompt, params = prompt_of(44), SamplingParams(max_new_tokens=4, seed=5, ignore_eos=True)
-    texts, cached = [], []
-    for ids, salt in ((prompt, None), (prompt, ""), (prompt, ""), (prompt[:24], None), (prompt[:24], "")):
-        generation = engine.generate(ids, params, cache_salt=salt)
-        texts.append(list(generation)[-1].stats["sha256_tokens"])
-        cached.append(generation.cached_tokens)
-    assert cached == [0, 0, 32, 0, 16]
-    assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4]
+    text_of_shared_chunks(engine, prompt, params)
 
 
 def test_the_cache_is_reserved_in_full_and_an_error_says_how_many_tokens_would_fit(folders, monkeypatch):

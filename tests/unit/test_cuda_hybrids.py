@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 import longdraft
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, kernels, rows_of
-from helpers.cuda_texts import load
+from helpers.cuda_texts import load, text_of_shared_chunks, use_small_chunks
 from helpers.equality import prompt_of
 from helpers.families import make_family, make_hybrid
 from longdraft.cache.full import FullCache
@@ -24,8 +24,6 @@ from longdraft.core import SamplingParams
 from longdraft.kernels.cuda import delta
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.model.transformer import Transformer, chain_rows, tree_rows
-from longdraft.speculation import prefill as prefilling
-from longdraft.speculation import reuse
 from longdraft.tree import Tree
 
 SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=12, value_dim=20, width=4)
@@ -133,23 +131,15 @@ def test_delta_layers_in_a_graph_have_the_bits_of_their_launches_one_by_one(mode
 
 def test_texts_share_the_rows_and_states_of_whole_prompt_chunks(tmp_path, monkeypatch):
     """A text continues after a chunk of another one with the states that were kept there, and has its own bits."""
-    for module in (reuse, prefilling):
-        monkeypatch.setattr(module, "DEVICE_CHUNK", 16)
-        monkeypatch.setattr(module, "DRAFTER_ROWS", 4)
+    use_small_chunks(monkeypatch)
     monkeypatch.setenv("LONGDRAFT_KERNELS", "triton-16")
     make_hybrid(tmp_path, num_hidden_layers=2, layer_types=LAYERS[:2])
     engine = longdraft.load(str(tmp_path), drafter="plain", device=DEVICE, dtype="float32", cache_ram=50)
     prompt, params = prompt_of(44), SamplingParams(max_new_tokens=3, seed=5, ignore_eos=True)
-    texts, cached = [], []
-    for ids, salt in ((prompt, None), (prompt, ""), (prompt, ""), (prompt[:24], None), (prompt[:24], "")):
-        generation = engine.generate(ids, params, cache_salt=salt)
-        texts.append(list(generation)[-1].stats["sha256_tokens"])
-        cached.append(generation.cached_tokens)
-    assert cached == [0, 0, 32, 0, 16]
-    assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4]
+    text = text_of_shared_chunks(engine, prompt, params)
     monkeypatch.setattr(StateCache, "adopt", lambda self, kept: setattr(self, "length", max(kept)))
     *_, last = engine.generate(prompt, params)
-    assert last.stats["sha256_tokens"] != texts[0], "with other states the text is another one"
+    assert last.stats["sha256_tokens"] != text, "with other states the text is another one"
 
 
 def test_states_are_kept_after_the_first_chunk_the_last_one_and_each_block():

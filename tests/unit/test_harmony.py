@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
+from helpers.answers import streamed_parts
 from helpers.checkpoints import write_tokenizer
-from longdraft.core import SamplingParams
 from longdraft.model.harmony import MARKS, Harmony
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.text_stream import TextStream
 
 _MESSAGE = re.compile(r"<\|channel\|>(?P<channel>\w+)[^<]*<\|message\|>(?P<text>[^<]*)")
 
@@ -47,16 +46,9 @@ def streamed(tokenizer: Tokenizer, answer: str, prompt: str = "<|start|>user<|me
     form = Harmony.find(tokenizer)
     assert form is not None
     reader = form.reader(tokenizer.encode(prompt, add_special_tokens=False))
-    tokens, draw = tokenizer.encode(answer, add_special_tokens=False), random.Random(seed)
-    stream = TextStream(tokenizer, SamplingParams(max_new_tokens=limit or len(tokens), stop=stop), [])
-    reasoning = content = ""
-    while stream.finish_reason is None:
-        count = draw.randint(1, 4)
-        new = stream.push(tokens[:count])
-        part = reader.push(new.tokens, new.text)
-        reasoning, content, tokens = reasoning + part.reasoning, content + part.content, tokens[count:]
-    assert reader.finish() == ("", "")
-    return reasoning, content
+    parts, rest = streamed_parts(tokenizer, reader, answer, stop, seed, limit)
+    assert rest == ("", "")
+    return parts
 
 
 @pytest.mark.parametrize("seed", range(40))

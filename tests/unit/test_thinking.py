@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
+from helpers.answers import streamed_parts
 from helpers.checkpoints import write_tokenizer
-from longdraft.core import SamplingParams
 from longdraft.model.thinking import ThinkingTags, closed_thinking, find_format, opened_thinking
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.text_stream import TextStream
 
 # How a model has its tags: as special tokens, as tokens with a text, or as text that its template looks for.
 KINDS = [("<think>", "</think>", "text"), ("<think>", "</think>", "added"), ("<think>", "</think>", "special"),
@@ -63,16 +62,8 @@ def streamed(tags: ThinkingTags, answer: str, prompt: str = "Hi", begun: str = "
     """What arrives of the first `limit` tokens of an answer, in steps of one to four tokens."""
     tokenizer = tags.tokenizer
     reader = tags.reader(tokenizer.encode(prompt, add_special_tokens=False), begun)
-    tokens, draw = tokenizer.encode(answer, add_special_tokens=False), random.Random(seed)
-    stream = TextStream(tokenizer, SamplingParams(max_new_tokens=limit or len(tokens), stop=stop, on_loop="off"), [])
-    reasoning = content = ""
-    while stream.finish_reason is None:
-        count = draw.randint(1, 4)
-        new = stream.push(tokens[:count])
-        part = reader.push(new.tokens, new.text)
-        reasoning, content, tokens = reasoning + part.reasoning, content + part.content, tokens[count:]
-    rest = reader.finish()
-    return reasoning + rest.reasoning, content + rest.content
+    parts, rest = streamed_parts(tokenizer, reader, answer, stop, seed, limit)
+    return parts.reasoning + rest.reasoning, parts.content + rest.content
 
 
 @pytest.mark.parametrize("seed", range(30))

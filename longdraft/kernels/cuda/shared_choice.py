@@ -5,7 +5,7 @@
     read      one block: the walks of all texts
 
 What differs between texts is in device memory (`jit_shared_choice`), so a graph belongs to numbers of texts and rows.
-The rows of the accepted paths are kept by one launch, before the host knows the paths. The host waits once.
+The rows of the accepted paths are kept by one launch, before the paths are on the host. The host waits once.
 """
 
 from __future__ import annotations
