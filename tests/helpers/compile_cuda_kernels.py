@@ -214,9 +214,20 @@ def mixtures():
         yield jit_experts.grouped_kernel, products, packed, dict(num_warps=4, num_stages=3)
         yield (jit_experts.grouped_kernel, products | dict(out=F32),
                packed | dict(WIDTH=2048, INNER=768, CHOSEN=1, HAS_GATE=False), dict(num_warps=4, num_stages=3))
-    yield (jit_experts.combine_kernel,
-           dict(given=F32, experts=I64, weights=F32, shared=F32, shared_weight=F32, out=BF16),
-           dict(WIDTH=2048, CHOSEN=8, PADDED_CHOSEN=16, BLOCK=1024, HAS_SHARED=True), {})
+    few = dict(x=BF16, table=I64, parts=F32, num_pairs="i32") | tiles
+    for out, inner, splits in ((1536, 2048, 8), (2048, 768, 2), (5760, 2880, 8)):  # the last one of gpt-oss
+        yield (jit_experts.grouped_int4_kernel, few,
+               dict(OUT=out, INNER=inner, BLOCKS=-(-inner // 128), CHOSEN=1 if splits == 2 else 8, ROWS=16,
+                    COLUMNS=128, SPLITS=splits, STAGES=3), dict(num_warps=4))
+    yield (jit_experts.gated_pairs_kernel, dict(parts=F32, table=I64, experts=I64, out=BF16, num_pairs="i32",
+                                                alpha="fp32", limit="fp32"),
+           dict(WIDTH=2880, BLOCK=1024, ACTIVATION=2, PARTS=8, HAS_BIAS=True), {})
+    combined = dict(given=F32, table=I64, experts=I64, weights=F32, shared=F32, shared_weight=F32, out=BF16,
+                    num_pairs="i32")
+    for parts, block in ((1, 1024), (8, 128)):
+        yield (jit_experts.combine_kernel, combined,
+               dict(WIDTH=2048, CHOSEN=10, PADDED_CHOSEN=16, BLOCK=block, PARTS=parts, HAS_BIAS=parts > 1,
+                    HAS_SHARED=True), {})
 
 
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info

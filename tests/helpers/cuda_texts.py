@@ -28,9 +28,9 @@ NAME = "triton-16"
 NEW, LENGTH = (60, 70) if HAS_CUDA else (7, 50)  # new tokens; tokens of the prompt, more than a partial cache holds
 
 
-def load(folder: Path, name: str = NAME) -> Transformer:
+def load(folder: Path, name: str = NAME, quantize: str = "none") -> Transformer:
     chosen = kernels.choose(DEVICE, "float32", name)
-    return checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+    return checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen, quantize)
 
 
 PROMPT = prompt_of(LENGTH)

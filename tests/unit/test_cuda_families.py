@@ -13,7 +13,9 @@ from helpers.equality import liar, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, MIXTURES, UNIFIED, make_family
 from helpers.generation import by_name
 from longdraft.bench.cuda.models import switched
+from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
+from longdraft.kernels.cuda import experts as cuda_experts
 from longdraft.kernels.cuda import layerwise
 from longdraft.kernels.cuda.captured_layers import CapturedLayers
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
@@ -85,16 +87,17 @@ def test_activations_and_gates_agree_with_the_reference(dtype):
     assert ours.clamped_swiglu(x, 1.702, 3.0)[1].isnan().all() and ours.geglu(x)[1].isnan().all()
 
 
-def mixture(ops, quantize: str = "none", bias: bool = False, shared: bool = False, **settings: object) -> Experts:
+def mixture(ops, quantize: str = "none", bias: bool = False, shared: bool = False, hidden: int = HIDDEN,
+            inner: int = INNER, **settings: object) -> Experts:
     def packed(out: int, into: int, seed: int) -> object:
         return ops.pack(rows_of(out, into, seed=seed) * 0.3, rows_of(out, seed=seed + 50) if bias else None,
                         quantize=quantize)
 
     def mlp(seed: int) -> Mlp:
-        return Mlp(packed(2 * INNER, HIDDEN, seed), packed(HIDDEN, INNER, seed + 10))
+        return Mlp(packed(2 * inner, hidden, seed), packed(hidden, inner, seed + 10))
 
-    return Experts(ops.pack(rows_of(NUM, HIDDEN, seed=99)), tuple(map(mlp, range(NUM))), 3, True, False,
-                   shared=mlp(90) if shared else None, shared_gate=packed(1, HIDDEN, 91) if shared else None,
+    return Experts(ops.pack(rows_of(NUM, hidden, seed=99)), tuple(map(mlp, range(NUM))), 3, True, False,
+                   shared=mlp(90) if shared else None, shared_gate=packed(1, hidden, 91) if shared else None,
                    **settings)
 
 
@@ -111,7 +114,41 @@ def test_experts_agree_with_the_reference_and_a_rows_company_changes_nothing(set
         close(together, experts_forward(definition, x, theirs), dtype, times=60 if "int4" in settings.values() else 8)
         for rows in ([0], [17], [5, 2]):
             assert torch.equal(experts_forward(ours, x[rows], mine), together[rows])
-        assert (ours.experts.stacks_of(mine) is None) == (settings.get("quantize") == "int4")
+        assert ours.groups_experts(mine)
+
+
+@pytest.mark.parametrize("settings", [dict(shared=True), dict(bias=True, clamp=(1.702, 3.0)),
+                                      dict(has_gelu=True, hidden=40, inner=530)])
+def test_experts_of_4_bits_have_the_bits_of_one_expert_after_another(settings):
+    """With products in one part and in two, and more rows of an expert than a program has."""
+    for dtype in ("float32", "float16") if "inner" in settings else ("float16",):
+        ours, obvious = kernels(dtype), kernels(dtype)
+        mine = mixture(ours, "int4", **dict(hidden=390, inner=24) | settings)
+        x = rows_of(36, mine.mlps[0].down.out_features, seed=3, dtype=ours.dtype)
+        together = experts_forward(ours, x, mine)
+        assert {mine.mlps[0].gate_up.splits, mine.mlps[0].down.splits} == {1, 2}
+        with switched(cuda_experts, "GROUPS_INT4", False):
+            assert not obvious.groups_experts(mine) and ours.groups_experts(mine)
+            assert torch.equal(together, experts_forward(obvious, x, mine))
+        assert torch.equal(experts_forward(ours, x[[30]], mine), together[[30]])
+
+
+def test_experts_are_multiplied_together_if_each_of_their_two_weights_has_one_form():
+    ours, definition = kernels("float16"), reference("float16")
+    of_4_bits, of_16 = mixture(ours, "int4", bias=True), mixture(ours, bias=True)
+    assert not ours.groups_experts(of_16._replace(mlps=(*of_16.mlps[:3], *of_4_bits.mlps[3:])))
+    x = rows_of(18, HIDDEN, seed=3, dtype=ours.dtype)
+    for gate_up, down in ((of_4_bits, of_16), (of_16, of_4_bits)):
+        crossed = of_16._replace(mlps=tuple(Mlp(each.gate_up, other.down) for each, other in
+                                            zip(gate_up.mlps, down.mlps, strict=True)))
+        together = experts_forward(ours, x, crossed)
+        assert ours.groups_experts(crossed)
+        theirs = [mixture(definition, quantize, bias=True).mlps
+                  for quantize in (("int4", "none") if gate_up is of_4_bits else ("none", "int4"))]
+        expected = mixture(definition)._replace(mlps=tuple(Mlp(each.gate_up, other.down) for each, other in
+                                                           zip(*theirs, strict=True)))
+        close(together, experts_forward(definition, x, expected), "float16", times=60)
+        assert torch.equal(experts_forward(ours, x[[5, 2]], crossed), together[[5, 2]])
 
 
 def test_experts_are_chosen_as_in_the_definition():
@@ -180,12 +217,33 @@ def check_rows_of(model: Transformer, definition: Transformer) -> None:
         alone.commit([0])
     _, tree, behind = found[0]
     assert torch.equal(torch.cat([tree[[0, 2, 3]], behind]), torch.cat(logits))
-    parts: list[list[torch.Tensor]] = [[], []] if alone.states else []  # layers with states are in no graph
-    for is_captured in (True, False) if not alone.states else ():
+    if not alone.states:  # test_cuda_hybrids.py has those of layers with states
         alone.truncate(30)
-        with switched(layerwise, "CAPTURES_LAYERS", is_captured):
-            result = model.forward(rows, alone, 5)
-        parts.append([result.logits, *result.attention_output, *(part for k_or_v in alone.provisional
-                                                                 for part in k_or_v)])
-        alone.commit([])
-    assert all(torch.equal(*pair) for pair in zip(*parts, strict=True)), "in a graph and kernel by kernel"
+        parts = [rows_of_forward(model, alone, rows, is_captured) for is_captured in (True, False)]
+        assert all(torch.equal(*pair) for pair in zip(*parts, strict=True)), "in a graph and kernel by kernel"
+
+
+def rows_of_forward(model: Transformer, cache: FullCache, rows: Rows, is_captured: bool) -> list[torch.Tensor]:
+    """What a forward of these rows computes, by the graph of its layers or kernel by kernel."""
+    with switched(layerwise, "CAPTURES_LAYERS", is_captured):
+        result = model.forward(rows, cache, len(rows.tokens))
+    found = [result.logits, *result.attention_output, *(part for parts in cache.provisional for part in parts)]
+    cache.commit([])
+    return [part.clone() for part in found]
+
+
+def test_experts_of_4_bits_are_part_of_a_graph(tmp_path, monkeypatch):
+    """A graph holds no wait of the host. Expert by expert, the host launches the layers, which have the same bits."""
+    make_family(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    found, rows = [], Rows([5, 7, 6], [3, 4, 4], [-1, 0, 0])
+    for is_on in (True, False):
+        monkeypatch.setattr(cuda_experts, "GROUPS_INT4", is_on)
+        model = load(tmp_path, quantize="int4")
+        assert model._decoder._can_capture == is_on
+        cache = model.new_cache()
+        model.forward(chain_rows([5, 6, 7], 0), cache)
+        cache.commit(range(3))
+        found += [rows_of_forward(model, cache, rows, is_captured) for is_captured in ((True, True, False) if is_on
+                                                                                       else (False,))]
+    for parts in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(parts, found[0], strict=True))

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_experts
+from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require, triton_dtype
 from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear
 from longdraft.kernels.experts import Routing
+from longdraft.kernels.switches import is_on
 from longdraft.kernels.weights import Experts, Linear
 
+GROUPS_INT4 = is_on("GROUPS_INT4")  # False: experts of 4 bits are multiplied one after another, with a wait of the host
 _PAIRS = 64  # that are grouped at a time
 _COLUMNS, _BLOCK = 64, 64  # output features of a program, and inputs that it multiplies at a time
+_FEW_COLUMNS = 128  # of a program that adds the parts of all experts of a row: with more, its registers do not suffice
 
 
 def route(logits: Tensor, experts: Experts) -> Routing:
@@ -32,21 +36,21 @@ def route(logits: Tensor, experts: Experts) -> Routing:
 
 
 class _Stack(NamedTuple):
-    """One weight of every expert. table: see `grouped_kernel`; first: the first expert's, of whose form all are."""
+    """One weight of every expert. table: see `jit_experts`; first: the first expert's, of whose form all are."""
 
     table: Tensor
     first: CudaLinear
 
     @classmethod
     def of(cls, weights: list[Linear]) -> _Stack | None:
-        """None for weights that `grouped_kernel` does not read: those of 4 bits, or of unlike forms."""
-        linears = [weight for weight in weights if type(weight) is CudaLinear]
-        if len(linears) < len(weights) or len({(each.weight.shape, each.scale is None, each.bias is None)
-                                               for each in linears}) > 1:
+        """None for weights of unlike forms, which no kernel reads together."""
+        kinds = (CudaLinear, CudaInt4Linear) if GROUPS_INT4 else (CudaLinear,)
+        linears = [weight for weight in weights if isinstance(weight, CudaLinear) and type(weight) in kinds]
+        if len(linears) < len(weights) or len({(type(each), each.out_features, each.in_features, each.scale is None,
+                                                each.bias is None) for each in linears}) > 1:
             return None
-        rows = [[0 if part is None else part.data_ptr() for part in (each.weight, each.scale, each.bias)]
-                for each in linears]
-        return cls(torch.tensor(rows, dtype=torch.int64, device=linears[0].weight.device), linears[0])
+        rows = [[0 if part is None else part.data_ptr() for part in each.parts] for each in linears]
+        return cls(torch.tensor(rows, dtype=torch.int64, device=linears[0].parts[0].device), linears[0])
 
 
 class _Stacks(NamedTuple):
@@ -55,6 +59,17 @@ class _Stacks(NamedTuple):
     experts: Experts
     gate_up: _Stack
     down: _Stack
+
+
+class _Tiles(NamedTuple):
+    """Pairs in tiles, see `jit_experts`. rows: of a tile."""
+
+    rows: int
+    members: Tensor
+    experts: Tensor
+    first_tile: Tensor
+    counts: Tensor
+    num_tiles: Tensor
 
 
 class GroupedExperts:
@@ -77,37 +92,69 @@ class GroupedExperts:
 
         shared  the shared expert's outputs [R, hidden] float32, and their weights [R, 1]
         """
-        experts, device, num = stacks.experts, x.device, len(stacks.experts.mlps)
-        rows, chosen = routing.experts.shape
-        pairs, width = rows * chosen, experts.mlps[0].down.out_features
+        experts, (rows, chosen), width = stacks.experts, routing.experts.shape, stacks.down.first.out_features
         require(rows == len(x), f"{len(x)} rows of choices", rows)
-        most_tiles = min(pairs, num + pairs // self._tile)
-        members = torch.empty(most_tiles * self._tile, dtype=torch.int32, device=device)
-        tile_experts = torch.empty(most_tiles, dtype=torch.int32, device=device)
-        first_tile, counts = (torch.empty(num, dtype=torch.int32, device=device) for _ in range(2))
-        num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-        tiles = members, tile_experts, first_tile, counts, num_tiles
-        inner = torch.empty(pairs, stacks.gate_up.first.out_features // 2, dtype=x.dtype, device=device)
-        given = torch.empty(pairs, width, device=device)
-        out = torch.empty_like(x)
-        of_shared, weight = shared or (given, given)
         activation = Activation(CLAMPED, *experts.clamp) if experts.clamp else GELU if experts.has_gelu else SILU
-        with on_device(device):
-            jit_experts.group_kernel[(1,)](routing.experts, *tiles, pairs, NUM=num, PADDED=padded_size(num),
-                                           ROWS=self._tile, BLOCK=_PAIRS, num_warps=8, **chained(device))
-            self._multiply(stacks.gate_up, x, tiles, chosen, inner, activation)
-            self._multiply(stacks.down, inner, tiles, 1, given, None)
-            jit_experts.combine_kernel[(rows, ceil_div(width, SUM_BLOCK))](
-                given, routing.experts, routing.weights, of_shared, weight, out, WIDTH=width, CHOSEN=chosen,
-                PADDED_CHOSEN=padded_size(chosen), BLOCK=SUM_BLOCK, HAS_SHARED=shared is not None, **chained(device))
+        with on_device(x.device):
+            tiles = self._tiles(stacks, routing.experts)
+            inner = self._gated(stacks.gate_up, x, tiles, routing.experts, activation)
+            given = self._products(stacks.down, inner, tiles, 1)
+            # A product of one part has its bias already.
+            has_bias = isinstance(stacks.down.first, CudaInt4Linear) and stacks.down.first.bias is not None
+            of_shared, weight = shared or (given, given)
+            out = torch.empty_like(x)
+            block = SUM_BLOCK if len(given) == 1 else _FEW_COLUMNS
+            jit_experts.combine_kernel[(rows, ceil_div(width, block))](
+                given, stacks.down.table, routing.experts, routing.weights, of_shared, weight, out, rows * chosen,
+                WIDTH=width, CHOSEN=chosen, PADDED_CHOSEN=padded_size(chosen), BLOCK=block, PARTS=len(given),
+                HAS_BIAS=has_bias, HAS_SHARED=shared is not None, **chained(x.device))
         return out
 
-    def _multiply(self, stack: _Stack, x: Tensor, tiles: tuple[Tensor, ...], chosen: int, out: Tensor,
+    def _tiles(self, stacks: _Stacks, chosen: Tensor) -> _Tiles:
+        """The pairs of rows with the experts [R, k] that they chose."""
+        num, pairs, device = len(stacks.experts.mlps), chosen.numel(), chosen.device
+        tile = min(stack.first.rows_of(self._tile) for stack in stacks[1:])
+        most_tiles = min(pairs, num + pairs // tile)
+        sizes = most_tiles * tile, most_tiles, num, num, 1
+        tiles = _Tiles(tile, *(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+        jit_experts.group_kernel[(1,)](chosen, *tiles[1:], pairs, NUM=num, PADDED=padded_size(num), ROWS=tile,
+                                       BLOCK=_PAIRS, num_warps=8, **chained(device))
+        return tiles
+
+    def _gated(self, stack: _Stack, x: Tensor, tiles: _Tiles, chosen: Tensor, activation: Activation) -> Tensor:
+        """The activation of each pair: [pairs, W], gate and up being the halves of its product with the weight."""
+        pairs, width, (kind, *numbers) = chosen.numel(), stack.first.out_features // 2, activation
+        out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+        if not isinstance(stack.first, CudaInt4Linear):
+            self._multiply(stack, x, tiles, chosen.shape[1], out, activation)
+            return out
+        parts = self._products(stack, x, tiles, chosen.shape[1])
+        jit_experts.gated_pairs_kernel[(pairs, ceil_div(width, SUM_BLOCK))](
+            parts, stack.table, chosen, out, pairs, *numbers, WIDTH=width, BLOCK=SUM_BLOCK, ACTIVATION=kind,
+            PARTS=len(parts), HAS_BIAS=stack.first.bias is not None, **chained(x.device))
+        return out
+
+    def _products(self, stack: _Stack, x: Tensor, tiles: _Tiles, chosen: int) -> Tensor:
+        """The parts of each pair's product [P, pairs, N] float32, of x [pairs / chosen, K]."""
+        (table, first), pairs = stack, len(x) * chosen
+        splits = first.splits if isinstance(first, CudaInt4Linear) else 1
+        parts = torch.empty(splits, pairs, first.out_features, device=x.device)
+        if not isinstance(first, CudaInt4Linear):
+            self._multiply(stack, x, tiles, chosen, parts[0], None)
+            return parts
+        columns, _, stages, _ = first.tiling
+        jit_experts.grouped_int4_kernel[(len(tiles.experts), ceil_div(first.out_features, columns), splits)](
+            x, table, *tiles[1:], parts, pairs, OUT=first.out_features, INNER=first.in_features, BLOCKS=first.blocks,
+            CHOSEN=chosen, ROWS=tiles.rows, COLUMNS=columns, SPLITS=splits, STAGES=stages, num_warps=4,
+            **chained(x.device))
+        return parts
+
+    def _multiply(self, stack: _Stack, x: Tensor, tiles: _Tiles, chosen: int, out: Tensor,
                   activation: Activation | None) -> None:
-        """The products of all tiles: out [pairs, W]."""
+        """The products of all tiles in one part: out [pairs, W]."""
         (table, first), (kind, *numbers) = stack, activation or SILU
-        jit_experts.grouped_kernel[(len(tiles[1]), ceil_div(out.shape[1], _COLUMNS))](
-            x, table, *tiles, out, *numbers, WIDTH=out.shape[1], INNER=first.in_features, CHOSEN=chosen,
-            ROWS=self._tile, COLUMNS=_COLUMNS, BLOCK=_BLOCK if x.itemsize == 2 else _BLOCK // 2,
+        jit_experts.grouped_kernel[(len(tiles.experts), ceil_div(out.shape[1], _COLUMNS))](
+            x, table, *tiles[1:], out, *numbers, WIDTH=out.shape[1], INNER=first.in_features, CHOSEN=chosen,
+            ROWS=tiles.rows, COLUMNS=_COLUMNS, BLOCK=_BLOCK if x.itemsize == 2 else _BLOCK // 2,
             ELEMENT=triton_dtype(first.weight), HAS_SCALE=first.scale is not None, HAS_BIAS=first.bias is not None,
             HAS_GATE=activation is not None, ACTIVATION=kind, num_warps=4, num_stages=3, **chained(x.device))

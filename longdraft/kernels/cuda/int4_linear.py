@@ -34,24 +34,24 @@ class CudaInt4Linear(CudaLinear):
         self.out_features, self.in_features = weight.values.shape
         self.dtype, self.scale = dtype, None
         self.bias = None if bias is None else bias.to(device, dtype).float().contiguous()
-        self._blocks = ceil_div(self.in_features, _BLOCK)
+        self.blocks = ceil_div(self.in_features, _BLOCK)
         self._tiles = ceil_div(self.out_features, _COLUMNS)
         self._words, self._scales = (part.to(device) for part in self._packed(weight))
-        splits = splits_of(self._tiles, self._blocks, _PROGRAMS, _SPLIT_BLOCKS)
+        splits = splits_of(self._tiles, self.blocks, _PROGRAMS, _SPLIT_BLOCKS)
         self.tiling = Tiling(_COLUMNS, _BLOCK, _STAGES, splits)
 
     def _packed(self, weight: Int4Weight) -> tuple[Tensor, Tensor]:
         """Words, and scales with zero points, in the order in which `few_rows_int4_kernel` reads them."""
-        rows, width = self._tiles * _COLUMNS - self.out_features, self._blocks * _BLOCK - self.in_features
-        groups = self._blocks * 4 - weight.scale.shape[1]
+        rows, width = self._tiles * _COLUMNS - self.out_features, self.blocks * _BLOCK - self.in_features
+        groups = self.blocks * 4 - weight.scale.shape[1]
         values = functional.pad(weight.values, (0, width, 0, rows)).int()
         scale, zero = (functional.pad(part, (0, groups, 0, rows)) for part in (weight.scale, weight.zero))
         # Padded inputs meet rows of 0; padded groups have the scale 0.
-        pairs = values.view(self._tiles, _COLUMNS, self._blocks, 4, 16, 2).permute(0, 2, 1, 4, 3, 5)
+        pairs = values.view(self._tiles, _COLUMNS, self.blocks, 4, 16, 2).permute(0, 2, 1, 4, 3, 5)
         shifts = torch.tensor([[4 * group, 4 * group + 16] for group in range(4)], dtype=torch.int32,
                               device=values.device)
         words = (pairs << shifts).sum((4, 5)).to(torch.int32)  # [tiles, blocks, columns, 16]
-        scales, zeros = (part.view(self._tiles, _COLUMNS, self._blocks, 4).permute(0, 2, 3, 1).contiguous()
+        scales, zeros = (part.view(self._tiles, _COLUMNS, self.blocks, 4).permute(0, 2, 3, 1).contiguous()
                          for part in (scale, zero))
         bits = scales.half().view(torch.int16).int() & 0xFFFF
         return words.contiguous(), bits + zeros.int() * _ZERO
@@ -61,8 +61,8 @@ class CudaInt4Linear(CudaLinear):
         shifts = torch.tensor([[4 * group, 4 * group + 16] for group in range(4)], dtype=torch.int32,
                               device=self._words.device)
         nibbles = (self._words[..., None, None] >> shifts) & 15  # [tiles, blocks, columns, 16, 4, 2]
-        values = nibbles.permute(0, 2, 1, 4, 3, 5).reshape(self._tiles * _COLUMNS, self._blocks * _BLOCK)
-        scale, zero = (part.permute(0, 3, 1, 2).reshape(self._tiles * _COLUMNS, self._blocks * 4)
+        values = nibbles.permute(0, 2, 1, 4, 3, 5).reshape(self._tiles * _COLUMNS, self.blocks * _BLOCK)
+        scale, zero = (part.permute(0, 3, 1, 2).reshape(self._tiles * _COLUMNS, self.blocks * 4)
                        for part in (self._scales.to(torch.int16).view(torch.float16), self._scales // _ZERO))
         groups = ceil_div(self.in_features, GROUP)
         return Int4Weight(values[: self.out_features, : self.in_features].to(torch.uint8),
@@ -72,11 +72,19 @@ class CudaInt4Linear(CudaLinear):
     def fuses_gate(self) -> bool:
         return False
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Words, scales with zero points, and the bias."""
+        return self._words, self._scales, self.bias
+
+    def rows_of(self, tile: int) -> int:
+        return min(tile, _MOST_ROWS)
+
     def _multiply(self, x: Tensor, tile: int, sums: Tensor) -> None:
-        rows, tile = len(x), min(tile, _MOST_ROWS)
+        rows, tile = len(x), self.rows_of(tile)
         jit_int4.few_rows_int4_kernel[(ceil_div(rows, tile), self._tiles, self.splits)](
             x, self._words, self._scales, sums, rows, OUT=self.out_features, INNER=self.in_features,
-            BLOCKS=self._blocks, ROWS=tile, COLUMNS=_COLUMNS, SPLITS=self.splits, STAGES=self.tiling.stages,
+            BLOCKS=self.blocks, ROWS=tile, COLUMNS=_COLUMNS, SPLITS=self.splits, STAGES=self.tiling.stages,
             num_warps=4, **chained(x.device))
 
     def matmul(self, x: Tensor) -> Tensor:

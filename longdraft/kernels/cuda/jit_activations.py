@@ -37,14 +37,10 @@ def gated(gate, up, like, alpha, limit, ACTIVATION: tl.constexpr):
         return rounded(silu(gate), like) * up
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def gated_parts_kernel(parts, scale, bias, out, num_rows, alpha, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                       ACTIVATION: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
-                       HAS_BIAS: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """`gated`, from the partial sums of a product [R, 2 WIDTH]: out [R, WIDTH]. Grid (R, WIDTH / BLOCK)."""
-    wait_for_inputs(IS_CHAINED)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def gated_sums(parts, row, column, scale, bias, out, num_rows, alpha, limit, WIDTH: tl.constexpr,
+               ACTIVATION: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """`gated`, from the partial sums of a product [R, 2 WIDTH]: writes these columns of a row of out [R, WIDTH]."""
     mask = column < WIDTH
     num = num_rows.to(tl.int64) * (2 * WIDTH)
     at = row * (2 * WIDTH) + column
@@ -53,6 +49,18 @@ def gated_parts_kernel(parts, scale, bias, out, num_rows, alpha, limit, WIDTH: t
                  out)
     tl.store(out + row * WIDTH + column, gated(gate, up, out, alpha, limit, ACTIVATION).to(out.dtype.element_ty),
              mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gated_parts_kernel(parts, scale, bias, out, num_rows, alpha, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                       ACTIVATION: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+                       HAS_BIAS: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """`gated`, from the partial sums of a product [R, 2 WIDTH]: out [R, WIDTH]. Grid (R, WIDTH / BLOCK)."""
+    wait_for_inputs(IS_CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gated_sums(parts, row, column, scale, bias, out, num_rows, alpha, limit, WIDTH, ACTIVATION, PARTS, HAS_SCALE,
+               HAS_BIAS)
 
 
 @triton.jit

@@ -5,6 +5,11 @@
     grouped_kernel  the products of a tile's pairs with its expert
     combine_kernel  a row's experts, in ascending order, and the shared expert
 
+Products with experts of 4 bits are cut into parts along their inputs, as those of any such weight are:
+
+    grouped_int4_kernel  the parts of the products of a tile's pairs
+    gated_pairs_kernel   the activation, from the parts of gate and up
+
 A pair is row * CHOSEN + choice. An expert's tiles begin at `first_tile`; its pairs are `members` from first_tile * ROWS
 on. A program always multiplies ROWS rows with one expert, so other pairs change where a pair is computed and never how.
 The grid covers the most tiles that there can be; programs without one end at once. So nothing waits for the host.
@@ -13,9 +18,10 @@ The grid covers the most tiles that there can be; programs without one end at on
 import triton
 import triton.language as tl
 
-from longdraft.kernels.cuda.jit_activations import gated
+from longdraft.kernels.cuda.jit_activations import gated, gated_sums
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
-from longdraft.kernels.cuda.jit_rows import rounded
+from longdraft.kernels.cuda.jit_int4 import sums_of_blocks
+from longdraft.kernels.cuda.jit_rows import rounded, sum_of_parts
 
 
 @triton.jit
@@ -92,6 +98,21 @@ def group_kernel(experts, members, tile_experts, first_tile, counts, num_tiles, 
 
 
 @triton.jit
+def pairs_of_tile(tile, members, tile_experts, first_tile, counts, ROWS: tl.constexpr):
+    """The expert of a tile, its pairs [ROWS] int64, and which of them there are."""
+    expert = tl.load(tile_experts + tile)
+    place = (tile - tl.load(first_tile + expert)) * ROWS + tl.arange(0, ROWS)
+    is_pair = place < tl.load(counts + expert)
+    return expert, tl.load(members + tile * ROWS + tl.arange(0, ROWS), mask=is_pair, other=0).to(tl.int64), is_pair
+
+
+@triton.jit
+def pointer_of(table, expert, part: tl.constexpr, ELEMENT: tl.constexpr):
+    """Where a part of an expert's weight is."""
+    return tl.load(table + expert * 3 + part).to(tl.pointer_type(ELEMENT))
+
+
+@triton.jit
 def grouped_kernel(x, table, members, tile_experts, first_tile, counts, num_tiles, out, alpha, limit,
                    WIDTH: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ELEMENT: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -106,11 +127,8 @@ def grouped_kernel(x, table, members, tile_experts, first_tile, counts, num_tile
     wait_for_inputs(IS_CHAINED)
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):
-        expert = tl.load(tile_experts + tile)
-        place = (tile - tl.load(first_tile + expert)) * ROWS + tl.arange(0, ROWS)
-        is_pair = place < tl.load(counts + expert)
-        pair = tl.load(members + tile * ROWS + tl.arange(0, ROWS), mask=is_pair, other=0).to(tl.int64)
-        weight = tl.multiple_of(tl.load(table + expert * 3).to(tl.pointer_type(ELEMENT)), 16)
+        expert, pair, is_pair = pairs_of_tile(tile, members, tile_experts, first_tile, counts, ROWS)
+        weight = tl.multiple_of(pointer_of(table, expert, 0, ELEMENT), 16)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = column < WIDTH
         inner = tl.arange(0, BLOCK)
@@ -136,12 +154,12 @@ def grouped_kernel(x, table, members, tile_experts, first_tile, counts, num_tile
                     weights = tl.load(second_at, mask=inside, other=0)
                 second = tl.dot(weights.to(rows.dtype), rows, second, input_precision="ieee")
         if HAS_SCALE:
-            scale = tl.load(table + expert * 3 + 1).to(tl.pointer_type(tl.float32))
+            scale = pointer_of(table, expert, 1, tl.float32)
             first = first * tl.load(scale + column, mask=is_column, other=0.0)[:, None]
             if HAS_GATE:
                 second = second * tl.load(scale + WIDTH + column, mask=is_column, other=0.0)[:, None]
         if HAS_BIAS:
-            bias = tl.load(table + expert * 3 + 2).to(tl.pointer_type(tl.float32))
+            bias = pointer_of(table, expert, 2, tl.float32)
             first = first + tl.load(bias + column, mask=is_column, other=0.0)[:, None]
             if HAS_GATE:
                 second = second + tl.load(bias + WIDTH + column, mask=is_column, other=0.0)[:, None]
@@ -151,13 +169,60 @@ def grouped_kernel(x, table, members, tile_experts, first_tile, counts, num_tile
                  mask=is_pair[None, :] & is_column[:, None])
 
 
-@triton.jit
-def combine_kernel(given, experts, weights, shared, shared_weight, out, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
-                   PADDED_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, HAS_SHARED: tl.constexpr,
-                   IS_CHAINED: tl.constexpr):
+@triton.jit(do_not_specialize=["num_pairs"])
+def grouped_int4_kernel(x, table, members, tile_experts, first_tile, counts, num_tiles, parts, num_pairs,
+                        OUT: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr, CHOSEN: tl.constexpr,
+                        ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+                        IS_CHAINED: tl.constexpr):
+    """The product of each pair with its expert of 4 bits: parts [SPLITS, pairs, OUT] float32.
+
+    x      [pairs / CHOSEN, INNER]: a pair reads the row pair // CHOSEN
+    table  int64 [experts, 3]: addresses of the words and of the scales (`few_rows_int4_kernel`, whose sums these are)
+           and of the bias, which is added later
+
+    Grid (tiles, OUT / COLUMNS, SPLITS), rounded up.
+    """
+    EACH: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    wait_for_inputs(IS_CHAINED)
+    tile, of_weight, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if tile < tl.load(num_tiles):
+        expert, pair, is_pair = pairs_of_tile(tile, members, tile_experts, first_tile, counts, ROWS)
+        words = tl.multiple_of(pointer_of(table, expert, 0, tl.int32), 16)
+        scales = tl.multiple_of(pointer_of(table, expert, 1, tl.int32), 16)
+        first = part * EACH
+        total = sums_of_blocks(x, words, scales, of_weight, pair // CHOSEN, is_pair, first,
+                               tl.minimum(first + EACH, BLOCKS), INNER, BLOCKS, ROWS, COLUMNS, STAGES)
+        column = of_weight * COLUMNS + tl.arange(0, COLUMNS)
+        at = parts + (part.to(tl.int64) * num_pairs + pair[None, :]) * OUT + column[:, None]
+        tl.store(at, total, mask=is_pair[None, :] & (column < OUT)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def gated_pairs_kernel(parts, table, experts, out, num_pairs, alpha, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                       ACTIVATION: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+                       IS_CHAINED: tl.constexpr):
+    """The activation of each pair, from the parts of its product [pairs, 2 WIDTH]: out [pairs, WIDTH].
+
+    table, experts  as in `grouped_int4_kernel`; the expert of each pair. Grid (pairs, WIDTH / BLOCK).
+    """
+    wait_for_inputs(IS_CHAINED)
+    pair = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bias = parts
+    if HAS_BIAS:
+        bias = pointer_of(table, tl.load(experts + pair), 2, tl.float32)
+    gated_sums(parts, pair, column, parts, bias, out, num_pairs, alpha, limit, WIDTH, ACTIVATION, PARTS, False,
+               HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def combine_kernel(given, table, experts, weights, shared, shared_weight, out, num_pairs, WIDTH: tl.constexpr,
+                   CHOSEN: tl.constexpr, PADDED_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+                   HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The weighted sum of a row's experts in ascending order: out [R, WIDTH]. Grid (R, WIDTH / BLOCK).
 
-    given                  [R CHOSEN, WIDTH] float32
+    given                  [PARTS, R CHOSEN, WIDTH] float32: the parts of each pair's product
+    table                  as in `grouped_kernel`: the bias, where HAS_BIAS, is added to the sum of the parts
     experts, weights       [R, CHOSEN]
     shared, shared_weight  [R, WIDTH] and [R, 1] float32: added last, where HAS_SHARED
     """
@@ -170,8 +235,14 @@ def combine_kernel(given, experts, weights, shared, shared_weight, out, WIDTH: t
     chosen = tl.load(experts + row * CHOSEN + slot, mask=slot < CHOSEN, other=none).to(tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
     for _ in tl.static_range(CHOSEN):
-        pair = row * CHOSEN + tl.min(tl.where(chosen == tl.min(chosen, 0), slot, PADDED_CHOSEN), 0)
-        total += tl.load(given + pair * WIDTH + column, mask=mask, other=0.0) * tl.load(weights + pair)
+        expert = tl.min(chosen, 0)
+        pair = row * CHOSEN + tl.min(tl.where(chosen == expert, slot, PADDED_CHOSEN), 0)
+        bias = given
+        if HAS_BIAS:
+            bias = pointer_of(table, expert, 2, tl.float32)
+        product = sum_of_parts(given, pair * WIDTH + column, column, mask, given, bias, num_pairs.to(tl.int64) * WIDTH,
+                               PARTS, False, HAS_BIAS)
+        total += product * tl.load(weights + pair)
         chosen = tl.where(slot == pair - row * CHOSEN, none, chosen)
     if HAS_SHARED:
         total += tl.load(shared + row * WIDTH + column, mask=mask, other=0.0) * tl.load(shared_weight + row)

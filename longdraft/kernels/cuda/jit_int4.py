@@ -35,6 +35,38 @@ def unpacked(packed, scale_and_zero, group: tl.constexpr, like, COLUMNS: tl.cons
     return value
 
 
+@triton.jit
+def sums_of_blocks(x, words, scales, tile, row, is_row, first, end, INNER: tl.constexpr, BLOCKS: tl.constexpr,
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """The products of these rows with inputs of the blocks first .. end of one tile: [COLUMNS, ROWS] float32.
+
+    row, is_row  [ROWS] int64 and bool: the rows of x [..., INNER]. Others are as in `few_rows_int4_kernel`
+
+    Each group's sum is multiplied by its scale and added, rounded once, in float32.
+    """
+    GROUP: tl.constexpr = 32  # inputs with one scale and one zero point
+    WIDTH: tl.constexpr = 128
+    column = tl.arange(0, COLUMNS)
+    word = tl.arange(0, 16)
+    inner = tl.arange(0, GROUP)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in tl.range(first, end, num_stages=STAGES):
+        base = (tile * BLOCKS + block).to(tl.int64) * COLUMNS
+        packed = tl.load(words + (base + column)[:, None] * 16 + word[None, :])
+        for group in tl.static_range(4):
+            place = block * WIDTH + group * GROUP + inner
+            if INNER % WIDTH == 0:
+                rows = tl.load(x + row[None, :] * INNER + place[:, None], mask=is_row[None, :], other=0.0)
+            else:
+                rows = tl.load(x + row[None, :] * INNER + place[:, None],
+                               mask=is_row[None, :] & (place < INNER)[:, None], other=0.0)
+            held = tl.load(scales + base * 4 + group * COLUMNS + column)
+            sums = tl.dot(unpacked(packed, held, group, x, COLUMNS, GROUP), rows, input_precision="ieee")
+            scale = (held & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            total = tl.fma(sums, scale[:, None].broadcast_to(COLUMNS, ROWS), total)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_int4_kernel(x, words, scales, parts, num_rows, OUT: tl.constexpr, INNER: tl.constexpr,
                          BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
@@ -45,17 +77,11 @@ def few_rows_int4_kernel(x, words, scales, parts, num_rows, OUT: tl.constexpr, I
     words   int32 [OUT / COLUMNS, BLOCKS, COLUMNS, 16]
     scales  int32 [OUT / COLUMNS, BLOCKS, 4, COLUMNS]: the bits of the float16 scale, and 65,536 times the zero point
 
-    Each group's sum is multiplied by its scale and added, rounded once, in float32. A program's order of sums depends
-    on the weight's shape alone. Grid (R / ROWS, OUT / COLUMNS, SPLITS), rounded up.
+    A program's order of sums depends on the weight's shape alone. Grid (R / ROWS, OUT / COLUMNS, SPLITS), rounded up.
     """
     EACH: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
-    GROUP: tl.constexpr = 32  # inputs with one scale and one zero point
-    WIDTH: tl.constexpr = 128
     tile, part = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    word = tl.arange(0, 16)
-    inner = tl.arange(0, GROUP)
     is_row = row < num_rows
     first = part * EACH
     if IS_CHAINED:
@@ -63,21 +89,8 @@ def few_rows_int4_kernel(x, words, scales, parts, num_rows, OUT: tl.constexpr, I
         ahead = (tile * BLOCKS + tl.minimum(first, BLOCKS - 2)).to(tl.int64) * COLUMNS * 16
         prefetch(words + ahead + line * 32)
     wait_for_inputs(IS_CHAINED)
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for block in tl.range(first, tl.minimum(first + EACH, BLOCKS), num_stages=STAGES):
-        base = (tile * BLOCKS + block).to(tl.int64) * COLUMNS
-        packed = tl.load(words + (base + column)[:, None] * 16 + word[None, :])
-        for group in tl.static_range(4):
-            place = block * WIDTH + group * GROUP + inner
-            if INNER % WIDTH == 0:
-                rows = tl.load(x + row.to(tl.int64)[None, :] * INNER + place[:, None], mask=is_row[None, :], other=0.0)
-            else:
-                rows = tl.load(x + row.to(tl.int64)[None, :] * INNER + place[:, None],
-                               mask=is_row[None, :] & (place < INNER)[:, None], other=0.0)
-            held = tl.load(scales + base * 4 + group * COLUMNS + column)
-            sums = tl.dot(unpacked(packed, held, group, x, COLUMNS, GROUP), rows, input_precision="ieee")
-            scale = (held & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            total = tl.fma(sums, scale[:, None].broadcast_to(COLUMNS, ROWS), total)
-    out = tile * COLUMNS + column
+    total = sums_of_blocks(x, words, scales, tile, row.to(tl.int64), is_row, first, tl.minimum(first + EACH, BLOCKS),
+                           INNER, BLOCKS, ROWS, COLUMNS, STAGES)
+    out = tile * COLUMNS + tl.arange(0, COLUMNS)
     at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * OUT + out[:, None]
     tl.store(at, total, mask=is_row[None, :] & (out < OUT)[:, None])

@@ -120,6 +120,15 @@ class CudaLinear:
     def splits(self) -> int:
         return self.tiling.splits
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the kernels read: the weight, its scale and its bias."""
+        return self.weight, self.scale, self.bias
+
+    def rows_of(self, tile: int) -> int:
+        """Rows that one program multiplies, of `tile` at most."""
+        return tile
+
     def partial_sums(self, x: Tensor, tile: int, buffer: Tensor | None = None) -> PartialSums:
         """Multiply rows x [R, K], `tile` rows per program. The sums are written to `buffer` where one is given.
 
