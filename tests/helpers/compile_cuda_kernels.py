@@ -185,7 +185,7 @@ def support():
 def hybrid():
     """Of a Qwen3-Next: 16 key heads and 32 value heads of 128."""
     heads = dict(KEY_HEADS=16, VALUE_HEADS=32, KEY_DIM=128, VALUE_DIM=128)
-    tree = dict(path=I32, depths=I32, table=I64, count=I64, num_rows="i32", stride="i32")
+    tree = dict(path=I32, depths=I32, table=I64, count=I64, num_rows="i32", texts="i32", stride="i32")
     convolve = dict(mixed=BF16, history=BF16, conv=F32, out=F32, new_history=BF16, mixed_stride="i32", out_stride="i32")
     rule = dict(values=F32, gates=F32, decay=F32, bias=F32, state=F32, new_state=F32, out=BF16, values_stride="i32",
                 gates_stride="i32")

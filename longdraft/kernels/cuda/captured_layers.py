@@ -1,105 +1,161 @@
-"""Layers that run operation by operation, in one CUDA graph for each number of rows of a text.
+"""Layers that run operation by operation, in one CUDA graph for each number of rows.
 
-The operations are those that the host would launch (longdraft/kernels/layer.py). Attention reads the place of the rows
-and their tree from the device's memory, so the graph serves every step. What operations allocate belongs to the graph.
+The operations are those that the host would launch (longdraft/kernels/layer.py). Attention reads the places of the rows
+and their trees from the device's memory, so the graph serves every step. What operations allocate belongs to the graph.
+
+The layers see the rows of several texts as those of one: only attention and delta layers know the texts, each of which
+has as many rows. They read the addresses of the texts' stores and states, so the graph serves all texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.delta import Paths, PlacedStates, addresses, stacked
+from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
 from longdraft.kernels.cuda.jit_delta import ENTRY
-from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores, scatter_rows
+from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import UNFUSED, require, staged_parts
 from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.cuda.shared_forward import TextResults
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import KV, AttentionOutput, LayersKV, Taps
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights
 
+_ADDRESSES = 5  # of a store: `CudaStore.addresses`
 
-class _TreeOperations(CudaOperations):
-    """Operations whose attention is that of a tree on the device.
 
-    where    int64 [2]: committed positions; the slot of drafted row 0, which is the room of all stores
+class _Texts(NamedTuple):
+    """Texts of as many rows each, on the device.
+
+    num      of texts
+    room     positions that each one's stores have at most
+    where    int64 [2 num]: of each text, the committed positions, and the slot of drafted row 0
     parents  int32 [R]
-    placed   the states of all delta layers, in order
+    slots    int64 [R]: of each row, in its text's stores; negative: the row is not written
+    stores   int64 [L, num, 5]: the stores of all layers with attention; None: of one text, they are known
+    states   of all delta layers, in order
     """
 
-    def __init__(self, ops: CudaOperations, where: Tensor, parents: Tensor, room: int, placed: PlacedStates) -> None:
+    num: int
+    room: int
+    where: Tensor
+    parents: Tensor
+    slots: Tensor
+    stores: Tensor | None
+    states: PlacedStates
+
+
+class _TreeOperations(CudaOperations):
+    """Operations whose attention is that of trees on the device, one of each text."""
+
+    def __init__(self, ops: CudaOperations, texts: _Texts) -> None:
         self.__dict__.update(ops.__dict__)
-        self._where, self._parents, self._room, self._placed = where, parents, room, placed
-        rows = len(parents)
-        path, depths = (torch.zeros(*size, dtype=torch.int32, device=ops.device) for size in ((rows, rows), (rows,)))
-        self._paths = Paths(path, depths, rows)
+        self._texts, rows = texts, len(texts.parents)
+        own = rows // texts.num
+        path, depths = (torch.zeros(*size, dtype=torch.int32, device=ops.device) for size in ((rows, own), (rows,)))
+        self._paths = Paths(path, depths, own)
         self._num_deltas = 0  # delta layers that have run
-        self._rows = torch.arange(len(parents), device=ops.device)
-        self._slots = self._rows + room
+        self._layers: dict[int, int] = {}  # by identity of the stores that attention gets
+        self._rows = torch.arange(rows, device=ops.device)
+        self._text_of_rows = (self._rows // own).int()
         self._work: dict[AttentionPlan, AttentionWorkspace] = {}
         self._has_tree: set[AttentionPlan] = set()
 
-    def begin(self) -> None:
-        """A forward begins, whose first attention of each shape computes the tree's paths."""
+    def begin(self, stores: Sequence[CudaStore]) -> None:
+        """A forward begins, whose first attention of each shape computes the trees' paths."""
         self._has_tree.clear()
         self._num_deltas = 0
+        self._layers = {id(store): layer for layer, store in enumerate(stores)}
 
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
                    parents: Tensor) -> Tensor | None:
-        (rows,), place = texts, self._num_deltas * ENTRY.value
+        (rows,), states = texts, self._texts.states
         assert z is not None
         if not self._num_deltas:
             path, depths, stride = self._paths
-            jit_attention.tree_paths_kernel[(stride,)](self._parents, path, depths, stride, num_warps=1, **UNFUSED)
+            jit_attention.tree_paths_kernel[(len(path),)](self._texts.parents, path, depths, stride, num_warps=1,
+                                                          **UNFUSED)
+        placed = states._replace(table=states.table[self._num_deltas])
         self._num_deltas += 1
-        placed = self._placed._replace(table=self._placed.table[place : place + ENTRY.value])
         return self.deltas.run_placed(weights, rows.mixed, rows.gates, z, self._paths, placed)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
-        (store,) = cuda_stores([kv.store])
+        (store,), texts = cuda_stores([kv.store]), self._texts
         rows, heads, dim = q.shape
         q, plan = q.to(self.dtype).contiguous(), self.attention_plan(heads, store.heads, dim)
-        scatter_rows(kv.k[None], kv.v[None], [store], self._rows, self._slots)
+        table = None if texts.stores is None else texts.stores[self._layers[id(store)]]
+        shared = None if table is None else RowsOfTexts(table[:, None], self._text_of_rows)
+        scatter_rows(kv.k[None], kv.v[None], [store], self._rows, texts.slots, shared)
         if plan not in self._work:
-            self._work[plan] = AttentionWorkspace(plan, rows, self._room, self.device)
+            self._work[plan] = AttentionWorkspace(plan, rows, texts.room, self.device, texts.num)
         work = self._work[plan]
         if plan not in self._has_tree:
             self._has_tree.add(plan)
-            work.set_tree(self._parents)
+            work.set_tree(texts.parents)
         out, lse = torch.empty_like(q), torch.empty(rows, heads, device=self.device)
         remainder = None if kv.remainder is None else kv.remainder.contiguous()
-        tree_attention(plan, work, q, store, self._where, self._room, window, remainder, out, lse)
+        tree_attention(plan, work, q, store, texts.where, texts.room, window, remainder, out, lse, table)
         return AttentionOutput(q, out, lse, q)
 
 
+class _Inputs(NamedTuple):
+    """What a forward uploads beside its rows, as views of one block: see `_Texts`, and
+
+    targets  int64 [R]: where the given rows go
+    """
+
+    parents: NDArray[np.int32]
+    where: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    states: NDArray[np.int64]
+    stores: NDArray[np.int64]
+
+
 class CapturedLayers:
-    """The memory of one bucket of rows over one text's stores. It holds no reference to the stores themselves."""
+    """The memory of one bucket of rows, over one text's stores or for several texts. It holds no reference to stores.
+
+    rows, texts  of the forward, and how many texts share them
+    """
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry,
                  stores: Sequence[CudaStore], rows: int, like: tuple[Tensor, Tensor, Tensor],
-                 taps: tuple[int, ...]) -> None:
-        """like: rows x, rotations and provisional keys, of any number of rows."""
+                 taps: tuple[int, ...], texts: int = 1, room: int | None = None) -> None:
+        """like: rows x, rotations and provisional keys, of any number of rows. stores: one text's; room: positions that
+        the texts' stores have at most, None: those of `stores`."""
         x, cos, k = like
-        room = stores[0].room
-        require(all(store.room == room for store in stores), "stores of one length", [store.room for store in stores])
-        self._room, self._taps = room, taps
+        self.rows, self.texts, self._taps = rows, texts, taps
+        if room is None:
+            room = stores[0].room
+            require(all(store.room == room for store in stores), "stores of one length",
+                    [store.room for store in stores])
+        self._room = room
         self._x, self._cos, self._sin = (torch.zeros(rows, part.shape[1], dtype=part.dtype, device=ops.device)
                                          for part in (x, cos, cos))
         self._k, self._v = (torch.zeros(len(k), rows, *k.shape[2:], dtype=k.dtype, device=ops.device)
                             for _ in range(2))
         self._tapped = torch.zeros(len(taps), rows, len(layers[0].attention_norm), dtype=x.dtype, device=ops.device)
         self._deltas = [layer.delta for layer in layers if layer.delta is not None]
-        self._parts = staged_parts(4, rows, 2, 2 * ENTRY.value * len(self._deltas))
+        num_stores = len(stores) if texts > 1 else 0
+        entries = len(self._deltas) * texts * ENTRY.value, num_stores * texts * _ADDRESSES
+        self._parts = staged_parts(rows, 4 * texts, 2 * texts, 2 * rows, 2 * rows, *(2 * each for each in entries))
         self._staged = torch.zeros(self._parts[-1].stop, dtype=torch.int32, device=ops.device)
-        where, parents, count, table = (self._staged[part] for part in self._parts)
-        where, count, table = (part.view(torch.int64) for part in (where, count, table))
-        self._ops = _TreeOperations(ops, where, parents, room, PlacedStates(table, count, count))
+        tree, *numbers = (self._staged[part] for part in self._parts)
+        where, counts, slots, self._targets, states, table = (part.view(torch.int64) for part in numbers)
+        placed = PlacedStates(states.view(len(self._deltas), texts, ENTRY.value), counts, counts)
+        addresses_of = table.view(num_stores, texts, _ADDRESSES) if num_stores else None
+        self._ops = _TreeOperations(ops, _Texts(texts, room, where, tree, slots, addresses_of, placed))
         shape = self._deltas[0].shape if self._deltas else None
         self._mixed, self._gates = (
             torch.zeros(len(self._deltas), rows, width, dtype=dtype, device=ops.device) for width, dtype in
@@ -107,41 +163,64 @@ class CapturedLayers:
         self._decoder = LayerwiseDecoder(self._ops, layers, geometry)
         self._result: tuple[Tensor, AttentionOutput] | None = None
 
-    def load(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> None:
-        """Copy the inputs. Padding rows follow the committed positions; their results are not read."""
+    def load(self, rows: EmbeddedRows, texts: Sequence[LayersKV], parents: Tensor) -> None:
+        """Copy the inputs. Padding rows follow the committed positions; their results are not read.
+
+        A padding text reads the stores and states of the first one, and writes nothing.
+        """
         staged = np.full(len(self._staged), -1, dtype=np.int32)
-        where, all_parents, count, table = (staged[part] for part in self._parts)
-        where.view(np.int64)[:] = kv.length, self._room
-        all_parents[: len(parents)], count.view(np.int64)[:] = parents.numpy(), len(parents)
-        if self._deltas:
-            states = [rows.before for rows in kv.deltas], [rows.after for rows in kv.deltas]
-            table.view(np.int64)[:] = np.ravel(addresses(self._deltas, *states))
+        inputs = _Inputs(staged[self._parts[0]], *(staged[part].view(np.int64) for part in self._parts[1:]))
+        size, start = self.rows // self.texts, 0
+        inputs.where.reshape(-1, 2)[:], inputs.counts[:] = (0, self._room), 0
+        for text, kv in enumerate(texts):
+            count, first = kv.k.shape[1], text * size
+            stores = cuda_stores(kv.stores)
+            room = min(store.room for store in stores)
+            inputs.where[2 * text : 2 * text + 2], inputs.counts[text] = (kv.length, room), count
+            inputs.parents[first : first + count] = parents[start : start + count].numpy()
+            inputs.slots[first : first + size] = range(room, room + size)
+            inputs.targets[start : start + count] = range(first, first + count)
+            start += count
+        self._load_addresses(inputs, texts)
         self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
-        for held, given in ((self._x, x), (self._cos, cos), (self._sin, sin)):
-            held[: len(given)].copy_(given)
+        for held, given in ((self._x, rows.x), (self._cos, rows.cos), (self._sin, rows.sin)):
+            if self.texts == 1:
+                held[:start].copy_(given)
+            else:
+                held.index_copy_(0, self._targets[:start], given)
+
+    def _load_addresses(self, inputs: _Inputs, texts: Sequence[LayersKV]) -> None:
+        padded = [*texts, *[texts[0]] * (self.texts - len(texts))]
+        if self._deltas:
+            entries = inputs.states.reshape(len(self._deltas), self.texts, ENTRY.value)
+            for text, kv in enumerate(padded):
+                states = [rows.before for rows in kv.deltas], [rows.after for rows in kv.deltas]
+                entries[:, text] = addresses(self._deltas, *states)
+        if self.texts > 1:
+            table = inputs.stores.reshape(-1, self.texts, _ADDRESSES)
+            for text, kv in enumerate(padded):
+                table[:, text] = [store.addresses for store in cuda_stores(kv.stores)]
 
     def run(self, stores: Sequence[CudaStore]) -> None:
         """All layers. The launches do not depend on the buffers' contents, as a graph requires."""
-        self._ops.begin()
+        self._ops.begin(stores)
         taps = Taps(self._taps, self._tapped) if self._taps else None
         unread = DeltaState(self._staged, self._staged)  # the operations know the states
         deltas = [DeltaRows(unread, unread, *parts) for parts in zip(self._mixed, self._gates, strict=True)]
         kv = LayersKV(stores, self._room, self._k, self._v, taps=taps, deltas=deltas)
-        parents = torch.full((len(self._x),), -1, dtype=torch.int32)  # the operations know the tree
+        parents = torch.full((self.rows,), -1, dtype=torch.int32)  # the operations know the trees
         self._result = self._decoder.forward(self._x, self._cos, self._sin, [kv], parents)
 
-    def result_of(self, kv: LayersKV) -> tuple[Tensor, AttentionOutput]:
-        """Copies of what the rows of `kv` got, whose k, v and taps are filled."""
+    def results(self, texts: Sequence[LayersKV]) -> tuple[Tensor, AttentionOutput]:
+        """Copies of what the rows of these texts got, whose k, v, taps and deltas are filled."""
         assert self._result is not None
-        (hidden, attended), rows = self._result, kv.k.shape[1]
-        kv.k.copy_(self._k[:, :rows])
-        kv.v.copy_(self._v[:, :rows])
-        if kv.taps:
-            kv.taps.rows.copy_(self._tapped[:, :rows])
-        if kv.deltas:
-            inputs = [each.mixed for each in kv.deltas], [each.gates for each in kv.deltas]
-            for parts, made in zip(inputs, (self._mixed, self._gates), strict=True):
-                given = stacked(parts)
-                assert given is not None, "rows of layers of one shape"
-                given.copy_(made[:, :rows])
-        return hidden[:rows].clone(), AttentionOutput(*(part[:, :rows].clone() for part in attended))
+        hidden, attended = self._result
+        made = TextResults(self.rows // self.texts, hidden, attended, self._k, self._v, self._tapped)
+        for kv, place in zip(texts, made.places(texts), strict=True):
+            if kv.deltas:
+                inputs = [each.mixed for each in kv.deltas], [each.gates for each in kv.deltas]
+                for parts, found in zip(inputs, (self._mixed, self._gates), strict=True):
+                    given = stacked(parts)
+                    assert given is not None, "rows of layers of one shape"
+                    given.copy_(found[:, place])
+        return made.hand_out(texts)

@@ -21,7 +21,7 @@ from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_de
 from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.cuda.shared_forward import SharedForwards
+from longdraft.kernels.cuda.shared_forward import SharedForwards, can_share
 from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
@@ -62,7 +62,7 @@ class CudaDecoder:
         the graph of its own rows and cache."""
         if len(texts) == 1:
             return self._forward_text(rows, texts[0], parents)
-        if isinstance(rows, TokenRows) and self._shared.can_run(texts):
+        if isinstance(rows, TokenRows) and can_share(texts):
             return self._shared.run(self, rows, texts, parents)
         results, start = [], 0
         for kv in texts:

@@ -52,9 +52,9 @@ class Paths(NamedTuple):
 class PlacedStates(NamedTuple):
     """States and numbers of rows in device memory.
 
-    table         int64 [L ENTRY], see `jit_delta`; `addresses` computes it
-    rows          int64 [1], of the convolution
-    rows_of_rule  int64 [1], of the rule
+    table         int64 [L, texts, ENTRY], see `jit_delta`; `addresses` computes it for a text
+    rows          int64 [texts], of the convolution
+    rows_of_rule  int64 [texts], of the rule
     """
 
     table: Tensor
@@ -123,11 +123,11 @@ class DeltaNets:
         with on_device(self._device):
             jit_delta.convolve_kernel[(count, 2 * key_heads + heads)](
                 mixed, rows.before.history, path, depths, weights.conv, values, rows.after.history, path, path, count,
-                stride, 0, 0, PADDED=padded_size(max(key_dim, dim)), WIDTH=width, HAS_TABLE=False, num_warps=1,
+                1, stride, 0, 0, PADDED=padded_size(max(key_dim, dim)), WIDTH=width, HAS_TABLE=False, num_warps=1,
                 **sizes, **chained(self._device))
             jit_delta.delta_rule_kernel[(count, heads, blocks)](
                 values, gates, weights.decay, weights.bias, path, depths, rows.before.matrix, rows.after.matrix, out,
-                path, path, count, stride, 0, 0, ROWS=padded_size(key_dim), COLUMNS=_COLUMNS, BLOCKS=blocks,
+                path, path, count, 1, stride, 0, 0, ROWS=padded_size(key_dim), COLUMNS=_COLUMNS, BLOCKS=blocks,
                 HAS_TABLE=False, HAS_OUTPUT=z is not None, num_warps=4, **sizes, **chained(self._device))
         return None if z is None else self._normed(weights, out, z)
 
@@ -145,12 +145,15 @@ class DeltaNets:
 
     def run_placed(self, weights: DeltaWeights, mixed: Tensor, gates: Tensor, z: Tensor, paths: Paths,
                    placed: PlacedStates) -> Tensor:
-        """As `run` for one text, whose states and number of rows are in device memory: rows [R, Hv Dv].
+        """As `run` for texts of as many rows each, whose states and numbers of rows are in device memory.
 
-        mixed, gates  as in `DeltaRows`, contiguous
+        mixed, gates  as in `DeltaRows`, contiguous, of all texts
+
+        Returns rows [R, Hv Dv].
         """
         out = torch.empty(len(mixed), weights.shape.values, dtype=self._dtype, device=self._device)
-        self._launch(weights.shape, mixed[None], gates[None], len(mixed), paths, paths.depths, placed, out)
+        self._launch(weights.shape, mixed[None], gates[None], len(mixed) // len(placed.rows), paths, paths.depths,
+                     placed, out)
         return self._normed(weights, out, z)
 
     def states_after(self, layers: Sequence[DeltaWeights], rows: Sequence[DeltaRows], path: Sequence[int],
@@ -175,22 +178,22 @@ class DeltaNets:
 
     def _launch(self, shape: DeltaShape, mixed: Tensor, gates: Tensor, count: int, paths: Paths, depths: Tensor,
                 placed: PlacedStates, out: Tensor | None) -> None:
-        """Convolution and rule of mixed [L, T, C] and gates [L, T, 2 Hv] for `count` rows.
+        """Convolution and rule of mixed [L, T, C] and gates [L, T, 2 Hv] for `count` rows of each text.
 
         depths  of the rows that the rule runs
         """
         key_heads, heads, key_dim, dim, width = shape
         sizes = {"KEY_HEADS": key_heads, "VALUE_HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": dim}
-        layers, rows, _ = mixed.shape
+        (layers, rows, _), texts = mixed.shape, len(placed.rows)
         values, blocks = torch.empty(layers, rows, shape.channels, device=self._device), ceil_div(dim, _COLUMNS)
         options = dict(HAS_TABLE=True, **sizes)
         with on_device(self._device):
-            jit_delta.convolve_kernel[(count, 2 * key_heads + heads, layers)](
+            jit_delta.convolve_kernel[(texts * count, 2 * key_heads + heads, layers)](
                 mixed, mixed, paths.path, paths.depths, values, values, mixed, placed.table, placed.rows, count,
-                paths.stride, mixed.stride(0), values.stride(0), PADDED=padded_size(max(key_dim, dim)), WIDTH=width,
-                num_warps=1, **options, **chained(self._device))
+                texts, paths.stride, mixed.stride(0), values.stride(0), WIDTH=width,
+                PADDED=padded_size(max(key_dim, dim)), num_warps=1, **options, **chained(self._device))
             jit_delta.delta_rule_kernel[(len(depths), heads, layers * blocks)](
                 values, gates, values, values, paths.path, depths, values, values, values if out is None else out,
-                placed.table, placed.rows_of_rule, count, paths.stride, values.stride(0), gates.stride(0),
+                placed.table, placed.rows_of_rule, count, texts, paths.stride, values.stride(0), gates.stride(0),
                 ROWS=padded_size(key_dim), COLUMNS=_COLUMNS, BLOCKS=blocks, HAS_OUTPUT=out is not None, num_warps=4,
                 **options, **chained(self._device))

@@ -13,13 +13,14 @@ therefore read once, and a prompt too is computed row after row.
     depths  [R] int32
     sizes   channels C = 2 Hk Dk + Hv Dv: the heads of q, of k, of v
 
-Where HAS_TABLE, what belongs to a layer or to a text is in device memory, so that a CUDA graph serves all of a text's
-states: `count` int64 [1], the number of rows, which the padding rows of a graph follow, and
+Where HAS_TABLE, what belongs to a layer or to a text is in device memory, so that a CUDA graph serves the states of all
+texts. `texts` texts have `num_rows` rows each, and a tree of their own; a launch computes as many layers as its grid
+has, whose rows are `..._stride` elements apart.
 
-    table   int64 [L, ENTRY], the addresses of each layer: history and matrix before the rows, history and matrix after
-            them, conv, decay, bias
-
-A launch computes as many layers as its grid has, whose rows are `..._stride` elements apart.
+    count   int64 [texts]: rows of each text, which its padding rows follow; 0 of a padding text, which reads the states
+            of another one
+    table   int64 [L, texts, ENTRY], the addresses of each layer and text: history and matrix before the rows, history
+            and matrix after them, conv, decay, bias
 """
 
 import triton
@@ -39,26 +40,38 @@ def _address(entry, place: tl.constexpr, like):
     return tl.multiple_of(tl.load(entry + place).to(like.dtype), 16)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
-def convolve_kernel(mixed, history, path, depths, conv, out, new_history, table, count, num_rows, stride, mixed_stride,
-                    out_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-                    VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, HAS_TABLE: tl.constexpr,
-                    IS_CHAINED: tl.constexpr):
+@triton.jit
+def _of_text(table, count, num_rows, texts, layer):
+    """Where the table is used: the first row of this program's text, the text's entry, and its last row."""
+    text = tl.program_id(0) // num_rows
+    entry = table + (layer * texts + text) * ENTRY
+    return (text * num_rows).to(tl.int64), entry, tl.load(count + text).to(tl.int32) - 1
+
+
+@triton.jit(do_not_specialize=["num_rows", "texts", "stride"])
+def convolve_kernel(mixed, history, path, depths, conv, out, new_history, table, count, num_rows, texts, stride,
+                    mixed_stride, out_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+                    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
+                    HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Convolution and SiLU of mixed [R, C]: out [R, C] float32, in which q and k of each head have length 1.
 
     history, new_history  [WIDTH - 1, C]: the inputs before the rows; those before whatever follows the last row
     conv                  [WIDTH, C] float32
 
-    Grid (R, 2 Hk + Hv, L): a program computes one head of one row.
+    Grid (R, 2 Hk + Hv, L): a program computes one head of one row. R is num_rows, of each text.
     """
     wait_for_inputs(IS_CHAINED)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     row, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     last = num_rows - 1
     if HAS_TABLE:
-        entry = table + layer * ENTRY
+        first, entry, last = _of_text(table, count, num_rows, texts, layer)
         history, new_history, conv = _address(entry, 0, mixed), _address(entry, 2, mixed), _address(entry, 4, out)
-        last = tl.load(count).to(tl.int32) - 1
+        row -= first.to(tl.int32)
+        mixed += first * CHANNELS
+        out += first * CHANNELS
+        path += first * stride
+        depths += first
     mixed += layer * mixed_stride
     out += layer * out_stride
     is_value = head >= 2 * KEY_HEADS
@@ -86,9 +99,9 @@ def convolve_kernel(mixed, history, path, depths, conv, out, new_history, table,
     tl.store(out + node * CHANNELS + column, active, mask=mask)  # the last node of a row's path is the row itself
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
-def delta_rule_kernel(values, gates, decay, bias, path, depths, state, new_state, out, table, count, num_rows, stride,
-                      values_stride, gates_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows", "texts", "stride"])
+def delta_rule_kernel(values, gates, decay, bias, path, depths, state, new_state, out, table, count, num_rows, texts,
+                      stride, values_stride, gates_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
                       KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                       BLOCKS: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_OUTPUT: tl.constexpr,
                       IS_CHAINED: tl.constexpr):
@@ -105,17 +118,23 @@ def delta_rule_kernel(values, gates, decay, bias, path, depths, state, new_state
     wait_for_inputs(IS_CHAINED)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     row, head, layer = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // BLOCKS).to(tl.int64)
-    depth = tl.load(depths + row)
     last = num_rows - 1
     if HAS_TABLE:
-        entry = table + layer * ENTRY
+        first, entry, last = _of_text(table, count, num_rows, texts, layer)
         state, new_state = _address(entry, 1, values), _address(entry, 3, values)
         decay, bias = _address(entry, 5, values), _address(entry, 6, values)
-        last = tl.load(count).to(tl.int32) - 1
+        row -= first.to(tl.int32)
+        values += first * CHANNELS
+        gates += first * (2 * VALUE_HEADS)
+        path += first * stride
+        depths += first
+        if HAS_OUTPUT:
+            out += first * (VALUE_HEADS * VALUE_DIM)
+    depth = tl.load(depths + row)
     values += layer * values_stride
     gates += layer * gates_stride
     is_last = row == last
-    next_row = tl.where(is_last | (row + 1 == tl.num_programs(0)), row, row + 1)
+    next_row = tl.where(is_last | (row + 1 == num_rows), row, row + 1)
     follows = tl.load(depths + next_row) == depth + 1
     follows = follows & (tl.load(path + next_row * stride + depth, mask=follows, other=-1) == row)
     if HAS_OUTPUT:  # a padding row has an output that is finite: experts are chosen for it

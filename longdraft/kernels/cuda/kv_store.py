@@ -34,6 +34,7 @@ class CudaStore:
     element  dtype in memory: `dtype`, or float8_e4m3fn
     score_cap  see `Kernels.new_store`
     serial   changes with each allocation. CUDA graphs and address tables are valid for one serial only
+    addresses  where keys, values and their scales are, and the number of slots, as `jit_kv_store` reads them
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, element: torch.dtype, num_kv_heads: int,
@@ -46,6 +47,7 @@ class CudaStore:
         self.tables: dict[tuple[int, ...], Tensor] = {}  # see `_address_table`
         self.k, self.v, self.k_scale, self.v_scale = self._empty(0)
         self.serial = next(_serials)
+        self.addresses = self._addresses()
 
     def _allocate(self, room: int, num_drafts: int) -> None:
         held = (self.k, self.v, self.k_scale, self.v_scale)
@@ -53,7 +55,10 @@ class CudaStore:
         for old, new in zip(held, (self.k, self.v, self.k_scale, self.v_scale), strict=True):
             new[:, : self.room] = old[:, : self.room]
         self.room, self.num_drafts, self.serial = room, num_drafts, next(_serials)
-        self.tables = {}
+        self.tables, self.addresses = {}, self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [*(part.data_ptr() for part in (self.k, self.v, self.k_scale, self.v_scale)), self.capacity]
 
     def _empty(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values [Hkv, slots, D] and their scales [Hkv, slots]; unread [1, 1] without 8 bits."""
@@ -78,11 +83,6 @@ class CudaStore:
         self.reserve(1)
         if rows > self.num_drafts:
             self._allocate(self.room, padded_size(rows))
-
-    @property
-    def addresses(self) -> list[int]:
-        """Where keys, values and their scales are, and the number of slots, as `jit_kv_store` reads them."""
-        return [*(part.data_ptr() for part in (self.k, self.v, self.k_scale, self.v_scale)), self.capacity]
 
     @property
     def capacity(self) -> int:

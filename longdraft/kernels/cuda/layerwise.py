@@ -3,8 +3,8 @@
 Those are delta layers, mixtures of experts, norms on both sides, several rotations, sinks and heads of several sizes.
 Each operation is row-invariant, so the texts are those of plain decoding.
 
-The rows of one text run as a CUDA graph for each bucket of rows (`captured_layers`). Layers that a graph cannot hold
-(experts in 4 bits), several texts and remainders are launched by the host, kernel by kernel.
+The rows of one text, or of several texts, run as a CUDA graph for each bucket of rows (`captured_layers`). Rows with a
+remainder are launched by the host, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import delta
 from longdraft.kernels.cuda.captured_layers import CapturedLayers
+from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
+from longdraft.kernels.cuda.shared_forward import (
+    MAX_SHARED,
+    bucket_of,
+    can_share,
+    in_groups,
+    shared_sizes,
+    stores_of,
+)
 from longdraft.kernels.interface import AttentionOutput, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.switches import is_on
@@ -39,6 +48,7 @@ class CudaLayerwiseDecoder:
         self._ops, self._layers, self._geometry = ops, tuple(layers), geometry
         self._few_rows = LayerwiseDecoder(ops, layers, geometry)
         self._buffers = RecentlyUsed[object, CapturedLayers](_MAX_BUFFERS, ops.graphs.drop)
+        self._shared_buffers = RecentlyUsed[object, CapturedLayers](MAX_SHARED, ops.graphs.drop)
         places_states = delta.PLACES_STATES and len({layer.delta.shape for layer in layers if layer.delta}) <= 1
         self._can_capture = all((layer.delta is None or places_states)
                                 and (layer.experts is None or ops.groups_experts(layer.experts)) for layer in layers)
@@ -47,9 +57,11 @@ class CudaLayerwiseDecoder:
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """The rows of all texts together, or one text after another if a chunk of a prompt is among them."""
         if not any(kv.is_prompt for kv in texts):
-            is_captured = CAPTURES_LAYERS and self._can_capture and len(texts) == 1 and len(x) <= BUCKETS[-1]
-            if is_captured and texts[0].remainder is None:
-                return self._replayed(x, cos, sin, texts[0], parents)
+            rows, is_captured = EmbeddedRows(x, cos, sin), CAPTURES_LAYERS and self._can_capture
+            if is_captured and len(texts) == 1 and texts[0].remainder is None and len(x) <= BUCKETS[-1]:
+                return self._replayed(rows, texts, parents)
+            if is_captured and len(texts) > 1 and can_share(texts):
+                return in_groups(self._shared, rows, texts, parents)
             return self._few_rows.forward(x, cos, sin, texts, parents)
         if len(texts) == 1:
             return prefill(self._ops, self._layers, self._geometry, x, cos, sin, texts[0], parents)
@@ -62,23 +74,38 @@ class CudaLayerwiseDecoder:
         outputs = (torch.cat(part, 1) for part in zip(*attended, strict=True))
         return torch.cat([hidden for hidden, _ in results]), AttentionOutput(*outputs)
 
-    def _replayed(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV,
+    def _replayed(self, rows: EmbeddedRows, texts: Sequence[LayersKV],
                   parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """The rows of one text, by the graph of their bucket."""
-        bucket, stores = next(size for size in BUCKETS if size >= len(x)), cuda_stores(kv.stores)
-        for store in stores:
-            store.reserve_drafts(BUCKETS[-1])
+        (kv,), (stores,), bucket = texts, stores_of(texts), bucket_of(texts)
         taps = kv.taps.layers if kv.taps else ()
         key = bucket, taps, tuple(store.serial for store in stores)
 
         def make() -> CapturedLayers:
             weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
-            return CapturedLayers(self._ops, self._layers, self._geometry, stores, bucket, (x, cos, kv.k), taps)
+            return self._new_buffers(rows, kv, bucket)
 
-        buffers = self._buffers.get(key, make)
-        buffers.load(x, cos, sin, kv, parents)
-        self._ops.graphs.run(buffers, partial(buffers.run, stores))
-        return buffers.result_of(kv)
+        return self._run(self._buffers.get(key, make), rows, texts, parents)
+
+    def _shared(self, rows: EmbeddedRows, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        """The rows of several texts, by the graph of so many texts and rows."""
+        kv, stores = texts[0], stores_of(texts)
+        size, num, room = shared_sizes(texts, stores)
+        key = num, size, room, kv.taps.layers if kv.taps else (), stores[0][0].element
+        buffers = self._shared_buffers.get(key, lambda: self._new_buffers(rows, kv, num * size, num, room))
+        return self._run(buffers, rows, texts, parents)
+
+    def _new_buffers(self, rows: EmbeddedRows, kv: LayersKV, count: int, texts: int = 1,
+                     room: int | None = None) -> CapturedLayers:
+        return CapturedLayers(self._ops, self._layers, self._geometry, cuda_stores(kv.stores), count,
+                              (rows.x, rows.cos, kv.k), kv.taps.layers if kv.taps else (), texts, room)
+
+    def _run(self, buffers: CapturedLayers, rows: EmbeddedRows, texts: Sequence[LayersKV],
+             parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        buffers.load(rows, texts, parents)
+        self._ops.graphs.run(buffers, partial(buffers.run, cuda_stores(texts[0].stores)))
+        return buffers.results(texts)
 
     def drop_buffers(self, key: object) -> None:
         """Free the buffers of `key` and their graph."""

@@ -10,15 +10,16 @@ alone, whose result does not depend on what other rows there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, Embedding, ForwardBuffers
+from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, EmbeddedRows, Embedding, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, padded_size, require
@@ -28,68 +29,116 @@ from longdraft.kernels.switches import is_on
 
 SHARES_FORWARDS = is_on("SHARES_FORWARDS")  # False: texts run one after another
 _MAX_ROWS = BUCKETS[-1]
-_MAX_BUFFERS = 8  # numbers of texts and rows
+MAX_SHARED = 8  # numbers of texts and rows whose buffers are kept
+Rows = TypeVar("Rows", TokenRows, EmbeddedRows)
+
+
+class TextResults(NamedTuple):
+    """What a forward computed for several texts, of which each has `size` rows.
+
+    hidden    [R, hidden]
+    attended  of L layers
+    k, v      [L, R, Hkv, D]
+    tapped    [taps, R, hidden]
+    """
+
+    size: int
+    hidden: Tensor
+    attended: AttentionOutput
+    k: Tensor
+    v: Tensor
+    tapped: Tensor
+
+    def places(self, texts: Sequence[LayersKV]) -> list[slice]:
+        """The rows of each text."""
+        return [slice(text * self.size, text * self.size + kv.k.shape[1]) for text, kv in enumerate(texts)]
+
+    def hand_out(self, texts: Sequence[LayersKV]) -> tuple[Tensor, AttentionOutput]:
+        """Copies of the texts' rows, one after another. Fills k, v and taps of the texts."""
+        places = self.places(texts)
+        for given, made in (([kv.k for kv in texts], self.k), ([kv.v for kv in texts], self.v)):
+            torch.cat([made[:, place] for place in places], 1, out=_joined(given))
+        for kv, place in zip(texts, places, strict=True):
+            if kv.taps:
+                kv.taps.rows.copy_(self.tapped[:, place])
+        attended = (torch.cat([part[:, place] for place in places], 1) for part in self.attended)
+        return torch.cat([self.hidden[place] for place in places]), AttentionOutput(*attended)
+
+
+def can_share(texts: Sequence[LayersKV]) -> bool:
+    """Whether these texts, none of which reads a prompt, can share a forward."""
+    taps = {kv.taps.layers if kv.taps else () for kv in texts}
+    has_remainder = any(kv.remainder is not None for kv in texts)
+    return SHARES_FORWARDS and len(taps) == 1 and not has_remainder and 2 * bucket_of(texts) <= _MAX_ROWS
+
+
+def bucket_of(texts: Sequence[LayersKV]) -> int:
+    """The number of rows that each of these texts gets."""
+    most = max(kv.k.shape[1] for kv in texts)
+    return next((size for size in BUCKETS if size >= most), most)
+
+
+def in_groups(run: Callable[[Rows, Sequence[LayersKV], Tensor], tuple[Tensor, AttentionOutput]], rows: Rows,
+              texts: Sequence[LayersKV], parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+    """Run texts together, as many at a time as fit into a forward. See `Decoder.forward`."""
+    at_once = _MAX_ROWS // bucket_of(texts)
+    ends = [0, *accumulate(kv.k.shape[1] for kv in texts)]
+    results = []
+    for first in range(0, len(texts), at_once):
+        some = texts[first : first + at_once]
+        own = slice(ends[first], ends[first + len(some)])
+        results.append(run(rows.cut(own), some, parents[own]))
+    if len(results) == 1:
+        return results[0]
+    hidden, outputs = zip(*results, strict=True)
+    return torch.cat(hidden), AttentionOutput(*(torch.cat(part, 1) for part in zip(*outputs, strict=True)))
+
+
+def stores_of(texts: Sequence[LayersKV]) -> list[list[CudaStore]]:
+    """Each text's stores, with slots for the rows of a forward."""
+    stores = [cuda_stores(kv.stores) for kv in texts]
+    for store in (store for each in stores for store in each):
+        store.reserve_drafts(_MAX_ROWS)
+    return stores
+
+
+def shared_sizes(texts: Sequence[LayersKV], stores: Sequence[Sequence[CudaStore]]) -> tuple[int, int, int]:
+    """What a graph for these texts has: rows of a text, texts, and positions that their stores have at most."""
+    room = max(store.room for each in stores for store in each)
+    return bucket_of(texts), padded_size(len(texts), 2), padded_size(room)
 
 
 class SharedForwards:
     """Forwards of a decoder for several texts."""
 
     def __init__(self, graphs: GraphCache) -> None:
-        self._buffers: RecentlyUsed[object, ForwardBuffers] = RecentlyUsed(_MAX_BUFFERS, graphs.drop)
+        self._buffers: RecentlyUsed[object, ForwardBuffers] = RecentlyUsed(MAX_SHARED, graphs.drop)
         self._spare: CudaStore | None = None  # that padding texts write to
-
-    def can_run(self, texts: Sequence[LayersKV]) -> bool:
-        """Whether these texts, none of which reads a prompt, can share a forward."""
-        taps = {kv.taps.layers if kv.taps else () for kv in texts}
-        has_remainder = any(kv.remainder is not None for kv in texts)
-        rows = _bucket(max(kv.k.shape[1] for kv in texts))
-        return SHARES_FORWARDS and len(taps) == 1 and not has_remainder and 2 * rows <= _MAX_ROWS
 
     def run(self, decoder: DecoderOfLayers, rows: TokenRows, texts: Sequence[LayersKV],
             parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """See `TokenDecoder.forward_tokens`. More texts than fit into a forward take several."""
-        at_once = _MAX_ROWS // _bucket(max(kv.k.shape[1] for kv in texts))
-        ends = [0, *accumulate(kv.k.shape[1] for kv in texts)]
-        results = []
-        for first in range(0, len(texts), at_once):
-            some = texts[first : first + at_once]
-            own = slice(ends[first], ends[first + len(some)])
-            results.append(self._run(decoder, rows.cut(own), some, parents[own]))
-        if len(results) == 1:
-            return results[0]
-        hidden, outputs = zip(*results, strict=True)
-        return torch.cat(hidden), AttentionOutput(*(torch.cat(part, 1) for part in zip(*outputs, strict=True)))
+        return in_groups(partial(self._run, decoder), rows, texts, parents)
 
     def _run(self, decoder: DecoderOfLayers, rows: TokenRows, texts: Sequence[LayersKV],
              parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        counts, stores = [kv.k.shape[1] for kv in texts], [cuda_stores(kv.stores) for kv in texts]
-        for store in (store for each in stores for store in each):
-            store.reserve_drafts(_MAX_ROWS)
-        buffers = self._buffers_for(decoder, rows, texts, counts, stores)
-        self._load(buffers, rows, texts, counts, stores, parents)
+        stores = stores_of(texts)
+        buffers = self._buffers_for(decoder, rows, texts, stores)
+        self._load(buffers, rows, texts, stores, parents)
         decoder.ops.graphs.run(buffers, partial(decoder.run_layers, buffers, stores[0]))
-        size = buffers.text_rows
-        places = [slice(text * size, text * size + count) for text, count in enumerate(counts)]
-        for given, made in (([kv.k for kv in texts], buffers.k), ([kv.v for kv in texts], buffers.v)):
-            torch.cat([made[:, place] for place in places], 1, out=_joined(given))
-        for kv, place in zip(texts, places, strict=True):
-            if kv.taps:
-                kv.taps.rows.copy_(buffers.tapped[:, place])
-        attended = (torch.cat([part[:, place] for place in places], 1)
-                    for part in (buffers.q, buffers.output, buffers.lse, buffers.content))
-        return torch.cat([buffers.x[place] for place in places]), AttentionOutput(*attended)
+        attended = AttentionOutput(buffers.q, buffers.output, buffers.lse, buffers.content)
+        return TextResults(buffers.text_rows, buffers.x, attended, buffers.k, buffers.v, buffers.tapped).hand_out(texts)
 
-    def _buffers_for(self, decoder: DecoderOfLayers, rows: TokenRows, texts: Sequence[LayersKV], counts: Sequence[int],
+    def _buffers_for(self, decoder: DecoderOfLayers, rows: TokenRows, texts: Sequence[LayersKV],
                      stores: Sequence[Sequence[CudaStore]]) -> ForwardBuffers:
         assert isinstance(rows.table, CudaLinear)
         embedding, taps = Embedding(rows.table, rows.factor), texts[0].taps.layers if texts[0].taps else ()
-        size, num = _bucket(max(counts)), padded_size(len(texts), 2)
-        room = padded_size(max(store.room for each in stores for store in each))
+        size, num, room = shared_sizes(texts, stores)
         key = num, size, room, taps, id(rows.table), stores[0][0].element
         return self._buffers.get(key, lambda: ForwardBuffers(decoder, num * size, stores[0], False, taps,
                                                              embedding, num, room))
 
-    def _load(self, buffers: ForwardBuffers, rows: TokenRows, texts: Sequence[LayersKV], counts: Sequence[int],
+    def _load(self, buffers: ForwardBuffers, rows: TokenRows, texts: Sequence[LayersKV],
               stores: Sequence[Sequence[CudaStore]], parents: Tensor) -> None:
         """Upload the inputs. Padding texts have no committed rows, and write to a store of their own."""
         staged, size, start = np.zeros(len(buffers.staged), dtype=np.int32), buffers.text_rows, 0
@@ -99,7 +148,8 @@ class SharedForwards:
         cos, sin = (part.view(np.float32).reshape(buffers.rows, -1) for part in turns)
         spare = self._spare_store(stores[0][0])
         places[:], entries[:], all_parents[:] = (0, spare.room), spare.addresses, -1
-        for text, (kv, count, own) in enumerate(zip(texts, counts, stores, strict=True)):
+        for text, (kv, own) in enumerate(zip(texts, stores, strict=True)):
+            count = kv.k.shape[1]
             target, source = slice(text * size, text * size + count), slice(start, start + count)
             places[text] = kv.length, min(store.room for store in own)
             entries[text] = [store.addresses for store in own]
@@ -124,6 +174,3 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     rows = sum(part.shape[1] for part in parts)
     return first.as_strided((first.shape[0], rows, *first.shape[2:]), first.stride())
 
-
-def _bucket(rows: int) -> int:
-    return next((size for size in BUCKETS if size >= rows), rows)
