@@ -129,8 +129,10 @@ class SelfDraftModel:
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """The guesses of a chain after `path`, place by place, drafted in one call. None where that is not possible,
-        or where requests share the forwards of their drafts, which read the weights once for all."""
-        if length < 1 or not self._drafts_alone:
+        or where requests share the forwards of their drafts, which read the weights once for all. A device reads them
+        once for the chains of all requests."""
+        shares_chains = sampler.on_device is not None and sampler.on_device.shares_chains
+        if length < 1 or not (self._drafts_alone or shares_chains):
             return None
         model = self._model(context)
         ranking = sampler.native_ranking(context, model.config.vocab_size, width, margin)

@@ -2,17 +2,22 @@
 
 A text that drafts on a device launches the whole chain and yields a `Launched` before it reads the guesses. In a batch,
 the other texts launch theirs meanwhile, and the host waits once for all of them (`read_together`).
+
+Work that several texts can do in one graph is yielded before it is launched (`Shareable`): `read_together` launches it
+for all of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import TypeVar
+import logging
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Launched:
@@ -31,6 +36,40 @@ class Launched:
     def arrived(self, on_host: Tensor) -> None:
         """Set the tensor, which was read together with others."""
         self._on_host = on_host
+
+
+class LaunchesTogether(Protocol):
+    """What launches the work of several texts at once."""
+
+    def launch(self, parts: Sequence[Any]) -> list[Tensor]:
+        """Launch these parts; returns the outcome of each."""
+
+
+class Shareable(Launched):
+    """Work that is not launched yet.
+
+    group  launches it together with the work of other texts that has the same group
+    part   of the text, for `group`
+    alone  launches it by itself; returns its outcome
+    """
+
+    def __init__(self, group: LaunchesTogether, part: Any, alone: Callable[[], Tensor]) -> None:
+        self.group, self.part, self._alone = group, part, alone
+        self.is_launched = False
+        self._on_host = None
+
+    def launched(self, outcome: Tensor) -> None:
+        """Set the outcome of work that was launched."""
+        self.outcome, self.is_launched = outcome, True
+
+    def launch_alone(self) -> None:
+        """Launch the work, unless it is launched."""
+        if not self.is_launched:
+            self.launched(self._alone())
+
+    def read(self) -> Tensor:
+        self.launch_alone()
+        return super().read()
 
 
 LaunchedWork = Generator[Launched, None, T]  # returns a T, once what it yields can be read
@@ -52,10 +91,16 @@ def finished(work: LaunchedWork[T]) -> T:
 
 
 def read_together(launched: Sequence[Launched]) -> None:
-    """Read the results of several pieces of work: those of one device, dtype and width in one copy, with one wait."""
+    """Read the results of several pieces of work: those of one device, dtype and width in one copy, with one wait.
+
+    Work that fails is not read here: `read` launches it again, and its own text gets the error.
+    """
+    _launch_together([each for each in launched if isinstance(each, Shareable)])
     groups: dict[object, list[Launched]] = {}
     for each in launched:
-        groups.setdefault((each.outcome.device, each.outcome.dtype, each.outcome.shape[1:]), []).append(each)
+        if not isinstance(each, Shareable) or each.is_launched:
+            key = each.outcome.device, each.outcome.dtype, each.outcome.shape[1:]
+            groups.setdefault(key, []).append(each)
     for group in groups.values():
         if len(group) == 1:
             group[0].read()
@@ -64,3 +109,19 @@ def read_together(launched: Sequence[Launched]) -> None:
         parts = torch.split(rows, [len(each.outcome) for each in group])
         for each, part in zip(group, parts, strict=True):
             each.arrived(part)
+
+
+def _launch_together(work: Sequence[Shareable]) -> None:
+    """Launch what several texts share, once for each group, and the rest by itself."""
+    groups: dict[int, list[Shareable]] = {}
+    for each in work:
+        groups.setdefault(id(each.group), []).append(each)
+    for group in groups.values():
+        try:
+            if len(group) == 1:
+                group[0].launch_alone()
+                continue
+            for each, outcome in zip(group, group[0].group.launch([each.part for each in group]), strict=True):
+                each.launched(outcome)
+        except Exception as error:  # which text has caused it shows when each launches its own
+            log.warning("the drafts of %d texts cannot be launched together: %s", len(group), error)

@@ -280,7 +280,8 @@ class Transformer:
 
         position  of the first drafted token in the text
         """
-        config, turns = self.config, self.rotations(range(position - 1, position - 1 + count))
+        config, table = self.config, self._rope.on_host if isinstance(ranking, DeviceRanking) else self._rope
+        turns = table.at(range(position - 1, position - 1 + count))
         weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
                                self.part, self.embedding_factor, config.logits_cap, self.weights.layer_inputs)
         if isinstance(ranking, DeviceRanking):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longdraft.core import Context, SamplingParams, TokenLogprob
 from longdraft.kernels import Decoder, Kernels, KVStore
-from longdraft.kernels.launched import LaunchedWork
+from longdraft.kernels.launched import Launched, LaunchedWork, Shareable
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 from longdraft.kernels.switches import is_on
 from longdraft.sampling import process
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MAX_GUESSES = 16  # that the device ranks at a place
 DECIDES_SUMS = is_on("DECIDES_SUMS")  # False: top-k, top-p and eta are decided on the host
 DRAFTS_LAYERS = is_on("DRAFTS_LAYERS")  # False: trained layers, heads and small draft models are run from the host
+SHARES_CHAINS = is_on("SHARES_CHAINS")  # False: each text's chain is drafted by its own graphs
 Behind = tuple["LogitsSource", Tensor]
 Place = Callable[[Tensor, Tensor], None]  # KVCache.place: commit rows [N] at positions [N], both on the device
 
@@ -146,21 +147,43 @@ class DeviceSampler:
 
     def ranking(self, context: Context, width: int, within: float) -> DeviceRanking:
         """How the guesses of a chain are ranked on the device."""
-        self._update(context)
-        return DeviceRanking(self, width, within, self._left(context))
+        return DeviceRanking(self, width, within, self._left(context), context)
+
+    @property
+    def shares_chains(self) -> bool:
+        """Whether chains are drafted together with those of other texts."""
+        return SHARES_CHAINS and self._can_share
 
     def draft_chain(self, decoder: Decoder, weights: DraftWeights, stores: DraftStores,
                     ranking: DeviceRanking, rotations: tuple[Tensor, Tensor], path: Sequence[int],
                     end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
         """See `longdraft.kernels.native_draft.draft_chain`. None for layers that run operation by operation, for
-        weights that are divided among ranks, and for logits with a cap."""
+        weights that are divided among ranks, and for logits with a cap.
+
+        rotations  in the host's memory
+        """
         from longdraft.kernels.cuda.decoder import CudaDecoder
-        from longdraft.kernels.cuda.drafting import draft_chain
+        from longdraft.kernels.cuda.drafting import launch_chain, ranked_places, until_end
+        from longdraft.kernels.cuda.shared_chain import TextChain
 
         if not isinstance(decoder, CudaDecoder) or weights.logits_cap or weights.inputs is not None:
             return None
-        return (yield from draft_chain(decoder, weights, stores, self._chooser, self._chains, ranking.width,
-                                       rotations, path, ranking.required - len(path), ranking.within, end))
+        for store in stores.stores:
+            store.reserve(stores.length + len(rotations[0]) + 1)
+        chooser, given = self._chooser, (rotations, path, ranking.required - len(path), ranking.within)
+
+        def alone() -> Tensor:
+            self._update(ranking.context)
+            return launch_chain(decoder, weights, stores, chooser, self._chains, ranking.width, *given)
+
+        if self.shares_chains:
+            fresh = ranking.context.slice(chooser.length, len(ranking.context))
+            part = TextChain(decoder, chooser, fresh, ranking.width, stores, *given)
+            work: Launched = Shareable(decoder.shared_chains(weights), part, alone)
+        else:
+            work = Launched(alone())
+        yield work
+        return until_end(ranked_places(work.read()), end)
 
     def draft_layers(self, layers: DraftLayers, kernels: Kernels, stores: Sequence[KVStore], length: int, row: Tensor,
                      vocabulary: int, rotations: tuple[Tensor, Tensor], ranking: DeviceRanking, end: ChainEnd,
@@ -175,6 +198,7 @@ class DeviceSampler:
 
         if not DRAFTS_LAYERS or not isinstance(kernels, CudaOperations):
             return None
+        self._update(ranking.context)
         held = cuda_stores(stores)
         other, num_read = (None, 0) if read is None else (cuda_stores(read[:1])[0], read[1])
         key = (id(layers), ranking.width, *(store.serial for store in held), other and other.serial)
@@ -192,6 +216,7 @@ class DeviceSampler:
 
         if not DRAFTS_LAYERS or not isinstance(self._kernels, CudaOperations):
             return None
+        self._update(ranking.context)
         key = id(heads), ranking.width
         if self._heads is None or self._heads[0] != key:
             self._heads = key, HeadPlaces(heads, self._kernels.graphs, self._chooser, vocabulary, ranking.width, hidden)
@@ -210,16 +235,18 @@ class DeviceSampler:
 class DeviceRanking(NamedTuple):
     """How the guesses of a chain are ranked.
 
-    sampler   of the request, up to date with the text
+    sampler   of the request
     width     guesses at each place at most
     within    largest gap between a guess's score and the best one's
     required  tokens that must still be written before the text may end
+    context   the text
     """
 
     sampler: DeviceSampler
     width: int
     within: float
     required: int
+    context: Context
 
 
 class TreeChoice(NamedTuple):

@@ -113,8 +113,10 @@ def kernels():
     yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
     yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8),
            form | dict(NORMS=1, IS_SCALED=True, HAS_TABLE=True), dict(num_warps=1))
-    yield (jit_rows.map_remainder_kernel, dict(content=BF16, function=F32, remainder=F32),
-           dict(HEADS=32, DIM=128, COLUMNS=32, BLOCK=128), {})
+    for has_table in (False, True):
+        yield (jit_rows.map_remainder_kernel,
+               dict(content=BF16, function=F32, table=I64, remainder=F32, layer="i32", text_rows="i32"),
+               dict(HEADS=32, DIM=128, COLUMNS=32, BLOCK=128, HAS_TABLE=has_table), {})
     strides = dict.fromkeys(("k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride", "v_head_stride"),
                             "i32")
     for element in (tl.bfloat16, tl.float8e4nv):
@@ -160,15 +162,18 @@ def choices_of_texts():
 
 def drafting():
     state = dict(state=I64, settings=F64, scores=F64, ids=I32)
-    yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | state | VOCABULARY,
-           IN_BLOCKS | FILTERS | dict(WIDTH=2, HAS_NOISE=True), UNFUSED)
-    yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32", num_wanted="i32") | state,
-           dict(BLOCKS=128, CANDIDATES=256, WIDTH=2), UNFUSED)
-    yield (jit_drafting.begin_place_kernel,
-           dict(text=I32, state=I64, table="*i8", scale=F32, rotations_cos=F32, rotations_sin=F32, x=BF16, cos=F32,
-                sin=F32, factor="fp32"),
-           dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
-    yield (jit_drafting.end_place_kernel, dict(text=I32, state=I64, where=I64, outcome=I64), {}, dict(num_warps=1))
+    for stride in (0, 20):  # of a single text, and of several
+        yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | state | VOCABULARY,
+               IN_BLOCKS | FILTERS | dict(WIDTH=2, STRIDE=stride, HAS_NOISE=True), UNFUSED)
+        yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32") | state,
+               dict(BLOCKS=128, CANDIDATES=256, WIDTH=2, STRIDE=stride), UNFUSED)
+        yield (jit_drafting.begin_place_kernel,
+               dict(text=I32, state=I64, table="*i8", scale=F32, rotations=F32, x=BF16, cos=F32, sin=F32,
+                    factor="fp32"),
+               dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, STRIDE=stride, HAS_SCALE=True, HAS_FACTOR=True),
+               UNFUSED)
+        yield (jit_drafting.end_place_kernel, dict(text=I32, state=I64, where=I64, outcome=I64), dict(STRIDE=stride),
+               dict(num_warps=1))
 
 
 def support():

@@ -251,6 +251,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
             "noisy_block_maxima_kernel", "walk_tree_kernel", "scatter_rows_kernel"} <= {kernel for kernel, *_ in found}
     forms = [(line[1], line[-1]) for line in found if line[0] == "attend_split_kernel"]
     assert forms[0] == forms[1] and forms[2] == forms[3], "several texts compute another way"
+    for name in ("map_remainder_kernel", "best_in_blocks_kernel", "rank_kernel"):
+        alone, together = ((line[1], line[-1]) for line in found if line[0] == name)
+        assert alone == together, f"{name} of several texts computes another way"
     for kernel, shared, fused, spilt, _, is_paired, _ in found:
         most = 227 if kernel == "attend_split_kernel" else 113  # with heads of 256 there is room for one program
         assert int(shared) <= most * 1024, f"{kernel} leaves no room for a second program beside it"

@@ -19,10 +19,14 @@ from helpers.cuda_kernels import DEVICE
 from helpers.eagle import make_eagle
 from helpers.equality import prompt_of
 from longdraft.core import SamplingParams
+from longdraft.drafters import chain
 from longdraft.kernels import launched
 from longdraft.kernels.cuda import shared_choice
-from longdraft.kernels.cuda.drafting import DraftRanking
+from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
+from longdraft.kernels.cuda.shared_chain import SharedChains
+from longdraft.kernels.cuda.shared_forward import SharedForwards
 from longdraft.kernels.launched import Launched
+from longdraft.sampling import device
 
 PARAMS = [SamplingParams(max_new_tokens=6, seed=seed, ignore_eos=True, **law) for seed, law in enumerate((
     dict(min_p=0.05, repetition_penalty=1.3, penalty_window=7), dict(temperature=0.0), dict(temperature=0.7)))]
@@ -31,6 +35,11 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": dict(chain=2), "medusa": dict(tree="2,1"), "draft-model": dict(chain=3),
     "magicdec": dict(budget=24, sinks=4, refresh=5, chain=2),
 }
+OTHERS: dict[str, dict[str, Any]] = {  # that also wait for other guesses
+    "tokenswift": dict(chain=2, tree="2,1", budget=40, sinks=4, recent=8, room=8),
+    "triforce": dict(budget=48, stride=10, chain=2),
+}
+SHARED = ["magicdec", "draft-model"]  # whose chains are one graph
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(folder: Path, drafter: str, monkeypatch: pytest.MonkeyPatch) -> longdraft.Engine:
     monkeypatch.setenv("LONGDRAFT_KERNELS", "triton-16")
-    options = DRAFTERS.get(drafter, {}) | ({"model": str(folder)} if drafter == "draft-model" else {})
-    heads = {"eagle": "eagle", "medusa": "heads"}.get(drafter)
+    options = (DRAFTERS | OTHERS).get(drafter, {})
+    options |= {"model": str(folder)} if drafter in ("draft-model", "triforce") else {}
+    heads = {"eagle": "eagle", "medusa": "heads", "tokenswift": "heads"}.get(drafter)
     return longdraft.load(str(folder), drafter=drafter, drafter_options=options, device=DEVICE, dtype="float32",
                           heads=None if heads is None else str(folder / heads))
 
@@ -59,15 +69,8 @@ def plain(folder: Path) -> list[list[int]]:
                 for length, params in zip(LENGTHS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_what_all_texts_draft_is_launched_before_the_host_waits_once(folder, plain, drafter, monkeypatch):
-    """And each text is the plain one, whatever the other texts are."""
-    happened: list[object] = []
-    begin, read, copy = DraftRanking.begin, shared_choice._read, launched.copied_to_host
-    monkeypatch.setattr(DraftRanking, "begin", lambda self, *given: (happened.append("begins"), begin(self, *given))[1])
-    monkeypatch.setattr(launched, "copied_to_host", lambda rows: happened.append("guesses") or copy(rows))
-    monkeypatch.setattr(shared_choice, "_read", lambda outcome: happened.append("choices") or read(outcome))
-    batch = engine_of(folder, drafter, monkeypatch).batch()
+def written(batch: longdraft.Batch, happened: list[str]) -> tuple[list[list[int]], list[list[str]]]:
+    """The texts of LENGTHS, written side by side, and what happened in each round."""
     texts = {batch.add(prompt_of(length), params): list[int]()
              for length, params in zip(LENGTHS, PARAMS, strict=True)}
     rounds = []
@@ -77,11 +80,88 @@ def test_what_all_texts_draft_is_launched_before_the_host_waits_once(folder, pla
             assert event.error is None, event.error
             texts[text].extend(event.tokens)
         rounds.append(list(happened))
-    assert list(texts.values()) == plain
+    return list(texts.values()), rounds
+
+
+def note_launches(monkeypatch: pytest.MonkeyPatch, happened: list[str]) -> None:
+    """Note the launch of each text's chain where several texts launch theirs together."""
+    launch = SharedChains.launch
+    monkeypatch.setattr(SharedChains, "launch", lambda self, chains: (
+        happened.extend(["begins"] * len(chains)), launch(self, chains))[1])
+
+
+@pytest.mark.parametrize("drafter, is_on", [*((drafter, True) for drafter in DRAFTERS),
+                                            *((drafter, False) for drafter in SHARED)])
+def test_what_all_texts_draft_is_launched_before_the_host_waits_once(folder, plain, drafter, is_on, monkeypatch):
+    """And each text is the plain one, whatever the other texts are. With the switch, chains are launched together."""
+    happened: list[str] = []
+    begin, read, copy = DraftRanking.begin, shared_choice._read, launched.copied_to_host
+    alone: list[int] = []
+    launch = DraftChain.launch
+    monkeypatch.setattr(DraftChain, "launch", lambda self, *given: (alone.append(1), launch(self, *given))[1])
+    monkeypatch.setattr(device, "SHARES_CHAINS", is_on)
+    note_launches(monkeypatch, happened)
+    monkeypatch.setattr(DraftRanking, "begin", lambda self, *given: (happened.append("begins"), begin(self, *given))[1])
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: happened.append("guesses") or copy(rows))
+    monkeypatch.setattr(shared_choice, "_read", lambda outcome: happened.append("choices") or read(outcome))
+    texts, rounds = written(engine_of(folder, drafter, monkeypatch).batch(), happened)
+    assert texts == plain
     assert all(events.count("guesses") <= 1 and events.count("choices") <= 1 for events in rounds)
     one_after_another = [event for events in rounds for event in events if event != "choices"]
     begun = "".join("b" if event == "begins" else "|" for event in one_after_another).split("|")
     assert begun.count("bbb") >= 2 and begun[-1] == "", "a wait for three texts, and for the last ones"
+    assert len(alone) <= 2 if is_on else len(alone) > 5 or drafter not in SHARED, "only a last text drafts alone"
+
+
+@pytest.mark.parametrize("drafter", [*OTHERS, "magicdec"])
+def test_chains_of_large_weights_and_of_lower_levels_are_launched_together(folder, plain, drafter, monkeypatch):
+    """Also where texts would share the forwards of each drafted token, as all other forwards are shared."""
+    monkeypatch.setattr(chain, "_SMALL_BYTES", 0)
+    happened: list[str] = []
+    note_launches(monkeypatch, happened)
+    texts, rounds = written(engine_of(folder, drafter, monkeypatch).batch(), happened)
+    assert texts == plain
+    assert ["begins"] * 3 in rounds
+
+
+@pytest.mark.parametrize("drafter", SHARED)
+def test_chains_that_lie_change_no_text(folder, plain, drafter, monkeypatch):
+    """Half of the guesses are replaced, and half of the places have none."""
+    launch = SharedChains.launch
+    lies: list[int] = []
+
+    def lie(self: SharedChains, chains: Any) -> list[torch.Tensor]:
+        outcomes = launch(self, chains)
+        for text, outcome in enumerate(outcomes):
+            outcome[len(lies) % 2 :: 2, 2] += 1 + text
+            outcome[1:, 0] *= len(lies) % 2
+            lies.append(text)
+        return outcomes
+
+    monkeypatch.setattr(SharedChains, "launch", lie)
+    assert written(engine_of(folder, drafter, monkeypatch).batch(), [])[0] == plain
+    assert lies.count(2) >= 2
+
+
+def test_texts_that_decide_with_sums_share_the_forwards_of_their_drafts(folder, monkeypatch):
+    """With remainders, which are read from a table. Another text, which could share its chain, drafts alone."""
+    monkeypatch.setattr(chain, "_SMALL_BYTES", 0)
+    params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **law)
+              for seed, law in enumerate((dict(top_p=0.9), dict(top_k=12), dict(temperature=0.7)))]
+    shared: list[int] = []
+    run = SharedForwards.run
+    monkeypatch.setattr(SharedForwards, "run", lambda self, decoder, rows, texts, parents: (
+        shared.append(sum(kv.remainder is not None for kv in texts)), run(self, decoder, rows, texts, parents))[1])
+    batch = engine_of(folder, "magicdec", monkeypatch).batch()
+    texts = {batch.add(prompt_of(length), each): list[int]() for length, each in zip((34, 41, 35), params, strict=True)}
+    while batch:
+        for text, event in batch.step():
+            texts[text].extend(event.tokens)
+    engine = engine_of(folder, "plain", monkeypatch)
+    assert list(texts.values()) == [[token for event in engine.generate(prompt_of(length), each)
+                                     for token in event.tokens]
+                                    for length, each in zip((34, 41, 35), params, strict=True)]
+    assert 2 in shared
 
 
 def test_results_of_unlike_forms_are_read_each_and_equal_ones_together(monkeypatch):

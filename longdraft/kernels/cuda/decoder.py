@@ -14,20 +14,22 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import tree_attention
-from longdraft.kernels.cuda.forward_buffers import EmbeddedRows, Embedding, ForwardBuffers, weights_of
+from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK, EmbeddedRows, Embedding, ForwardBuffers, weights_of
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
+from longdraft.kernels.cuda.shared_chain import SharedChains
 from longdraft.kernels.cuda.shared_forward import SharedForwards, can_share
 from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
+from longdraft.kernels.native_draft import DraftWeights
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
+_MAX_HEADS = 2  # with which a model drafts
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
-EMBED_BLOCK = 1024  # columns
 # Bucket of rows; whether there is a remainder; taps; serials of the stores; id of the embedding table
 Key = tuple[int, bool, tuple[int, ...], tuple[int, ...], int | None]
 
@@ -44,6 +46,7 @@ class CudaDecoder:
         self.plan = ops.attention_plan(heads, kv_heads, dim)
         self._buffers = RecentlyUsed[Key, ForwardBuffers](_MAX_BUFFERS, lambda buffers: ops.graphs.drop(buffers))
         self._shared = SharedForwards(ops.graphs)
+        self._chains: RecentlyUsed[int, SharedChains] = RecentlyUsed(_MAX_HEADS)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -119,6 +122,10 @@ class CudaDecoder:
         """Free the buffers of `key` and their graph."""
         self._buffers.drop(key)
 
+    def shared_chains(self, weights: DraftWeights) -> SharedChains:
+        """What drafts chains of several texts with these layers. weights: besides the layers."""
+        return self._chains.get(id(weights.head), lambda: SharedChains(weights))
+
     def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
         """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""
         geometry, post_norm = self.geometry, self.geometry.post_norm
@@ -177,11 +184,14 @@ class CudaDecoder:
     def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
         row_remainder = buffers.row_remainder
-        if row_remainder is not None and buffers.remainder is not None:
+        if row_remainder is not None:
+            function, table = buffers.remainder, buffers.maps
             with on_device(buffers.x.device):
                 jit_rows.map_remainder_kernel[(buffers.rows, heads, ceil_div(dim + 1, _MAP_COLUMNS))](
-                    buffers.content[index], buffers.remainder[index], row_remainder, HEADS=heads, DIM=dim,
-                    COLUMNS=_MAP_COLUMNS, BLOCK=_MAP_BLOCK, **chained(buffers.x.device))
+                    buffers.content[index], row_remainder if function is None else function,
+                    buffers.where if table is None else table, row_remainder, index, buffers.text_rows, HEADS=heads,
+                    DIM=dim, COLUMNS=_MAP_COLUMNS, BLOCK=_MAP_BLOCK, HAS_TABLE=table is not None,
+                    **chained(buffers.x.device))
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
                        row_remainder, buffers.output[index], buffers.lse[index],
                        None if buffers.table is None else buffers.table[:, index])

@@ -7,6 +7,8 @@ A chain is one CUDA graph of four tokens and one of a single token, which are re
 changes from token to token (place, length, rotation) is in device memory. The host uploads one small state before, and
 reads all guesses and leads in one copy afterwards.
 
+Chains of several texts are one graph in `shared_chain`.
+
 The guesses are those that the filters leave. (The host fills up with tokens that they remove, where they leave fewer
 guesses than it wants.)
 """
@@ -15,15 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_choice, jit_drafting
 from longdraft.kernels.cuda.choice import MAX_CHAIN, LogitsSource, TokenChooser
-from longdraft.kernels.cuda.decoder import EMBED_BLOCK, CudaDecoder
-from longdraft.kernels.cuda.forward_buffers import ForwardBuffers
+from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
@@ -32,7 +33,10 @@ from longdraft.kernels.cuda.support import BLOCK, SupportSearch
 from longdraft.kernels.launched import Launched, LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 
-_UNROLLED = 4  # tokens of the larger graph
+if TYPE_CHECKING:
+    from longdraft.kernels.cuda.decoder import CudaDecoder
+
+UNROLLED = 4  # tokens of the larger graph
 _MAX_WIDTH = 16
 MAX_CHAINS = 4  # of one request: the models and caches with which it drafts in turn
 
@@ -50,8 +54,8 @@ class DraftRanking:
         self._chooser, self._vocabulary, self._num_wanted = chooser, vocabulary, width
         self._width = max(2, width)  # two show the lead
         self._blocks = ceil_div(vocabulary, BLOCK)
-        self.state = torch.zeros(8, dtype=torch.int64, device=device)
-        self.outcome = torch.zeros(MAX_CHAIN, 2 + _MAX_WIDTH, dtype=torch.int64, device=device)
+        self.state = torch.zeros(6, dtype=torch.int64, device=device)
+        self.outcome = new_outcome(1, device)[:, 0]
         self._window = rules.window if rules.penalty != 1 else 0
         self._within: float | None = None
         self._settings = torch.zeros(6, dtype=torch.float64, device=device)
@@ -59,21 +63,22 @@ class DraftRanking:
         self._root = torch.zeros(1, 1, dtype=torch.int32, device=device)  # tokens, path and depths of a single node
         self._bests = torch.empty(1, self._blocks, device=device)
         self._best_ids = torch.empty(1, self._blocks, dtype=torch.int32, device=device)
-        self._scores = torch.empty(self._blocks, self._width, dtype=torch.float64, device=device)
-        self._ids = torch.empty(self._blocks, self._width, dtype=torch.int32, device=device)
+        self._scores = torch.empty(1, self._blocks, self._width, dtype=torch.float64, device=device)
+        self._ids = torch.empty(1, self._blocks, self._width, dtype=torch.int32, device=device)
         self._buffers = torch.empty(1, 0, dtype=torch.int32, device=device), torch.empty(1, 0, device=device)
 
-    def begin(self, within: float, position: int, required: int) -> None:
+    def begin(self, within: float, position: int, required: int, places: int = MAX_CHAIN) -> None:
         """Set the place of the first guess: `position` tokens are before it, and `required` must follow before the end.
 
         within  largest gap between a guess's score and the best one's
+        places  of the chain
         """
         rules = self._chooser.rules
         if within != self._within:
             self._within = within
             self._settings.copy_(torch.tensor([rules.temperature, *rules.filters.settings, within],
                                               dtype=torch.float64))
-        self.state.copy_(torch.tensor([position, self._chooser.seed, required, 0, position, 0, 0, 0]),
+        self.state.copy_(torch.tensor([position, self._chooser.seed, required, 0, places, self._num_wanted]),
                          non_blocking=True)
         window = min(self._window, len(self._chooser.text))
         if self._buffers[0].shape[1] != window:
@@ -95,14 +100,8 @@ class DraftRanking:
                                                     BLOCK=BLOCK, **chained(self._device))
         if rules.temperature > 0:
             self._support.find(logits, self._bests)
-        jit_drafting.best_in_blocks_kernel[(blocks,)](
-            logits, self._bests, self.state, self._settings, *self._support.limits, self._scores, self._ids,
-            self._vocabulary, blocks, BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=self._width,
-            HAS_NOISE=rules.temperature > 0, **self._support.flags, **chained(self._device))
-        jit_drafting.rank_kernel[(1,)](
-            self._bests, self._scores, self._ids, self.state, self._settings, self.outcome, blocks, self._num_wanted,
-            BLOCKS=padded_size(blocks), CANDIDATES=padded_size(blocks * self._width), WIDTH=self._width,
-            **chained(self._device))
+        rank_rows(logits, self._bests, self.state, self._settings, self._support.limits, self._scores, self._ids,
+                  self.outcome, 0, HAS_NOISE=rules.temperature > 0, **self._support.flags)
 
     def go_on(self, ahead: int) -> None:
         """Go on to the next place, after a token that is not known. ahead: as given to `rank` before."""
@@ -115,9 +114,35 @@ class DraftRanking:
         """The guesses of the first `count` places, once they have arrived."""
         launched = Launched(self.outcome[:count])
         yield launched
-        rows = launched.read()
-        leads = rows[:, 1].contiguous().view(torch.float64).tolist()
-        return [Ranked(row[2 : 2 + row[0]], lead) for row, lead in zip(rows.tolist(), leads, strict=True)]
+        return ranked_places(launched.read())
+
+
+def new_outcome(rows: int, device: torch.device) -> Tensor:
+    """The guesses of the longest chains of some rows, and of a place after them: int64 [places, R, 18]."""
+    return torch.zeros(MAX_CHAIN + 1, rows, 2 + _MAX_WIDTH, dtype=torch.int64, device=device)
+
+
+def ranked_places(outcome: Tensor) -> list[Ranked]:
+    """The guesses of some places, from their rows [N, 18] on the host."""
+    leads = outcome[:, 1].contiguous().view(torch.float64).tolist()
+    return [Ranked(row[2 : 2 + row[0]], lead) for row, lead in zip(outcome.tolist(), leads, strict=True)]
+
+
+def rank_rows(logits: Tensor, bests: Tensor, state: Tensor, settings: Tensor, limits: Sequence[Tensor], scores: Tensor,
+              ids: Tensor, outcome: Tensor, stride: int, **flags: bool) -> None:
+    """Rank the guesses of rows of edited logits [R, V], one for each text; see `jit_drafting`.
+
+    bests   [R, blocks]: the largest logit of each block
+    scores, ids  [R, blocks, most guesses], overwritten
+    limits  of the support (`SupportSearch`); flags: of the filters, and HAS_NOISE
+    """
+    (rows, vocabulary), (_, blocks, width) = logits.shape, scores.shape
+    jit_drafting.best_in_blocks_kernel[(blocks, rows)](
+        logits, bests, state, settings, *limits, scores, ids, vocabulary, blocks, BLOCK=BLOCK,
+        BLOCKS=padded_size(blocks), WIDTH=width, STRIDE=stride, **flags, **chained(logits.device))
+    jit_drafting.rank_kernel[(rows,)](bests, scores, ids, state, settings, outcome, blocks, BLOCKS=padded_size(blocks),
+                                      CANDIDATES=padded_size(blocks * width), WIDTH=width, STRIDE=stride,
+                                      **chained(logits.device))
 
 
 class _ChainShape(NamedTuple):
@@ -145,7 +170,7 @@ class DraftChain:
         device, dim = decoder.ops.device, decoder.geometry.head_dim
         self._buffers: ForwardBuffers = decoder.buffers_for(1, self._stores, stores.remainder is not None)
         self._ranking = DraftRanking(chooser, head.out_features, width, device)
-        self._rotations = [torch.zeros(MAX_CHAIN, dim // 2, device=device) for _ in range(2)]
+        self._rotations = new_rotations(1, dim // 2, device)
         self._source = LogitsSource(decoder.ops.graphs, decoder.ops.tile, shape.weights.norm, shape.eps,
                                     shape.rounds_once, head, shape.weights.logits_divisor)
         self._normed = torch.empty_like(self._buffers.x)
@@ -154,9 +179,9 @@ class DraftChain:
         self._key = new_owner()
         decoder.ops.graphs.own(self, self._key)
 
-    def draft(self, stores: DraftStores, rotations: tuple[Tensor, Tensor], path: Sequence[int], required: int,
-              within: float, end: ChainEnd) -> LaunchedWork[list[Ranked]]:
-        """Draft a token for each row of `rotations`; what `end` cuts off is drafted and dropped.
+    def launch(self, stores: DraftStores, rotations: tuple[Tensor, Tensor], path: Sequence[int], required: int,
+               within: float) -> Tensor:
+        """Launch what drafts a token for each row of `rotations`. Returns the outcome [N, 18] (`ranked_places`).
 
         path       drafted tokens after the text, which the chain continues
         required   tokens that must be written after `path` before the text may end
@@ -169,9 +194,8 @@ class DraftChain:
         has_bans = required > 0
 
         def begin() -> None:
-            self._ranking.begin(within, self._chooser.length + len(path), required)
-            for held, rows in zip(self._rotations, rotations, strict=True):
-                held[:count].copy_(rows)
+            self._ranking.begin(within, self._chooser.length + len(path), required, count)
+            self._rotations[:count, 0].copy_(torch.stack(rotations, 1))
             buffers.parents.fill_(-1)
             buffers.where.fill_(stores.length)  # each row's slot is its place in the cache
             buffers.load_remainder(stores.remainder)
@@ -179,7 +203,7 @@ class DraftChain:
         with on_device(self._logits.device):
             graphs.run_in_turn([(("chain", self._key, size, has_bans, self._chooser.place_serial),
                                  partial(self._places, size, text, has_bans)) for size in in_graphs(count)], begin)
-        return until_end((yield from self._ranking.read(count)), end)
+        return self._ranking.outcome[:count]
 
     def _places(self, count: int, text: Tensor, has_bans: bool) -> None:
         for _ in range(count):
@@ -193,23 +217,33 @@ class DraftChain:
         self._decoder.run_layers(buffers, self._stores)
         self._source.launch(buffers.x, self._normed, self._sums, self._logits)
         ranking.rank(self._logits, has_bans)
-        jit_drafting.end_place_kernel[(1,)](text, ranking.state, buffers.where, ranking.outcome, num_warps=1,
-                                            **chained(text.device))
+        end_place(text, ranking.state, buffers.where, ranking.outcome)
 
 
-def embed_place(text: Tensor, state: Tensor, table: CudaLinear, factor: float, rotations: Sequence[Tensor], x: Tensor,
-                cos: Tensor, sin: Tensor) -> None:
-    """Write the embedding x [1, hidden] of the text's last token, and the rotation of its place in the chain."""
-    hidden, half, scale = table.in_features, cos.shape[1], table.scale
-    jit_drafting.begin_place_kernel[(ceil_div(hidden, EMBED_BLOCK),)](
-        text, state, table.weight, cos if scale is None else scale, *rotations, x, cos, sin, factor, HIDDEN=hidden,
-        HALF=half, PADDED=padded_size(half), BLOCK=EMBED_BLOCK, HAS_SCALE=scale is not None, HAS_FACTOR=factor != 1,
-        **chained(text.device))
+def new_rotations(rows: int, half: int, device: torch.device) -> Tensor:
+    """cos and sin of the longest chains, and of a place after them: [places, R, 2, D / 2] float32."""
+    return torch.zeros(MAX_CHAIN + 1, rows, 2, half, device=device)
+
+
+def embed_place(text: Tensor, state: Tensor, table: CudaLinear, factor: float, rotations: Tensor, x: Tensor,
+                cos: Tensor, sin: Tensor, stride: int = 0) -> None:
+    """Write the embeddings x [R, hidden] of the texts' last tokens, and the rotations of their places in the chains."""
+    hidden, (rows, half), scale = table.in_features, cos.shape, table.scale
+    jit_drafting.begin_place_kernel[(ceil_div(hidden, EMBED_BLOCK), rows)](
+        text, state, table.weight, cos if scale is None else scale, rotations, x, cos, sin, factor, HIDDEN=hidden,
+        HALF=half, PADDED=padded_size(half), BLOCK=EMBED_BLOCK, STRIDE=stride, HAS_SCALE=scale is not None,
+        HAS_FACTOR=factor != 1, **chained(x.device))
+
+
+def end_place(text: Tensor, state: Tensor, where: Tensor, outcome: Tensor, stride: int = 0) -> None:
+    """Append the best guesses to the texts, and go on to the next place. where: [2 R]."""
+    jit_drafting.end_place_kernel[(where.numel() // 2,)](text, state, where, outcome, STRIDE=stride, num_warps=1,
+                                                         **chained(where.device))
 
 
 def in_graphs(count: int) -> list[int]:
     """The tokens of each graph that is replayed for `count` tokens."""
-    return [_UNROLLED] * (count // _UNROLLED) + [1] * (count % _UNROLLED)
+    return [UNROLLED] * (count // UNROLLED) + [1] * (count % UNROLLED)
 
 
 def until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
@@ -226,15 +260,13 @@ def until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
     return kept
 
 
-def draft_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores, chooser: TokenChooser,
-                held: RecentlyUsed[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
-                path: Sequence[int], required: int, within: float, end: ChainEnd) -> LaunchedWork[list[Ranked]]:
-    """As `longdraft.kernels.native_draft.draft_chain`, on the device.
+def launch_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores, chooser: TokenChooser,
+                 held: RecentlyUsed[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
+                 path: Sequence[int], required: int, within: float) -> Tensor:
+    """As `DraftChain.launch`, by the chain that belongs to these weights and stores.
 
     held  the request's chains, by what they depend on
     """
-    for store in stores.stores:
-        store.reserve(stores.length + len(rotations[0]) + _UNROLLED)  # a capture drafts some tokens more
     serials = tuple(store.serial for store in cuda_stores(stores.stores))
     key = (id(decoder), id(weights.head), serials, stores.remainder is not None, width)
 
@@ -242,4 +274,4 @@ def draft_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores
         shape = _ChainShape(weights, weights.embedding_factor, decoder.geometry.eps, decoder.geometry.rounds_once)
         return DraftChain(decoder, shape, stores, chooser, width)
 
-    return held.get(key, make).draft(stores, rotations, path, required, within, end)
+    return held.get(key, make).launch(stores, rotations, path, required, within)

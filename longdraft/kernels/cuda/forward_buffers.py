@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace
@@ -36,6 +37,9 @@ def weights_of(layer: LayerWeights) -> list[CudaLinear]:
     weights = [w for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CudaLinear)]
     require(len(weights) == 4, "weights that these kernels packed", [type(w).__name__ for w in layer[:6]])
     return weights
+
+
+EMBED_BLOCK = 1024  # columns of an embedding that a program reads
 
 
 class EmbeddedRows(NamedTuple):
@@ -78,11 +82,13 @@ class ForwardBuffers:
         self.rows, self.text_rows, self.texts = rows, rows // texts, texts
         self.x_in, self.x, self.normed = (zeros(rows, decoder.hidden) for _ in range(3))
         self.embedding = embedding
-        num_entries = 0 if texts == 1 else 2 * 5 * num * texts
-        self.parts = staged_parts(4 * texts, rows * (dim // 2), rows * (dim // 2), rows, rows, num_entries)
+        has_table = texts > 1
+        self.parts = staged_parts(4 * texts, rows * (dim // 2), rows * (dim // 2), rows, rows,
+                                  2 * 5 * num * texts * has_table, 2 * texts * has_table)
         self.staged = zeros(self.parts[-1].stop + -self.parts[-1].stop % ALIGNED, dtype=torch.int32)
-        where, cos, sin, self.parents, self.tokens, table = (self.staged[part] for part in self.parts)
-        self.table = table.view(torch.int64).view(texts, num, 5) if num_entries else None  # stores of several texts
+        where, cos, sin, self.parents, self.tokens, table, maps = (self.staged[part] for part in self.parts)
+        self.table = table.view(torch.int64).view(texts, num, 5) if has_table else None  # stores of several texts
+        self.maps = maps.view(torch.int64) if has_table else None  # addresses of their remainders; 0: a text has none
         self.where = where.view(torch.int64)  # committed positions; slot of drafted row 0
         self.cos, self.sin = (part.view(torch.float32).view(rows, dim // 2) for part in (cos, sin))
         self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
@@ -93,7 +99,8 @@ class ForwardBuffers:
         self.sums = zeros(max(weight.num_sums(rows) for weight in weights), dtype=torch.float32)
         self.room = min(store.room for store in stores) if room is None else room
         self.work = AttentionWorkspace(decoder.plan, rows, self.room, device, texts)
-        self.remainder = zeros(num, heads, dim + 1, dim + 1, dtype=torch.float32) if has_remainder else None
+        copies_map = has_remainder and not has_table
+        self.remainder = zeros(num, heads, dim + 1, dim + 1, dtype=torch.float32) if copies_map else None
         self.row_remainder = zeros(rows, heads, dim + 1, dtype=torch.float32) if has_remainder else None
         self._remainder_source: Tensor | None = None
         self.taps = taps
@@ -107,7 +114,7 @@ class ForwardBuffers:
         """Copy the inputs of a forward. The padding rows follow the committed part; their results are not read."""
         count, half = len(parents), self.cos.shape[1]
         staged = np.zeros(len(self.staged), dtype=np.int32)
-        where, cos, sin, all_parents, tokens, _ = (staged[part] for part in self.parts)
+        where, cos, sin, all_parents, tokens, *_ = (staged[part] for part in self.parts)
         where.view(np.int64)[:] = kv.length, self.room
         all_parents[count:] = -1
         all_parents[:count] = parents.numpy()
@@ -120,6 +127,27 @@ class ForwardBuffers:
             for held, given in ((self.x_in, rows.x), (self.cos, rows.cos), (self.sin, rows.sin)):
                 held[:count].copy_(given)
         self.load_remainder(kv.remainder)
+
+    def place_texts(self, staged: NDArray[np.int32], places: Sequence[tuple[int, int]],
+                    stores: Sequence[Sequence[CudaStore]], maps: Sequence[RemainderMaps], spare: CudaStore) -> None:
+        """Set what differs between several texts in the numbers that are uploaded.
+
+        places  of each text: its committed positions, and the slot of its first drafted row
+        maps    `LayersKV.remainder` of each text; their memory must be kept while the forward runs
+        spare   padding texts, which have no committed rows, write to it
+        """
+        where, table, addresses = (staged[self.parts[part]].view(np.int64).reshape(self.texts, -1) for part in
+                                   (0, 5, 6))
+        entries = table.reshape(self.texts, -1, 5)
+        where[:], entries[:] = (0, spare.room), spare.addresses
+        where[: len(places)] = places
+        for text, (own, remainder) in enumerate(zip(stores, maps, strict=True)):
+            entries[text] = [store.addresses for store in own]
+            if remainder is not None:
+                assert isinstance(remainder, Tensor)  # the layers of these kernels do not differ
+                require(remainder.is_contiguous() and remainder.dtype == torch.float32, "float32 maps",
+                        remainder.dtype)
+                addresses[text] = remainder.data_ptr()
 
     def load_remainder(self, remainder: RemainderMaps) -> None:
         """Copy the function of the remainder, if it is another than before."""

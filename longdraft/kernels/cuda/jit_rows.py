@@ -260,13 +260,16 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
             store_row(first, second, mask, slot * DIM, slot, v_store, v_scale, HALF, half, IS_SCALED)
 
 
-@triton.jit
-def map_remainder_kernel(content, function, remainder, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-                         BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+@triton.jit(do_not_specialize=["layer", "text_rows"])
+def map_remainder_kernel(content, function, table, remainder, layer, text_rows, HEADS: tl.constexpr, DIM: tl.constexpr,
+                         COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_TABLE: tl.constexpr,
+                         IS_CHAINED: tl.constexpr):
     """The remainder [R, H, D + 1] of each query, by an affine map of its content. Grid (R, H, (D + 1) / COLUMNS).
 
     content   [R, H, D]: the queries before the rotation
-    function  [H, D + 1, D + 1] float32: the first D rows are multiplied by the content, the last row is added
+    function  [L, H, D + 1, D + 1] float32: the first D rows are multiplied by the content, the last row is added
+    table     int64 [texts], where HAS_TABLE: the address of each text's `function`; 0: nothing remains of its keys. A
+              text has text_rows rows
 
     BLOCK rows of the map are read at a time, so that a program waits for memory only D / BLOCK times.
     """
@@ -274,12 +277,19 @@ def map_remainder_kernel(content, function, remainder, HEADS: tl.constexpr, DIM:
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < DIM + 1
-    base = function + head.to(tl.int64) * (DIM + 1) * (DIM + 1)
-    total = tl.load(base + DIM * (DIM + 1) + column, mask=mask, other=0.0)
+    inside = mask
+    if HAS_TABLE:
+        address = tl.load(table + row // text_rows)
+        function = address.to(function.dtype)
+        inside = column < tl.where(address != 0, DIM + 1, 0)
+    base = function + (layer.to(tl.int64) * HEADS + head) * (DIM + 1) * (DIM + 1)
+    total = tl.load(base + DIM * (DIM + 1) + column, mask=inside, other=0.0)
     for first in range(0, DIM, BLOCK):
         dim = first + tl.arange(0, BLOCK)
         value = tl.load(content + (row * HEADS + head) * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-        rows = tl.load(base + dim[:, None] * (DIM + 1) + column[None, :], mask=(dim < DIM)[:, None] & mask[None, :],
+        rows = tl.load(base + dim[:, None] * (DIM + 1) + column[None, :], mask=(dim < DIM)[:, None] & inside[None, :],
                        other=0.0)
         total += tl.sum(value[:, None] * rows, 0)
+    if HAS_TABLE:
+        total = tl.where(inside | (column < DIM), total, float("-inf"))
     tl.store(remainder + (row * HEADS + head) * (DIM + 1) + column, total, mask=mask)

@@ -3,16 +3,19 @@
     rows     [ tree of text 0 | tree of text 1 | ... | padding ]     `texts` int32 [R]: the text of each row
     entries  int64 [T, ENTRY], one for each text; a padding text has no rows:
 
-         0  the address of its tokens, int32                8  the penalty
-         1  their number, those of `fresh` included         9  the address of banned tokens, int32
-         2  the bits of splitmix64(seed)                   10  their number
-         3  tokens before the text may end                 11  tokens of `fresh`
-         4  committed rows of the cache                    12  whether the likeliest token is chosen (temperature 0)
-         5  the first of its rows                          13  the temperature; 1 where the likeliest token is chosen
-         6  their number                                   14  log(min_p)
-         7  the penalty's window; 0: no penalty            15  the filters' temperature
+         0  the address of its tokens, int32                9  the address of banned tokens, int32
+         1  their number, those of `fresh` included        10  their number
+         2  the bits of splitmix64(seed)                   11  tokens of `fresh`
+         3  tokens before the text may end                 12  whether the likeliest token is chosen (temperature 0)
+         4  committed rows of the cache                    13  the temperature; 1 where the likeliest token is chosen
+         5  the first of its rows                          14  log(min_p)
+         6  their number                                   15  the filters' temperature
+         7  the penalty's window; 0: no penalty            18  of guesses: the largest gap to the best one's score
+         8  the penalty
 
-    8 and 13 to 15 are float64, which `numbers` points to. From 13 on an entry is the `settings` of `jit_support`.
+    8 and from 13 on are float64, which `numbers` points to. From 13 on an entry is the `settings` of `jit_support` and
+    `jit_drafting`. A chain of drafts has one row for each text. From 1 on its entry is the `state` of `jit_drafting`: 4
+    is the place in the chain, 5 the number of its places, 6 the number of guesses.
 
 Both files call the same functions for a number, so a text has the tokens that it has alone.
 """
@@ -23,7 +26,7 @@ import triton.language as tl
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_choice import _NONE, best_and_first_id, noisy_scores, penalised, token_before
 
-ENTRY = tl.constexpr(16)
+ENTRY = tl.constexpr(20)
 
 
 @triton.jit

@@ -17,13 +17,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cuda import jit_drafting
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
-from longdraft.kernels.cuda.drafting import DraftRanking, embed_place, in_graphs, until_end
+from longdraft.kernels.cuda.drafting import (
+    DraftRanking,
+    embed_place,
+    end_place,
+    in_graphs,
+    new_rotations,
+    until_end,
+)
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import chained, on_device, require
+from longdraft.kernels.cuda.launch import on_device, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.interface import KV, AttentionOutput, KVStore
@@ -102,7 +108,7 @@ class LayerChain:
         self._graphs, self._ranking = ops.graphs, DraftRanking(chooser, vocabulary, width, device)
         self._where, self._read_where = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
         self._ops = _PlacedOperations(ops, self._where, None if read is None else (read, self._read_where))
-        self._rotations = tuple(torch.zeros(MAX_CHAIN, dim // 2, device=device) for _ in range(2))
+        self._rotations = new_rotations(1, dim // 2, device)
         self._cos, self._sin = (torch.zeros(1, dim // 2, device=device) for _ in range(2))
         self._row = torch.empty_like(row)
         self._embedded = torch.empty(1, table.in_features, dtype=ops.dtype, device=device)
@@ -127,8 +133,7 @@ class LayerChain:
         def begin() -> None:
             self._ranking.begin(within, self._chooser.length, required)
             self._row.copy_(row)
-            for held, rows in zip(self._rotations, rotations, strict=True):
-                held[1 : count + 1].copy_(rows)
+            self._rotations[1 : count + 1, 0].copy_(torch.stack(rotations, 1))
             self._where.fill_(length - 1)  # the text's last row, which `_next_row` goes on from
             self._read_where.fill_(num_read - 1)
 
@@ -152,8 +157,7 @@ class LayerChain:
     def _next_row(self, text: Tensor) -> None:
         """The row of the best guess, which is appended to the text."""
         ranking = self._ranking
-        jit_drafting.end_place_kernel[(1,)](text, ranking.state, self._where, ranking.outcome, num_warps=1,
-                                            **chained(text.device))
+        end_place(text, ranking.state, self._where, ranking.outcome)
         embed_place(text, ranking.state, self._table, self._factor, self._rotations, self._embedded, self._cos,
                     self._sin)
         rotations = self._cos, self._sin

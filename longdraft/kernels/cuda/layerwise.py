@@ -57,8 +57,9 @@ class CudaLayerwiseDecoder:
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """The rows of all texts together, or one text after another if a chunk of a prompt is among them."""
         if not any(kv.is_prompt for kv in texts):
-            rows, is_captured = EmbeddedRows(x, cos, sin), CAPTURES_LAYERS and self._can_capture
-            if is_captured and len(texts) == 1 and texts[0].remainder is None and len(x) <= BUCKETS[-1]:
+            has_remainder = any(kv.remainder is not None for kv in texts)
+            rows, is_captured = EmbeddedRows(x, cos, sin), CAPTURES_LAYERS and self._can_capture and not has_remainder
+            if is_captured and len(texts) == 1 and len(x) <= BUCKETS[-1]:
                 return self._replayed(rows, texts, parents)
             if is_captured and len(texts) > 1 and can_share(texts):
                 return in_groups(self._shared, rows, texts, parents)

@@ -90,11 +90,11 @@ class _Buffers:
         self.parts = staged_parts(2 * _ENTRY * shape.texts, 2 * 5 * shape.layers * shape.texts, rows, rows, rows,
                                   MAX_FRESH * shape.texts)
         self.staged = torch.zeros(self.parts[-1].stop, dtype=int32, device=device)
-        entries, table, self.tokens, self.parents, self.texts, self.fresh = (self.staged[part] for part in self.parts)
-        self.entries, self.numbers = (entries.view(dtype) for dtype in (torch.int64, torch.float64))
+        entries, table, tokens, self.parents, texts, self.fresh = (self.staged[part] for part in self.parts)
         self.table = table.view(torch.int64)
-        self.path, self.depths = torch.zeros(rows, rows, dtype=int32, device=device), empty(rows, dtype=int32)
-        self.found, self.values = empty(rows, shape.window, dtype=int32), empty(rows, shape.window)
+        self.text_rows = TextRows(tokens, torch.zeros(rows, rows, dtype=int32, device=device),
+                                  empty(rows, dtype=int32), texts, entries.view(torch.int64),
+                                  empty(rows, shape.window, dtype=int32), empty(rows, shape.window))
         self.bests, self.ids = empty(rows, num), empty(rows, num, dtype=int32)
         self.scores = empty(rows, num, dtype=torch.float64)
         self.choices, self.walked = (empty(rows, dtype=int32) for _ in range(2))
@@ -132,16 +132,72 @@ class _Buffers:
 
 def _entry(tree: TextTree, first: int) -> NDArray[np.int64]:
     """The entry of a text; see `jit_shared_choice`. first: of its rows."""
-    chooser, rules = tree.chooser, tree.chooser.rules
+    entry = entry_of(tree.chooser, tree.required, tree.chooser.length + len(tree.fresh), len(tree.fresh))
+    entry[4:7] = tree.cached, first, len(tree.tokens)
+    return entry
+
+
+def entry_of(chooser: TokenChooser, required: int, length: int, num_fresh: int) -> NDArray[np.int64]:
+    """The entry of a text without what differs between trees and chains, 4 to 6 and 18; see `jit_shared_choice`.
+
+    required   tokens that must still be written before the text may end
+    length     tokens of the text, of which the last `num_fresh` are uploaded with the entry
+    """
+    rules = chooser.rules
     is_greedy = rules.temperature == 0
     window = 0 if rules.penalty == 1 else min(rules.window, len(chooser.text))
     log_min_p = -np.inf if rules.filters.log_min_p is None else rules.filters.log_min_p
     settings = (1.0, 0.0, 1.0) if is_greedy else (rules.temperature, log_min_p, rules.filters.temperature)
-    entry = np.array([chooser.text.data_ptr(), chooser.length + len(tree.fresh), chooser.seed, tree.required,
-                      tree.cached, first, len(tree.tokens), window, 0, chooser.banned.data_ptr(), len(rules.banned),
-                      len(tree.fresh), is_greedy, 0, 0, 0], dtype=np.int64)
+    entry = np.zeros(_ENTRY, dtype=np.int64)
+    entry[:4] = chooser.text.data_ptr(), length, chooser.seed, required
+    entry[[7, 9, 10, 11, 12]] = window, chooser.banned.data_ptr(), len(rules.banned), num_fresh, is_greedy
     entry.view(np.float64)[[8, 13, 14, 15]] = rules.penalty, *settings
     return entry
+
+
+def longest_window(choosers: Sequence[TokenChooser]) -> int:
+    """Tokens with which the penalties' windows of several texts are laid out; 0: none has a penalty."""
+    windows = [min(each.rules.window, len(each.text)) for each in choosers if each.rules.penalty != 1]
+    return padded_size(max(windows), BLOCK) if windows else 0
+
+
+def most_banned(texts: Sequence[tuple[TokenChooser, int]]) -> int:
+    """With which number of banned tokens `TextRows.edit` is launched, for texts and what they require."""
+    num = max((len(chooser.rules.banned) for chooser, required in texts if required > 0), default=0)
+    return padded_size(num) if num else 0
+
+
+class TextRows(NamedTuple):
+    """Rows of several texts on the device, whose logits are edited by the settings of each.
+
+    tokens   [R] of the trees; path: [R, most rows of a tree]; depths and texts: [R]; all int32
+    entries  int64 [T, ENTRY]; see `jit_shared_choice`
+    found, values  int32 and float32 [R, longest window], which are overwritten
+    """
+
+    tokens: Tensor
+    path: Tensor
+    depths: Tensor
+    texts: Tensor
+    entries: Tensor
+    found: Tensor
+    values: Tensor
+
+    def edit(self, logits: Tensor, bans: int) -> None:
+        """Apply penalties and bans to logits [R, V] in place. bans: see `most_banned`."""
+        (rows, vocabulary), window, device = logits.shape, self.found.shape[1], logits.device
+        of_texts = self.entries, self.texts
+        if window:
+            grid = (rows, window // BLOCK)
+            jit_shared_choice.read_windows_kernel[grid](
+                logits, self.tokens, self.path, self.depths, *of_texts, self.found, self.values, window,
+                self.path.shape[1], vocabulary, BLOCK=BLOCK, **chained(device))
+            jit_shared_choice.penalise_texts_kernel[grid](
+                logits, self.entries, self.entries.view(torch.float64), self.texts, self.found, self.values, window,
+                vocabulary, BLOCK=BLOCK, **chained(device))
+        if bans:
+            jit_shared_choice.ban_texts_kernel[(rows,)](logits, self.depths, *of_texts, vocabulary, BLOCK=bans,
+                                                        **chained(device))
 
 
 class SharedChoices:
@@ -187,56 +243,47 @@ class SharedChoices:
         buffers = self._buffers_for(rows, trees, hidden.device)
         buffers.load(trees, firsts)
         buffers.given[:rows].copy_(hidden)
-        num_banned = max((len(tree.chooser.rules.banned) for tree in trees if tree.required > 0), default=0)
-        bans = padded_size(num_banned) if num_banned else 0
+        bans = most_banned([(tree.chooser, tree.required) for tree in trees])
         graphs.own(buffers, buffers.serial)
         with on_device(hidden.device):
             graphs.run(("choices", buffers.serial, bans), partial(self._run, buffers, bans))
             stores = trees[0].stores
-            texts = RowsOfTexts(buffers.table, buffers.texts[:rows])
+            texts = RowsOfTexts(buffers.table, buffers.text_rows.texts[:rows])
             scatter_rows(k, v, stores, buffers.walked[:rows], buffers.targets[:rows], texts)
         for tree in trees:
             tree.chooser.has_appended(len(tree.fresh))
         return buffers
 
     def _buffers_for(self, rows: int, trees: Sequence[TextTree], device: torch.device) -> _Buffers:
-        windows = [min(tree.chooser.rules.window, len(tree.chooser.text)) for tree in trees
-                   if tree.chooser.rules.penalty != 1]
         shape = _Shape(next(size for size in BUCKETS if size >= rows), padded_size(len(trees), 2),
-                       len(trees[0].stores), padded_size(max(windows), BLOCK) if windows else 0)
+                       len(trees[0].stores), longest_window([tree.chooser for tree in trees]))
         return self._buffers.get(shape, lambda: _Buffers(self._source, shape, device))
 
     def _run(self, buffers: _Buffers, bans: int) -> None:
         """Launches that do not depend on the buffers' contents, as a graph requires. bans: tokens at most; 0: none."""
-        logits, of_texts = buffers.logits, (buffers.entries, buffers.texts)
-        (rows, vocabulary), shape, device = logits.shape, buffers.shape, logits.device
-        num = ceil_div(vocabulary, BLOCK)
+        logits, of = buffers.logits, buffers.text_rows
+        (rows, vocabulary), device = logits.shape, logits.device
+        num, numbers = ceil_div(vocabulary, BLOCK), of.entries.view(torch.float64)
         self._source.launch(buffers.given, buffers.normed, buffers.sums, logits)
-        jit_shared_choice.append_tokens_kernel[(shape.texts,)](
-            buffers.entries, buffers.fresh, BLOCK=MAX_FRESH, num_warps=1, **chained(device))
-        jit_attention.tree_paths_kernel[(rows,)](buffers.parents, buffers.path, buffers.depths, rows, num_warps=1,
-                                                 **UNFUSED)
-        if shape.window:
-            grid = (rows, shape.window // BLOCK)
-            jit_shared_choice.read_windows_kernel[grid](
-                logits, buffers.tokens, buffers.path, buffers.depths, *of_texts, buffers.found, buffers.values,
-                shape.window, rows, vocabulary, BLOCK=BLOCK, **chained(device))
-            jit_shared_choice.penalise_texts_kernel[grid](
-                logits, buffers.entries, buffers.numbers, buffers.texts, buffers.found, buffers.values, shape.window,
-                vocabulary, BLOCK=BLOCK, **chained(device))
-        if bans:
-            jit_shared_choice.ban_texts_kernel[(rows,)](logits, buffers.depths, *of_texts, vocabulary, BLOCK=bans,
-                                                        **chained(device))
+        append_tokens(of.entries, buffers.fresh)
+        jit_attention.tree_paths_kernel[(rows,)](buffers.parents, of.path, of.depths, rows, num_warps=1, **UNFUSED)
+        of.edit(logits, bans)
         jit_choice.block_maxima_kernel[(rows, num)](logits, buffers.bests, buffers.ids, vocabulary, num, BLOCK=BLOCK,
                                                     **chained(device))
         jit_shared_choice.noisy_maxima_of_texts_kernel[(rows, num)](
-            logits, buffers.bests, buffers.depths, buffers.entries, buffers.numbers, buffers.texts, buffers.scores,
-            buffers.ids, vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num), **chained(device))
+            logits, buffers.bests, of.depths, of.entries, numbers, of.texts, buffers.scores, buffers.ids, vocabulary,
+            num, BLOCK=BLOCK, BLOCKS=padded_size(num), **chained(device))
         jit_choice.choose_tokens_kernel[(rows,)](buffers.bests, buffers.scores, buffers.ids, buffers.choices, num,
                                                  BLOCKS=padded_size(num), **chained(device))
-        jit_shared_choice.walk_trees_kernel[(shape.texts,)](
-            buffers.choices, buffers.tokens, buffers.parents, buffers.entries, buffers.walked, buffers.targets,
-            buffers.outcome, rows, BLOCK=padded_size(rows), num_warps=1, **chained(device))
+        jit_shared_choice.walk_trees_kernel[(buffers.shape.texts,)](
+            buffers.choices, of.tokens, buffers.parents, of.entries, buffers.walked, buffers.targets, buffers.outcome,
+            rows, BLOCK=padded_size(rows), num_warps=1, **chained(device))
+
+
+def append_tokens(entries: Tensor, fresh: Tensor) -> None:
+    """Write the tokens of fresh int32 [T * MAX_FRESH] to the ends of the texts of entries [T * ENTRY]."""
+    jit_shared_choice.append_tokens_kernel[(len(fresh) // MAX_FRESH,)](entries, fresh, BLOCK=MAX_FRESH, num_warps=1,
+                                                                       **chained(fresh.device))
 
 
 def _read(outcome: Tensor) -> list[int]:

@@ -68,8 +68,7 @@ class TextResults(NamedTuple):
 def can_share(texts: Sequence[LayersKV]) -> bool:
     """Whether these texts, none of which reads a prompt, can share a forward."""
     taps = {kv.taps.layers if kv.taps else () for kv in texts}
-    has_remainder = any(kv.remainder is not None for kv in texts)
-    return SHARES_FORWARDS and len(taps) == 1 and not has_remainder and 2 * bucket_of(texts) <= _MAX_ROWS
+    return SHARES_FORWARDS and len(taps) == 1 and 2 * bucket_of(texts) <= _MAX_ROWS
 
 
 def bucket_of(texts: Sequence[LayersKV]) -> int:
@@ -134,25 +133,22 @@ class SharedForwards:
         assert isinstance(rows.table, CudaLinear)
         embedding, taps = Embedding(rows.table, rows.factor), texts[0].taps.layers if texts[0].taps else ()
         size, num, room = shared_sizes(texts, stores)
-        key = num, size, room, taps, id(rows.table), stores[0][0].element
-        return self._buffers.get(key, lambda: ForwardBuffers(decoder, num * size, stores[0], False, taps,
+        has_remainder = any(kv.remainder is not None for kv in texts)
+        key = num, size, room, taps, id(rows.table), stores[0][0].element, has_remainder
+        return self._buffers.get(key, lambda: ForwardBuffers(decoder, num * size, stores[0], has_remainder, taps,
                                                              embedding, num, room))
 
     def _load(self, buffers: ForwardBuffers, rows: TokenRows, texts: Sequence[LayersKV],
               stores: Sequence[Sequence[CudaStore]], parents: Tensor) -> None:
-        """Upload the inputs. Padding texts have no committed rows, and write to a store of their own."""
+        """Upload the inputs."""
         staged, size, start = np.zeros(len(buffers.staged), dtype=np.int32), buffers.text_rows, 0
-        where, *turns, all_parents, tokens, table = (staged[part] for part in buffers.parts)
-        places = where.view(np.int64).reshape(buffers.texts, 2)
-        entries = table.view(np.int64).reshape(buffers.texts, -1, 5)
+        _, *turns, all_parents, tokens, _, _ = (staged[part] for part in buffers.parts)
         cos, sin = (part.view(np.float32).reshape(buffers.rows, -1) for part in turns)
-        spare = self._spare_store(stores[0][0])
-        places[:], entries[:], all_parents[:] = (0, spare.room), spare.addresses, -1
-        for text, (kv, own) in enumerate(zip(texts, stores, strict=True)):
-            count = kv.k.shape[1]
+        places = [(kv.length, min(store.room for store in own)) for kv, own in zip(texts, stores, strict=True)]
+        buffers.place_texts(staged, places, stores, [kv.remainder for kv in texts], self._spare_store(stores[0][0]))
+        all_parents[:] = -1
+        for text, count in enumerate(kv.k.shape[1] for kv in texts):
             target, source = slice(text * size, text * size + count), slice(start, start + count)
-            places[text] = kv.length, min(store.room for store in own)
-            entries[text] = [store.addresses for store in own]
             all_parents[target], tokens[target] = parents[source].numpy(), rows.tokens[source]
             cos[target], sin[target] = rows.cos[source].numpy(), rows.sin[source].numpy()
             start += count

@@ -1,0 +1,280 @@
+"""Chains of several texts in one graph: each is the chain that the text drafts alone, whatever its company.
+
+Without a device in Triton's interpreter (see helpers.cuda_kernels).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
+from helpers.checkpoints import make_checkpoint
+from helpers.cuda_kernels import DEVICE, HAS_CUDA
+from helpers.cuda_texts import NAME, load
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.chain import SelfDraftModel
+from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
+from longdraft.kernels import launched
+from longdraft.kernels.cuda import shared_chain
+from longdraft.kernels.cuda.drafting import DraftChain
+from longdraft.kernels.cuda.shared_chain import SharedChains
+from longdraft.kernels.launched import Launched, finished, read_together
+from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
+from longdraft.model.draft_copy import load_copy
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.sampling.sampler import Sampler
+
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),
+    "all tokens": dict(temperature=1.3),
+    "paper": dict(min_p=0.1, repetition_penalty=1.2, penalty_window=1024),
+    "short window": dict(min_p=0.3, temperature=0.7, repetition_penalty=1.4, penalty_window=3, min_new_tokens=3),
+}
+
+
+class Case(NamedTuple):
+    """A text, of which a partial cache holds 21 rows, and its chains. path: drafted tokens before each."""
+
+    law: str
+    length: int
+    count: int
+    width: int = 2
+    margin: float = 0.8
+    path: tuple[int, ...] = ()
+    end: ChainEnd = NEVER
+
+
+CASES = [Case("paper", 60, 5), Case("greedy", 9, 1, 1, math.inf), Case("short window", 31, 3, 3, 1.5, (4,)),
+         Case("all tokens", 45, 6, end=ChainEnd((0.5,), (0.3, 0.9), 0.5)), Case("paper", 26, 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("chains")
+    make_checkpoint(root, seed=1, num_hidden_layers=2, hidden_size=32, intermediate_size=32, num_attention_heads=2,
+                    num_key_value_heads=1)
+    return root
+
+
+@pytest.fixture(scope="module", params=[NAME, NAME + "-fp8"] if HAS_CUDA else [NAME])
+def model(request: pytest.FixtureRequest, folder: Path) -> Transformer:
+    return load(folder, request.param)
+
+
+class Text:
+    """A text after random rows, which drafts with `drafting` on a partial cache of the target's."""
+
+    def __init__(self, case: Case, model: Transformer, drafting: Transformer) -> None:
+        self.case, self.model = case, model
+        params = SamplingParams(max_new_tokens=50, seed=case.length, **LAWS[case.law])
+        self.sampler = Sampler(params, [1], kernels=model.kernels)
+        self.context = Context([(7 * place + case.length) % 90 for place in range(case.length)])
+        self.cache = model.random_cache(case.length - 4, 64)
+        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5).settings(), model, self.cache)
+        self.draft_model = SelfDraftModel(drafting, self.partial)
+        self.verify(self.context.slice(case.length - 4, case.length - 1).tolist())
+
+    def verify(self, tokens: Sequence[int]) -> None:
+        """The target's rows of these tokens, from which the remainder is fitted."""
+        result = self.model.forward(chain_rows(tokens, self.cache.length), self.cache)
+        self.cache.commit(range(len(tokens)))
+        self.partial.update(lambda: result.attention_output)
+
+    def drafts(self) -> Any:
+        case = self.case
+        path = [self.context.last, *case.path]
+        for place in range(len(case.path)):  # the rows of the path, as the drafter has computed them before
+            finished(self.draft_model.draft_natively(self.context, path[: place + 1], 1, self.sampler, 1, 0.0, NEVER))
+        return self.draft_model.draft_natively(self.context, path, case.count, self.sampler, case.width, case.margin,
+                                               case.end)
+
+    def state(self, places: list[Ranked]) -> list[object]:
+        """The chain: guesses, leads, keys and values."""
+        rows = torch.arange(self.partial.length, device=DEVICE)[None]
+        return [places, [part.tolist() for store in self.partial._base.stores for part in store.read(rows)]]
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The chain is over, and these tokens are written."""
+        self.partial.drop_drafts()
+        self.verify([self.context.last, *tokens[:-1]])
+        self.context.extend(tokens)
+
+
+def drafted_together(texts: Sequence[Text]) -> list[list[object]]:
+    routines = [text.drafts() for text in texts]
+    read_together([next(routine) for routine in routines])
+    return [text.state(finished(routine)) for text, routine in zip(texts, routines, strict=True)]
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """Gets the texts of each launch for several texts, chains that a text launches for itself, and waits."""
+    found: dict[str, list[Any]] = {"together": [], "alone": [], "waits": []}
+    together, alone, copy = SharedChains.launch, DraftChain.launch, launched.copied_to_host
+    monkeypatch.setattr(SharedChains, "launch", lambda self, chains: (
+        found["together"].append(len(chains)), together(self, chains))[1])
+    monkeypatch.setattr(DraftChain, "launch", lambda self, *given: (
+        found["alone"].append(1), alone(self, *given))[1])
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: found["waits"].append(len(rows)) or copy(rows))
+    return found
+
+
+@pytest.mark.parametrize("weights", ["same", "int8", "int4"])
+def test_a_text_drafts_the_chain_that_it_drafts_alone(folder, model, weights, monkeypatch):
+    """Guesses, leads, keys and values, to the bit: of unlike lengths and settings, with and without a remainder."""
+    drafting = load_copy(TensorFiles(folder), model, weights) or model
+    assert drafting.weights.head.scale is None or weights != "same"
+    cases = CASES if weights == "same" else CASES[::2]
+    alone, together = ([Text(case, model, drafting) for case in cases] for _ in range(2))
+    assert [text.partial.draft_stores.remainder is None for text in alone] == [case.length < 21 for case in cases]
+    expected = [text.state(finished(text.drafts())) for text in alone]
+    counted = count_launches(monkeypatch)
+    found = drafted_together(together)
+    assert found == expected
+    chains = [case.count for case in cases]
+    assert counted == {"together": [len(cases)], "alone": [1] * sum(len(case.path) for case in cases),
+                       "waits": [1] * sum(len(case.path) for case in cases) + [sum(chains)]}
+    assert {len(places) for places, _ in found} >= {2, 3, 5}, "chains of unlike lengths, whose end one text sets"
+
+
+def test_a_graph_serves_shuffled_texts_and_those_that_are_left(model, monkeypatch):
+    """Tokens that were written meanwhile are uploaded with the settings. A newcomer needs no graph of its own."""
+    cases = [CASES[place] for place in (0, 3, 4)]
+    texts, alone = ([Text(case, model, model) for case in cases] for _ in range(2))
+    keys: list[object] = []
+    run = model.kernels.graphs.run
+    written = [[5, 7], [3], [8, 2, 6]]
+    for place, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2], [0, 1])):
+        if place == 3:  # the first text has left, and another one begins
+            texts[0], alone[0] = (Text(Case("greedy", 33, 4), model, model) for _ in range(2))
+        expected = [alone[text].state(finished(alone[text].drafts())) for text in order]
+        with monkeypatch.context() as patch:
+            patch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+            assert drafted_together([texts[text] for text in order]) == expected
+        for group in (texts, alone):
+            for text in order:
+                group[text].accept(written[text])
+    serials = [key[1] for key in keys]
+    assert {key[0] for key in keys} == {"chains"} and len(set(serials)) == 2, "of four texts, and of two"
+    assert {key[2:] for key in keys} == {(4, 0), (1, 0)}
+
+
+def test_texts_that_do_not_fit_take_several_graphs_and_one_wait(model, monkeypatch):
+    monkeypatch.setattr(shared_chain, "_MAX_TEXTS", 2)
+    alone, together = ([Text(case, model, model) for case in CASES[:3]] for _ in range(2))
+    for group in (alone, together):
+        group[2].case = group[2].case._replace(path=())
+    expected = [text.state(finished(text.drafts())) for text in alone]
+    counted = count_launches(monkeypatch)
+    assert drafted_together(together) == expected
+    assert counted == {"together": [3], "alone": [], "waits": [9]}
+
+
+def test_many_new_tokens_are_copied_by_themselves(model):
+    """More than are uploaded with the settings: after a prompt."""
+    alone, together = ([Text(case, model, model) for case in CASES[:2]] for _ in range(2))
+    for text in (*alone, *together):
+        assert len(text.context) < shared_chain.MAX_FRESH or text.case.length == 60
+    for text in alone:
+        text.state(finished(text.drafts()))
+    drafted_together(together)
+    for group in (alone, together):
+        for text in group:
+            text.accept([11, 12, 13] * 7)
+    assert drafted_together(together) == [text.state(finished(text.drafts())) for text in alone]
+
+
+def test_logits_that_are_not_finite_end_the_chain_of_their_own_text_only(model):
+    texts = [Text(case, model, model) for case in CASES[:2]]
+    for store in texts[0].partial._base.stores:
+        store.v[:, 3] = torch.nan
+    expected = finished(Text(CASES[1], model, model).drafts())
+    damaged, sound = drafted_together(texts)
+    assert damaged[0] == [Ranked([], math.inf)] and sound[0] == expected
+
+
+def test_where_the_launch_for_all_fails_each_text_launches_its_own(model, monkeypatch, caplog):
+    texts, alone = ([Text(case, model, model) for case in CASES[:2]] for _ in range(2))
+    expected = [text.state(finished(text.drafts())) for text in alone]
+
+    def fail(self: object, chains: object) -> list[torch.Tensor]:
+        raise MemoryError("no memory for the chains")
+
+    monkeypatch.setattr(SharedChains, "launch", fail)
+    assert drafted_together(texts) == expected
+    assert "drafts of 2 texts cannot be launched together: no memory for the chains" in caplog.text
+
+
+def test_work_that_fails_alone_is_an_error_of_its_own_text(model):
+    def fail() -> torch.Tensor:
+        raise MemoryError("no memory for this text")
+
+    work = launched.Shareable(SharedChains(None), None, fail)
+    other = Launched(torch.arange(3, device=DEVICE)[None])
+    read_together([work, other])
+    assert other._on_host is not None and other.read().tolist() == [[0, 1, 2]]
+    with pytest.raises(MemoryError, match="this text"):
+        work.read()
+
+
+class Recorder(TorchDispatchMode):
+    """Remembers the operations of PyTorch that copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ in ("copy_", "fill_", "cat", "stack", "index", "_to_copy", "clone"):
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
+@pytest.mark.parametrize("num", [2, 5])
+def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model, num, monkeypatch):
+    """Beside the graphs. The graph of a place has as many kernels as that of one text with a penalty."""
+    from triton.runtime import interpreter
+
+    texts = [Text(CASES[place]._replace(path=()), model, model) for place in range(num)]
+    drafted_together(texts)
+    for text in texts:
+        text.accept([5, 7])
+    recorder, graphs = Recorder(), model.kernels.graphs
+    launches, inside, ran, waits = list[str](), list[list[str]](), list[int](), list[int]()
+
+    def replay(key: Any, work: Any) -> None:
+        before, names = len(launches), len(recorder.names)
+        run(key, work)
+        ran.append(key[2])
+        inside.append(launches[before:])
+        del launches[before:], recorder.names[names:]
+
+    def launch(executor: Any, *args: Any, **named: Any) -> None:
+        launches.append(executor.fn.__name__)
+        names = len(recorder.names)
+        honest(executor, *args, **named)
+        del recorder.names[names:]
+
+    run, honest, copy = graphs.run, interpreter.GridExecutor.__call__, launched.copied_to_host
+    monkeypatch.setattr(graphs, "run", replay)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(1) or copy(rows))
+    routines = [text.drafts() for text in texts]
+    with recorder:
+        read_together([next(routine) for routine in routines])
+    assert waits == [1] and launches == ["append_tokens_kernel"]
+    assert ran == ([4, 1] if num == 2 else [4, 1, 1]), "of the longest chain"
+    assert recorder.names == ["copy_", "copy_", "cat"], "two uploads, and the guesses of all texts"
+    layer = 11  # rotation, remainder, attention twice, four products, activation, sum and norm twice
+    # Begin; paths, norm; head; penalty; largest logits; ranking; end. A text of the five may not end yet: bans.
+    kernels = 1 + 2 + 2 * layer + 3 + 2 + 1 + 2 + 1 + (num == 5)
+    assert [len(each) for each in inside] == [size * kernels for size in ran]
