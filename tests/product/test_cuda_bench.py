@@ -191,6 +191,8 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         both.append({"ahead": found["ahead tiny 24"]})
         rounds = [case for case in found["side by side tiny 24"].values() if "round" in case]
         assert rounds and all(case.pop("is_same_text") and case.pop("round, choices in turn") for case in rounds)
+        assert all(case.pop("is_same_chain") and case.pop("chains") and case.pop("chains in turn")
+                   for case in rounds)
         assert all(case["is_equal"] and len(case) <= 4 for cases in both for case in cases.values()), both
     else:
         long = found["long text tiny"]

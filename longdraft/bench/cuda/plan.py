@@ -76,6 +76,7 @@ class CudaPlan(NamedTuple):
 _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
           "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_layer_chain.py", "tests/unit/test_cuda_int4.py",
           "tests/unit/test_cuda_small_drafts.py", "tests/unit/test_cuda_support.py", "tests/unit/test_cuda_texts.py",
+          "tests/unit/test_cuda_chains.py", "tests/unit/test_cuda_rounds.py",
           "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py")
 _FAMILIES = ("tests/unit/test_cuda_families.py",)
 _SELF = {"chain": 4, "suffix": False}
@@ -138,7 +139,7 @@ def _kernels(plan: CudaPlan) -> list[Part]:
         parts += [Part(f"ahead {shape} {context}", "plain_ahead", {"shape": shape, "context": context}, 5)
                   for context in dict.fromkeys((plan.contexts[0], plan.contexts[-1]))]
         parts += [Part(f"trace {shape}", "trace", near, 5),
-                  Part(f"side by side {shape} {plan.contexts[0]}", "side_by_side", near, 15),
+                  Part(f"side by side {shape} {plan.contexts[0]}", "side_by_side", near, 18),
                   Part(f"filters {shape}", "laws", near, 12),
                   Part(f"small drafts {shape}", "small_drafts", {"shape": shape}, 10)]
         if shape == first:

@@ -16,11 +16,13 @@ from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.bench.cuda.speed import SAMPLING, plain_step
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.chain import Chain
+from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
 from longdraft.kernels.cuda import shared_forward
-from longdraft.kernels.launched import finished
+from longdraft.kernels.launched import LaunchedWork, finished, read_together
+from longdraft.kernels.native_draft import NEVER, Ranked
 from longdraft.model import shared_choice
 from longdraft.model.heads import ChainedHeads, Head
 from longdraft.model.routine import run_alone, run_batched
@@ -35,7 +37,7 @@ from longdraft.tree import Trie, chain
 _ROOM = 256  # positions after a context
 _AHEAD_TOKENS = 64
 _SAME = 2  # tokens of a round that are compared: times take different numbers of rounds
-_CHAIN = 5  # tokens of a small model's chain
+_CHAIN = 5  # tokens of a chain
 _TREE = (3, 2, 1)  # guesses of each head
 LAWS = {"min-p": dict(min_p=0.1), "top-p": dict(temperature=0.6, top_p=0.9), "eta": dict(eta_cutoff=3e-4),
         "top-k, top-p": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)}
@@ -95,8 +97,9 @@ def laws(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, An
 
 
 def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
-    """Milliseconds of a forward of several texts, together and one after another, and of a round of plain steps, with
-    one choice for all and with one for each; whether their bits are equal."""
+    """Milliseconds of a forward of several texts, together and one after another; of a round of plain steps, with one
+    choice for all and with one for each; and of their chains of self-drafts, in one graph and in a graph for each.
+    Whether their bits are equal."""
     model = bench.model(shape)
 
     def measure(count: int, rows: int) -> dict[str, Any]:
@@ -112,7 +115,9 @@ def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict
                 times["together" if is_on else "in turn"] = device_ms(model.kernels.device, work, plan.repeats)
                 results.append([result.logits.clone() for result in work()])
         times["is_equal"] = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-        return times | (_rounds(plan, model, context, count) if rows == 1 else {})
+        if rows > 1:
+            return times
+        return times | _rounds(plan, model, context, count) | _chains(plan, model, context, count)
 
     return bench.each((f"{count} texts, {rows} rows", partial(measure, count, rows))
                       for count in ((2, 4, 8) if plan.device == "cuda" else (2,))
@@ -131,6 +136,40 @@ def _rounds(plan: CudaPlan, model: Transformer, context: int, count: int) -> dic
         texts.append([step.context.slice(place, place + _SAME).tolist()
                       for step, place in zip(steps, places, strict=True)])
     return times | {"is_same_text": texts[0] == texts[1]}
+
+
+def _chains(plan: CudaPlan, model: Transformer, context: int, count: int) -> dict[str, Any]:
+    """Of `count` texts: milliseconds of their chains of _CHAIN tokens, whose guesses the host reads at once."""
+    times, guesses = dict[str, Any](), []
+    for is_on in (True, False):
+        texts = [_self_drafts(model, context - text) for text in range(count)]
+        with switched(device, "SHARES_CHAINS", is_on):
+            def work(texts: Sequence[Callable[[], LaunchedWork[list[Ranked] | None]]] = texts) -> list[object]:
+                routines = [drafts() for drafts in texts]
+                read_together([next(routine) for routine in routines])
+                return [finished(routine) for routine in routines]
+
+            times["chains" if is_on else "chains in turn"] = device_ms(model.kernels.device, work, plan.repeats)
+            guesses.append(work())
+    return times | {"is_same_chain": guesses[0] == guesses[1]}
+
+
+def _self_drafts(model: Transformer, context: int) -> Callable[[], LaunchedWork[list[Ranked] | None]]:
+    """A text's chain over a partial cache with its remainder. Rows of drafts are dropped."""
+    cache, text = model.random_cache(context, _ROOM), Context([5 + place % 7 for place in range(context + 1)])
+    result = model.forward(tree_rows(chain(5, [5] * 7, "guess"), context), cache, 8)
+    cache.commit([])
+    settings = MagicDecOptions(budget=min(192, context // 2), sinks=4, refresh=4).settings()
+    partial_cache = new_partial_cache(settings, model, cache)
+    partial_cache.update(lambda: result.attention_output)
+    sampler, drafts = Sampler(SAMPLING, kernels=model.kernels), SelfDraftModel(model, partial_cache)
+
+    def draft() -> LaunchedWork[list[Ranked] | None]:
+        places = yield from drafts.draft_natively(text, [text.last], _CHAIN, sampler, 2, 0.5, NEVER)
+        partial_cache.drop_drafts()
+        return places
+
+    return draft
 
 
 def _round(steps: Sequence[Step]) -> None:
