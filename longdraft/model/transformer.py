@@ -275,13 +275,12 @@ class Transformer:
 
     def draft_chain(self, cache: DraftStores, ranking: Ranking | DeviceRanking, end: ChainEnd, root: int,
                     path: Sequence[int], position: int, count: int) -> LaunchedWork[list[Ranked] | None]:
-        """Draft up to `count` tokens in one call (longdraft/kernels/native_draft.py, on a device
-        longdraft/kernels/cuda/drafting.py). None where these kernels cannot.
+        """Draft up to `count` tokens in one call (kernels/native_draft.py, cuda/drafting.py). None: not possible.
 
         position  of the first drafted token in the text
         """
-        config, table = self.config, self._rope.on_host if isinstance(ranking, DeviceRanking) else self._rope
-        turns = table.at(range(position - 1, position - 1 + count))
+        places = range(position - 1, position - 1 + count)
+        config, turns = self.config, self.rotations(places, on_host=isinstance(ranking, DeviceRanking))
         weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
                                self.part, self.embedding_factor, config.logits_cap, self.weights.layer_inputs)
         if isinstance(ranking, DeviceRanking):
@@ -300,9 +299,9 @@ class Transformer:
             hidden = torch.cat([hidden[end - count : end] for end, count in wanted])
         return _split(self.logits(hidden), counts, 0)
 
-    def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def rotations(self, positions: Sequence[int], on_host: bool = False) -> tuple[Tensor, Tensor]:
         """cos and sin [R, S D / 2] float32 of positions, for S rotations (`ModelConfig.num_ropes`)."""
-        return self._rope.at(positions)
+        return (self._rope.on_host if on_host else self._rope).at(positions)
 
     @cached_property
     def _logits_source(self) -> LogitsSource | None:

@@ -25,6 +25,7 @@ from longdraft.sampling import process
 from longdraft.tree import Tree
 
 if TYPE_CHECKING:
+    from longdraft.kernels.cuda.chain_rows import TextDraft
     from longdraft.kernels.cuda.choice import ChosenTokens, LogitsSource
     from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
     from longdraft.kernels.cuda.head_places import DraftHeads, HeadPlaces
@@ -170,20 +171,27 @@ class DeviceSampler:
             return None
         for store in stores.stores:
             store.reserve(stores.length + len(rotations[0]) + 1)
-        chooser, given = self._chooser, (rotations, path, ranking.required - len(path), ranking.within)
 
         def alone() -> Tensor:
             self._update(ranking.context)
-            return launch_chain(decoder, weights, stores, chooser, self._chains, ranking.width, *given)
+            return launch_chain(decoder, weights, stores, self._chooser, self._chains, ranking.width, rotations, path,
+                                ranking.required - len(path), ranking.within)
 
         if self.shares_chains:
-            fresh = ranking.context.slice(chooser.length, len(ranking.context))
-            part = TextChain(decoder, chooser, fresh, ranking.width, stores, *given)
+            part = TextChain(self._draft_of_text(ranking, path, len(rotations[0]), rotations), decoder, stores)
             work: Launched = Shareable(decoder.shared_chains(weights), part, alone)
         else:
             work = Launched(alone())
         yield work
         return until_end(ranked_places(work.read()), end)
+
+    def _draft_of_text(self, ranking: DeviceRanking, path: Sequence[int], places: int,
+                       rotations: tuple[Tensor, Tensor]) -> TextDraft:
+        from longdraft.kernels.cuda.chain_rows import TextDraft
+
+        fresh = ranking.context.slice(self._chooser.length, len(ranking.context))
+        return TextDraft(self._chooser, fresh, path, places, ranking.width, ranking.required - len(path),
+                         ranking.within, rotations)
 
     def draft_layers(self, layers: DraftLayers, kernels: Kernels, stores: Sequence[KVStore], length: int, row: Tensor,
                      vocabulary: int, rotations: tuple[Tensor, Tensor], ranking: DeviceRanking, end: ChainEnd,

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_choice, jit_drafting
 from longdraft.kernels.cuda.choice import MAX_CHAIN, LogitsSource, TokenChooser
-from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK, ForwardBuffers
+from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK, DecoderOfLayers, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
@@ -32,9 +32,6 @@ from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.support import BLOCK, SupportSearch
 from longdraft.kernels.launched import Launched, LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
-
-if TYPE_CHECKING:
-    from longdraft.kernels.cuda.decoder import CudaDecoder
 
 UNROLLED = 4  # tokens of the larger graph
 _MAX_WIDTH = 16
@@ -161,7 +158,7 @@ class DraftChain:
     shape    see `_ChainShape`
     """
 
-    def __init__(self, decoder: CudaDecoder, shape: _ChainShape, stores: DraftStores, chooser: TokenChooser,
+    def __init__(self, decoder: DecoderOfLayers, shape: _ChainShape, stores: DraftStores, chooser: TokenChooser,
                  width: int) -> None:
         embedding, head = shape.weights.embedding, shape.weights.head
         assert isinstance(embedding, CudaLinear) and isinstance(head, CudaLinear)
@@ -260,7 +257,7 @@ def until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
     return kept
 
 
-def launch_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores, chooser: TokenChooser,
+def launch_chain(decoder: DecoderOfLayers, weights: DraftWeights, stores: DraftStores, chooser: TokenChooser,
                  held: RecentlyUsed[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
                  path: Sequence[int], required: int, within: float) -> Tensor:
     """As `DraftChain.launch`, by the chain that belongs to these weights and stores.

@@ -1,0 +1,171 @@
+"""The rows of several texts that draft their chains in one graph: their tokens, settings and guesses.
+
+A model computes the logits of these rows (`shared_chain`). What differs between texts is in device memory, in the
+entries of `jit_shared_choice`. So a graph belongs to a number of texts; a text that begins or ends captures nothing.
+Chains may have unlike lengths: a text that has reached the end of its own stays there while others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longdraft.kernels.cuda import jit_choice, jit_shared_choice
+from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
+from longdraft.kernels.cuda.drafting import embed_place, end_place, new_outcome, new_rotations, rank_rows
+from longdraft.kernels.cuda.graph_cache import new_owner
+from longdraft.kernels.cuda.launch import ceil_div, chained, padded_size, require, staged_parts
+from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.cuda.shared_choice import (
+    MAX_FRESH,
+    TextRows,
+    append_tokens,
+    entry_of,
+    longest_window,
+    most_banned,
+)
+from longdraft.kernels.cuda.support import BLOCK
+
+MAX_TEXTS = 64  # of a graph
+MAX_BUFFERS = 4  # numbers of texts: the logits of 64 take up to 65 MB
+_ENTRY = jit_shared_choice.ENTRY.value
+_FILTERS = dict(HAS_CUT=False, HAS_MIN_P=True, HAS_ETA=False, HAS_FLOOR=False)
+
+
+class TextDraft(NamedTuple):
+    """What a text's chain is drafted by, besides what computes its logits.
+
+    chooser    of the request, whose rules `shared_choice.can_share`
+    fresh      the request's tokens that the chooser does not hold yet
+    path       drafted tokens after the text, which the chain continues
+    places     tokens of the chain
+    width      guesses at each place at most
+    required   tokens that must be written after `path` before the text may end
+    within     largest gap between a guess's score and the best one's
+    rotations  cos, sin [N, D / 2] float32 in the host's memory, of the last N places
+    """
+
+    chooser: TokenChooser
+    fresh: NDArray[np.int32]
+    path: Sequence[int]
+    places: int
+    width: int
+    required: int
+    within: float
+    rotations: tuple[Tensor, Tensor]
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Tokens that are uploaded with the settings: of the text, and of the path after it; none if these are many."""
+        new = [*self.fresh.tolist(), *self.path]
+        return new if len(new) <= MAX_FRESH else []
+
+    def prepared(self) -> TextDraft:
+        """This chain, for whose tokens the chooser has room. Many new tokens are copied by themselves."""
+        require(self.places <= MAX_CHAIN, f"chains of at most {MAX_CHAIN} tokens", self.places)
+        if len(self.fresh) + len(self.path) <= MAX_FRESH:
+            self.chooser.make_room(len(self.fresh) + len(self.path) + MAX_CHAIN)
+            return self
+        self.chooser.extend(self.fresh, self.chooser.length)
+        self.chooser.place(self.path)
+        return self._replace(fresh=self.fresh[:0])
+
+
+class RowsShape(NamedTuple):
+    """What the memory of some chains depends on: numbers of texts, of logits, of tokens of a window, and of guesses."""
+
+    texts: int
+    vocabulary: int
+    window: int
+    width: int
+
+    @classmethod
+    def of(cls, drafts: Sequence[TextDraft], vocabulary: int) -> RowsShape:
+        width = max(2, *(draft.width for draft in drafts))  # two show the lead
+        return cls(padded_size(len(drafts), 2), vocabulary, longest_window([draft.chooser for draft in drafts]), width)
+
+
+def bans_of(drafts: Sequence[TextDraft]) -> int:
+    """See `ChainRows.rank`."""
+    return most_banned([(draft.chooser, draft.required) for draft in drafts])
+
+
+class ChainRows:
+    """The memory of chains of one shape.
+
+    half  D / 2 of the rotations
+    """
+
+    def __init__(self, shape: RowsShape, half: int, device: torch.device) -> None:
+        texts, vocabulary, window, width = shape
+        blocks, int32 = ceil_div(vocabulary, BLOCK), torch.int32
+
+        def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        self.texts, self.serial = texts, new_owner()
+        self._parts = staged_parts(2 * _ENTRY * texts, MAX_FRESH * texts, (MAX_CHAIN + 1) * texts * 2 * half)
+        self._staged = zeros(self._parts[-1].stop, dtype=int32)
+        entries, self._fresh, rotations = (self._staged[part] for part in self._parts)
+        self._rotations = rotations.view(torch.float32).view(new_rotations(texts, half, torch.device("meta")).shape)
+        self.order = torch.arange(texts, dtype=int32, device=device)
+        self._rows = TextRows(zeros(texts, dtype=int32), zeros(texts, 1, dtype=int32), zeros(texts, dtype=int32),
+                              self.order, entries.view(torch.int64), zeros(texts, window, dtype=int32),
+                              zeros(texts, window))
+        self._padding = zeros(1, dtype=int32)  # the text of padding rows
+        self._state, self._settings = self._rows.entries[1:], self._rows.entries.view(torch.float64)[13:]
+        self._bests, self._best_ids = zeros(texts, blocks), zeros(texts, blocks, dtype=int32)
+        self._scores = zeros(texts, blocks, width, dtype=torch.float64)
+        self._ids = zeros(texts, blocks, width, dtype=int32)
+        self.outcome = new_outcome(texts, device)
+
+    def inputs(self, drafts: Sequence[TextDraft]) -> Tensor:
+        """What `load` gets, as far as the longest chain goes. A padding text has no places."""
+        staged = np.zeros(len(self._staged), dtype=np.int32)
+        settings, new, turns = (staged[part] for part in self._parts)
+        entries, fresh = settings.view(np.int64).reshape(-1, _ENTRY), new.reshape(-1, MAX_FRESH)
+        rotations = turns.view(np.float32).reshape(self._rotations.shape)
+        entries[:, 0], entries[:, 1] = self._padding.data_ptr(), 1
+        for text, draft in enumerate(drafts):
+            tokens, length = draft.new_tokens, draft.chooser.length + len(draft.fresh) + len(draft.path)
+            fresh[text, : len(tokens)] = tokens
+            entries[text] = entry_of(draft.chooser, draft.required, length, len(tokens))
+            entries[text, 4:7] = 0, draft.places, draft.width
+            entries[text].view(np.float64)[18] = draft.within
+            for turn, part in enumerate(draft.rotations):
+                rotations[draft.places - len(part) : draft.places, text, turn] = part.numpy()
+        used = self._parts[2].start + max(draft.places for draft in drafts) * rotations[0].size
+        return torch.from_numpy(staged[:used])
+
+    def load(self, staged: Tensor) -> None:
+        """Set the state from which the chains begin: a copy and a launch."""
+        self._staged[: len(staged)].copy_(staged, non_blocking=True)
+        append_tokens(self._rows.entries, self._fresh)
+
+    def embed(self, table: CudaLinear, factor: float, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Write the embeddings x [T, hidden] of the texts' last tokens, and the rotations of their places."""
+        embed_place(self._fresh, self._state, table, factor, self._rotations, x, cos, sin, _ENTRY)
+
+    def rank(self, logits: Tensor, bans: int) -> None:
+        """Rank the guesses of logits [T, V], which are overwritten. bans: tokens that may not end a text, at most."""
+        (rows, vocabulary), blocks, entries = logits.shape, self._bests.shape[1], self._rows.entries
+        self._rows.edit(logits, bans)
+        jit_choice.block_maxima_kernel[(rows, blocks)](logits, self._bests, self._best_ids, vocabulary, blocks,
+                                                       BLOCK=BLOCK, **chained(logits.device))
+        rank_rows(logits, self._bests, self._state, self._settings, (entries, entries, entries), self._scores,
+                  self._ids, self.outcome, _ENTRY, HAS_NOISE=True, **_FILTERS)
+
+    def end(self, where: Tensor) -> None:
+        """Append the best guesses to the texts, and go on to the next places. where: int64 [2 T]."""
+        end_place(self._fresh, self._state, where, self.outcome, _ENTRY)
+
+
+def has_launched(drafts: Sequence[TextDraft]) -> None:
+    """Call after a launch, which appends the texts' new tokens."""
+    for draft in drafts:
+        draft.chooser.has_appended(len(draft.fresh))
