@@ -232,6 +232,31 @@ def rows_of_forward(model: Transformer, cache: FullCache, rows: Rows, is_capture
     return [part.clone() for part in found]
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma4, experts"])
+def test_drafts_with_a_remainder_are_part_of_a_graph(tmp_path, name, monkeypatch):
+    """With maps of all layers in one tensor, and one by one where the heads differ. Other maps give other rows."""
+    make_family(tmp_path, name, num_hidden_layers=2, layer_types=QUICK[name])
+    model = load(tmp_path)
+    cache, keys, run, append = model.new_cache(), [], model.kernels.graphs.run, FullCache.append
+    model.forward(chain_rows([5, 6, 7], 0), cache)
+    cache.commit(range(3))
+    maps = [[0.3 * rows_of(model.config.num_heads, store.dim + 1, store.dim + 1, seed=10 * turn + layer)
+             for layer, store in enumerate(cache.stores)] for turn in range(2)]
+    if name == "qwen3_next":
+        maps = [torch.stack(each) for each in maps]
+    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    found = []
+    for given in (None, *maps):
+        monkeypatch.setattr(FullCache, "append", lambda self, k, v, given=given: append(self, k, v)._replace(
+            remainder=given))
+        for rows in (Rows([5], [3], [-1]), Rows([5, 7], [3, 4], [-1, 0])):
+            captured, host = (rows_of_forward(model, cache, rows, is_captured) for is_captured in (True, False))
+            assert all(torch.equal(*pair) for pair in zip(captured, host, strict=True))
+            found.append(captured[0])
+    assert len(keys) == 6 and len(set(keys)) == 4, "a graph for each number of rows, with and without a remainder"
+    assert not any(torch.equal(found[place], found[place + 2]) for place in range(4))
+
+
 def test_experts_of_4_bits_are_part_of_a_graph(tmp_path, monkeypatch):
     """A graph holds no wait of the host. Expert by expert, the host launches the layers, which have the same bits."""
     make_family(tmp_path, "qwen3_moe", num_hidden_layers=2)

@@ -23,11 +23,11 @@ from longdraft.kernels.cuda.delta import Paths, PlacedStates, addresses, stacked
 from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
 from longdraft.kernels.cuda.jit_delta import ENTRY
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import UNFUSED, require, staged_parts
+from longdraft.kernels.cuda.launch import UNFUSED, staged_parts
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.shared_forward import TextResults
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.interface import KV, AttentionOutput, LayersKV, Taps
+from longdraft.kernels.interface import KV, AttentionOutput, LayersKV, RemainderMaps, Taps
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights
 
@@ -130,17 +130,13 @@ class CapturedLayers:
     """
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry,
-                 stores: Sequence[CudaStore], rows: int, like: tuple[Tensor, Tensor, Tensor],
-                 taps: tuple[int, ...], texts: int = 1, room: int | None = None) -> None:
-        """like: rows x, rotations and provisional keys, of any number of rows. stores: one text's; room: positions that
-        the texts' stores have at most, None: those of `stores`."""
-        x, cos, k = like
+                 rows: int, like: EmbeddedRows, text: LayersKV, texts: int = 1, room: int | None = None) -> None:
+        """like, text: a forward's rows, of any number, and one of its texts. room: positions that the texts' stores
+        have at most; None: those of this text's."""
+        stores, k, (x, cos, _) = cuda_stores(text.stores), text.k, like
+        taps = text.taps.layers if text.taps else ()
         self.rows, self.texts, self._taps = rows, texts, taps
-        if room is None:
-            room = stores[0].room
-            require(all(store.room == room for store in stores), "stores of one length",
-                    [store.room for store in stores])
-        self._room = room
+        self._room = room = _room_of(stores) if room is None else room
         self._x, self._cos, self._sin = (torch.zeros(rows, part.shape[1], dtype=part.dtype, device=ops.device)
                                          for part in (x, cos, cos))
         self._k, self._v = (torch.zeros(len(k), rows, *k.shape[2:], dtype=k.dtype, device=ops.device)
@@ -161,6 +157,8 @@ class CapturedLayers:
             torch.zeros(len(self._deltas), rows, width, dtype=dtype, device=ops.device) for width, dtype in
             ((shape.channels if shape else 0, ops.dtype), (2 * shape.value_heads if shape else 0, torch.float32)))
         self._decoder = LayerwiseDecoder(self._ops, layers, geometry)
+        self._maps = _like(text.remainder)
+        self._given_maps: RemainderMaps = None  # that `_maps` hold
         self._result: tuple[Tensor, AttentionOutput] | None = None
 
     def load(self, rows: EmbeddedRows, texts: Sequence[LayersKV], parents: Tensor) -> None:
@@ -175,19 +173,27 @@ class CapturedLayers:
         for text, kv in enumerate(texts):
             count, first = kv.k.shape[1], text * size
             stores = cuda_stores(kv.stores)
-            room = min(store.room for store in stores)
+            room = _room_of(stores)
             inputs.where[2 * text : 2 * text + 2], inputs.counts[text] = (kv.length, room), count
             inputs.parents[first : first + count] = parents[start : start + count].numpy()
             inputs.slots[first : first + size] = range(room, room + size)
             inputs.targets[start : start + count] = range(first, first + count)
             start += count
         self._load_addresses(inputs, texts)
+        self._load_maps(texts[0].remainder)
         self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
         for held, given in ((self._x, rows.x), (self._cos, rows.cos), (self._sin, rows.sin)):
             if self.texts == 1:
                 held[:start].copy_(given)
             else:
                 held.index_copy_(0, self._targets[:start], given)
+
+    def _load_maps(self, remainder: RemainderMaps) -> None:
+        """Copy the function of the remainder, if it is another than before."""
+        if self._maps is not None and remainder is not None and self._given_maps is not remainder:
+            for held, given in zip(_parts_of(self._maps), _parts_of(remainder), strict=True):
+                held.copy_(given)
+            self._given_maps = remainder
 
     def _load_addresses(self, inputs: _Inputs, texts: Sequence[LayersKV]) -> None:
         padded = [*texts, *[texts[0]] * (self.texts - len(texts))]
@@ -207,7 +213,7 @@ class CapturedLayers:
         taps = Taps(self._taps, self._tapped) if self._taps else None
         unread = DeltaState(self._staged, self._staged)  # the operations know the states
         deltas = [DeltaRows(unread, unread, *parts) for parts in zip(self._mixed, self._gates, strict=True)]
-        kv = LayersKV(stores, self._room, self._k, self._v, taps=taps, deltas=deltas)
+        kv = LayersKV(stores, self._room, self._k, self._v, self._maps, taps=taps, deltas=deltas)
         parents = torch.full((self.rows,), -1, dtype=torch.int32)  # the operations know the trees
         self._result = self._decoder.forward(self._x, self._cos, self._sin, [kv], parents)
 
@@ -224,3 +230,20 @@ class CapturedLayers:
                     assert given is not None, "rows of layers of one shape"
                     given.copy_(found[:, place])
         return made.hand_out(texts)
+
+
+def _room_of(stores: Sequence[CudaStore]) -> int:
+    """Positions that all of a text's stores have, and the slot of drafted row 0."""
+    return min(store.room for store in stores)
+
+
+def _like(remainder: RemainderMaps) -> RemainderMaps:
+    """Memory for such maps."""
+    if remainder is None or isinstance(remainder, Tensor):
+        return None if remainder is None else torch.zeros_like(remainder)
+    return [torch.zeros_like(each) for each in remainder]
+
+
+def _parts_of(remainder: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors that hold the maps: one, or one of each layer."""
+    return [remainder] if isinstance(remainder, Tensor) else remainder

@@ -3,8 +3,8 @@
 Those are delta layers, mixtures of experts, norms on both sides, several rotations, sinks and heads of several sizes.
 Each operation is row-invariant, so the texts are those of plain decoding.
 
-The rows of one text, or of several texts, run as a CUDA graph for each bucket of rows (`captured_layers`). Rows with a
-remainder are launched by the host, kernel by kernel.
+The rows of one text, or of several texts, run as a CUDA graph for each bucket of rows (`captured_layers`). Rows of
+several texts with remainders are launched by the host, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class CudaLayerwiseDecoder:
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """The rows of all texts together, or one text after another if a chunk of a prompt is among them."""
         if not any(kv.is_prompt for kv in texts):
-            has_remainder = any(kv.remainder is not None for kv in texts)
-            rows, is_captured = EmbeddedRows(x, cos, sin), CAPTURES_LAYERS and self._can_capture and not has_remainder
+            rows, is_captured = EmbeddedRows(x, cos, sin), CAPTURES_LAYERS and self._can_capture
             if is_captured and len(texts) == 1 and len(x) <= BUCKETS[-1]:
                 return self._replayed(rows, texts, parents)
-            if is_captured and len(texts) > 1 and can_share(texts):
+            has_remainder = any(kv.remainder is not None for kv in texts)
+            if is_captured and len(texts) > 1 and can_share(texts) and not has_remainder:
                 return in_groups(self._shared, rows, texts, parents)
             return self._few_rows.forward(x, cos, sin, texts, parents)
         if len(texts) == 1:
@@ -80,7 +80,7 @@ class CudaLayerwiseDecoder:
         """The rows of one text, by the graph of their bucket."""
         (kv,), (stores,), bucket = texts, stores_of(texts), bucket_of(texts)
         taps = kv.taps.layers if kv.taps else ()
-        key = bucket, taps, tuple(store.serial for store in stores)
+        key = bucket, taps, kv.remainder is not None, tuple(store.serial for store in stores)
 
         def make() -> CapturedLayers:
             weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
@@ -99,8 +99,7 @@ class CudaLayerwiseDecoder:
 
     def _new_buffers(self, rows: EmbeddedRows, kv: LayersKV, count: int, texts: int = 1,
                      room: int | None = None) -> CapturedLayers:
-        return CapturedLayers(self._ops, self._layers, self._geometry, cuda_stores(kv.stores), count,
-                              (rows.x, rows.cos, kv.k), kv.taps.layers if kv.taps else (), texts, room)
+        return CapturedLayers(self._ops, self._layers, self._geometry, count, rows, kv, texts, room)
 
     def _run(self, buffers: CapturedLayers, rows: EmbeddedRows, texts: Sequence[LayersKV],
              parents: Tensor) -> tuple[Tensor, AttentionOutput]:
