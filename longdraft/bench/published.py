@@ -22,7 +22,7 @@ is that of the paper's ablation "Full".
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ from longdraft.drafters.ngram import NGRAM, DelayedTokens
 from longdraft.drafters.options import DrafterOptions, parse_fields
 from longdraft.drafters.self_draft import SELF, TokenSwiftOptions
 from longdraft.errors import UsageError, check
-from longdraft.kernels import AttentionOutput, Kernels, KVStore
+from longdraft.kernels import AttentionRows, Kernels, KVStore
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model.routine import Routine
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
@@ -174,21 +174,21 @@ class PublishedCache(PartialCache):
                          raw_products(options.budget, options.sinks))
         self._num_since = 0  # tokens since rows were ranked
 
-    def _append_or_select(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
+    def _append_or_select(self, attention: AttentionRows | None) -> None:
         is_first, is_due = not self.num_selections, self._num_since > self._size.budget - self._size.sinks
-        if attention_output is not None and (is_first or is_due):
+        if attention is not None and (is_first or is_due):
             if is_first:  # the prompt is ranked; later, the verification's own tokens follow the ranked rows
                 self._num_seen = self._full.length
-            self._select(attention_output().last(1).queries, self._num_seen)
+            self._select(attention.last(1), self._num_seen)
             self._num_since = 0
-        new = torch.arange(self._num_seen, self._full.length)
+        new = range(self._num_seen, self._full.length)
         self._num_since += len(new)
         self._num_seen = self._full.length
         free = self._size.budget - self._rows.length
         if len(new[:free]):
             self._copy(new[:free])
         if len(new[free:]):
-            self._overwrite(new[free:])
+            self._overwrite(torch.tensor(new[free:]))
 
     def _overwrite(self, positions: Tensor) -> None:
         """Put new rows in the place of the lowest ones; the row of the n-th new token is the n-th from the end."""
@@ -220,13 +220,13 @@ class PublishedDrafter:
         return self.partial.nbytes
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        self.partial.update((lambda: verified.attention_output) if verified else None)
+        self.partial.update(verified.attention if verified else None)
         self._read(context)
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         verified = accepted.verified
         assert verified is not None
-        self.partial.update(lambda: verified.result.attention_output.rows([accepted.drafted]))
+        self.partial.update(AttentionRows(verified.result.attention_output, [accepted.drafted]))
         self._read(context)
 
     def _read(self, context: Context) -> None:

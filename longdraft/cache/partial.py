@@ -38,10 +38,11 @@ from torch import Tensor
 
 from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
-from longdraft.cache.remainder import RemainderFit, new_fit
+from longdraft.cache.remainder import new_fit
 from longdraft.errors import check
-from longdraft.kernels import AttentionOutput, Kernels, LayersKV
+from longdraft.kernels import AttentionRows, Kernels, LayersKV
 from longdraft.kernels.native_draft import DraftStores
+from longdraft.kernels.native_remainder import RemainderFit
 
 CacheMode = Literal["dynamic", "static", "full"]
 _DEVICE_ROOM = 128  # drafted rows for which a device's cache has room at once
@@ -156,23 +157,22 @@ class PartialCache:
         """Select rows at the next update, even if the budget is not full."""
         self._must_select = True
 
-    def update(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
+    def update(self, attention: AttentionRows | None) -> None:
         """Append the rows that the full cache gained, or select rows again where the budget is full.
 
-        attention_output  gives each layer's attention for the last accepted tokens; called only if needed. None: there
-                          is none (a prompt of one token)
+        attention  of each layer, for the last accepted tokens; None: there is none (a prompt of one token)
         """
         if self._mode == "full" or (self._full.length == self._num_seen and not self._must_select):
             return
         if self._mode == "dynamic" or not self._num_seen:
-            self._append_or_select(attention_output)
+            self._append_or_select(attention)
         is_whole = self._rows.length == self._full.length
         self._remainder = None
-        if self._has_remainder and attention_output and not is_whole:
+        if self._has_remainder and attention and not is_whole:
             num_rows = self._size.recent if self._mode == "dynamic" else 1
-            self._remainder = self._fit_remainder(attention_output().last(num_rows))
+            self._remainder = self._fit_remainder(attention.last(num_rows))
 
-    def _fit_remainder(self, whole: AttentionOutput) -> Tensor | tuple[Tensor, ...]:
+    def _fit_remainder(self, whole: AttentionRows) -> Tensor | tuple[Tensor, ...]:
         """Fit to the text's last rows, which are the last rows of this cache too (a static cache appends none)."""
         stores, groups = self._rows.stores, self._rows.groups
         if len(groups) == 1:
@@ -181,7 +181,7 @@ class PartialCache:
             parts = [([stores[layer] for layer in group], whole.layers(group, stores[group[0]].shape[1]))
                      for group in groups]
         if not self._fits:
-            self._fits = [new_fit(self._kernels, own, part.lse.shape[2]) for own, part in parts]
+            self._fits = [new_fit(self._kernels, own, part.output.lse.shape[2]) for own, part in parts]
         maps = [fit.update(own, self._rows.length, part) for fit, (own, part) in zip(self._fits, parts, strict=True)]
         if len(groups) == 1:
             return self._with_sinks(maps[0])
@@ -197,23 +197,23 @@ class PartialCache:
                 maps[layer, :, -1, -1] = sinks
         return maps
 
-    def _append_or_select(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
+    def _append_or_select(self, attention: AttentionRows | None) -> None:
         num_new = self._full.length - self._num_seen
         is_whole = self._rows.length == self._num_seen
         has_room = self._rows.length + num_new <= self._size.budget
         if has_room and (is_whole or not self._must_select):
-            self._copy(torch.arange(self._num_seen, self._full.length))
-        elif attention_output is not None:
-            self._select(attention_output().last(_NUM_QUERIES).queries, self._full.length)
+            self._copy(range(self._num_seen, self._full.length))
+        elif attention is not None:
+            self._select(attention.last(_NUM_QUERIES), self._full.length)
         else:  # without queries: sinks and the latest rows
             latest = row_selection.latest(self._full.length, self._size.selected, self._size.sinks)
             self._replace_rows(lambda layer: latest.expand(self._full.shapes[layer][0], -1))
         self._must_select = False
         self._num_seen = self._full.length
 
-    def _select(self, queries: Tensor, length: int) -> None:
-        """Select among the first `length` rows. queries: [L, Q, H, D]."""
-        stores = self._full.stores
+    def _select(self, attention: AttentionRows, length: int) -> None:
+        """Select among the first `length` rows, by the queries of `attention`."""
+        stores, queries = self._full.stores, attention.gathered().queries
         self._replace_rows(lambda layer: self._selection(layer, stores[layer], length,
                                                          queries[layer, ..., : stores[layer].shape[1]]))
         self.num_selections += 1
@@ -223,20 +223,19 @@ class PartialCache:
         length, windows = self._full.length, self._full.windows
         chosen = {layer: choose(layer) for layer, window in enumerate(windows) if not 0 < window < length}
         count = next(iter(chosen.values())).shape[-1] if chosen else min(self._size.selected, length)
-        latest = torch.arange(length - count, length)
+        device = next((some.device for some in chosen.values()), None)  # where they were computed: no copy waits
+        latest = torch.arange(length - count, length, device=device)
         self._rows.length = 0
-        self._copy([chosen.get(layer, latest).to(latest.device).expand(heads, -1)
-                    for layer, (heads, _) in enumerate(self._rows.shapes)])
+        self._copy([chosen.get(layer, latest).expand(heads, -1) for layer, (heads, _) in enumerate(self._rows.shapes)])
 
-    def _copy(self, positions: Tensor | Sequence[Tensor]) -> None:
-        """Append the rows at these positions of the full cache: [N], or for each layer [Hkv, N]."""
-        sources, targets, shapes = self._full.stores, self._rows.stores, self._rows.shapes
+    def _copy(self, positions: range | Sequence[Tensor]) -> None:
+        """Append the rows at these positions of the full cache: of all layers and heads, or for each layer [Hkv, N]."""
+        sources, targets = self._full.stores, self._rows.stores
         for group in self._rows.groups:
-            own = (positions.expand(len(group), shapes[group[0]][0], -1) if isinstance(positions, Tensor)
-                   else torch.stack([positions[layer] for layer in group]))
+            own = positions if isinstance(positions, range) else torch.stack([positions[layer] for layer in group])
             self._kernels.copy([sources[layer] for layer in group], [targets[layer] for layer in group], own,
                                self._rows.length)
-        self._rows.length += (positions if isinstance(positions, Tensor) else positions[0]).shape[-1]
+        self._rows.length += len(positions) if isinstance(positions, range) else positions[0].shape[-1]
 
     @property
     def nbytes(self) -> int:

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longdraft.kernels import AttentionOutput, Kernels, KVStore
-from longdraft.kernels.native_remainder import CompiledRemainder, FitRules, supports
+from longdraft.kernels import AttentionRows, Kernels, KVStore
+from longdraft.kernels.native_remainder import CompiledRemainder, FitRules, FitsRemainders, RemainderFit, supports
 
 _DECAY_ROWS = 128.0  # rows after which a row's weight is 1 / e
 _RIDGE = 0.05  # ridge penalty, relative to the queries' mean variance
@@ -33,28 +32,16 @@ _LOG_ZERO = -1e30  # log-sum-exp of no keys
 _RULES = FitRules(_FIT_EVERY, _DECAY_ROWS, _RIDGE, _RIDGE_ROWS, _LEAST_SPREAD, _LAST_ERROR, _LOG_ZERO)
 
 
-class RemainderFit(Protocol):
-    """The fit of one partial cache."""
-
-    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
-        """Add verified rows. Returns the function [L, H, D + 1, D + 1] for the next drafts; the next call changes it.
-
-        The arguments are those of `Kernels.remainder`.
-        """
-
-    @property
-    def nbytes(self) -> int: ...
-
-
 def new_fit(kernels: Kernels, stores: Sequence[KVStore], num_heads: int) -> RemainderFit:
     """The fit for a partial cache in these stores, which have one shape."""
     if supports(stores):
         return CompiledRemainder(stores, num_heads, _RULES)
-    return Remainder(kernels, len(stores), num_heads, stores[0].shape[1])
+    own = kernels.new_fit(stores, num_heads, _RULES) if isinstance(kernels, FitsRemainders) else None
+    return own or Remainder(kernels, len(stores), num_heads, stores[0].shape[1])
 
 
 class Remainder:
-    """The fit with PyTorch, on any device. `CompiledRemainder` is its fast twin on a CPU."""
+    """The fit with PyTorch, on any device. Its fast twins are `CompiledRemainder` and, on a device, `CudaRemainder`."""
 
     def __init__(self, kernels: Kernels, num_layers: int, num_heads: int, head_dim: int) -> None:
         self._kernels = kernels
@@ -70,9 +57,10 @@ class Remainder:
     def nbytes(self) -> int:
         return self._gram.nbytes + self._cross.nbytes + self._fit.nbytes
 
-    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
+    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionRows) -> Tensor:
         """See RemainderFit."""
-        return self.learn(whole.content, self._kernels.remainder(stores, length, whole))
+        output = whole.gathered()
+        return self.learn(output.content, self._kernels.remainder(stores, length, output))
 
     def learn(self, content: Tensor, remainders: Tensor) -> Tensor:
         """`update` with rows whose remainders are known.
@@ -87,8 +75,8 @@ class Remainder:
         x, y = torch.where(is_valid, x, 0.0), torch.where(is_valid, y, 0.0)
         self._new.append((x, y))
         if not self._has_fit or sum(x.shape[1] for x, _ in self._new) >= _FIT_EVERY:
-            self._fit = self._fit_to_new_rows()
-            self._base = self._fit[:, -1:].clone()
+            self._fit.copy_(self._fit_to_new_rows())  # drafts read this memory
+            self._base.copy_(self._fit[:, -1:])
             self._has_fit = True
         last = x[:, -1:, :-1]
         error = y[:, -1:] - (last @ self._fit[:, :-1] + self._base)

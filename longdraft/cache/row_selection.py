@@ -39,7 +39,8 @@ def heaviest_positions(weights: Tensor, budget: int, sinks: int, recent: int) ->
     assert heavy >= 0
     middle = weights[:, sinks : length - recent]
     chosen = middle.topk(heavy, dim=-1).indices + sinks
-    ends = torch.cat([torch.arange(sinks), torch.arange(length - recent, length)]).to(weights.device)
+    ends = torch.cat([torch.arange(sinks, device=weights.device),
+                      torch.arange(length - recent, length, device=weights.device)])
     return torch.cat([chosen, ends.expand(num_kv_heads, -1)], -1).sort(-1).values
 
 

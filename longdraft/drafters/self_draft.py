@@ -274,7 +274,7 @@ class SelfDrafter:
         return partial + sum(part.nbytes for part in (self._suffix, self._vocabulary) if part)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        self.partial.update((lambda: verified.attention_output) if verified else None)
+        self.partial.update(verified.attention if verified else None)
         if self._ngrams:
             self._ngrams.update(context)
         if self._suffix:

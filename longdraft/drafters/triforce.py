@@ -188,7 +188,7 @@ class TriForceDrafter:
         yield from self._first_level.read_prompt(context)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        self.partial.update((lambda: verified.attention_output) if verified else None)
+        self.partial.update(verified.attention if verified else None)
         self._first_level.begin(context)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
@@ -228,4 +228,4 @@ class TriForceDrafter:
             self._rates.clear()
         verified = accepted.verified
         assert verified is not None
-        self.partial.update(lambda: verified.attention_output)
+        self.partial.update(verified.attention)

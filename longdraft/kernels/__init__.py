@@ -18,13 +18,14 @@ import torch
 
 from longdraft.errors import UsageError
 from longdraft.kernels import native
+from longdraft.kernels.attention_output import AttentionOutput, AttentionRows
 from longdraft.kernels.cpu import CpuKernels
-from longdraft.kernels.interface import KV, AttentionOutput, Decoder, Kernels, KVStore, LayersKV, Taps
+from longdraft.kernels.interface import KV, Decoder, Kernels, KVStore, LayersKV, Taps
 from longdraft.kernels.reference import ReferenceKernels
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
-__all__ = ["KV", "AttentionOutput", "Decoder", "Geometry", "KVStore", "Kernels", "LayerWeights", "LayersKV", "Linear",
-           "Taps", "available", "choose", "set_threads", "single_threaded_torch", "threads"]
+__all__ = ["KV", "AttentionOutput", "AttentionRows", "Decoder", "Geometry", "KVStore", "Kernels", "LayerWeights",
+           "LayersKV", "Linear", "Taps", "available", "choose", "set_threads", "single_threaded_torch", "threads"]
 
 log = logging.getLogger(__name__)
 VARIABLE = "LONGDRAFT_KERNELS"  # the environment variable that selects the kernels

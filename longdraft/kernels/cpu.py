@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import cpu_delta, int4, int8, mxfp4
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cpu_decoder import CpuDecoder
 from longdraft.kernels.cpu_store import (
     CpuLinear,
@@ -33,7 +34,7 @@ from longdraft.kernels.cpu_store import (
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing
 from longdraft.kernels.groups import COMMON_GROUPS, BlockRows, GroupedWeight
-from longdraft.kernels.interface import KV, AttentionOutput, Decoder, KVStore, LayersKV
+from longdraft.kernels.interface import KV, Decoder, KVStore, LayersKV, Positions
 from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
 
@@ -259,7 +260,9 @@ class CpuKernels:
     def free_bytes(self) -> int | None:
         return None
 
-    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
+    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Positions, start: int) -> None:
+        if isinstance(positions, range):
+            positions = torch.tensor(positions).expand(len(sources), sources[0].shape[0], -1)
         num_layers, heads, count = positions.shape
         positions = positions.to(torch.int64).contiguous()
         source, target = (native_stores(self.dtype, stores, num_layers) for stores in (sources, targets))

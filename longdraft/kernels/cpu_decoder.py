@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import cpu_delta
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cpu_store import (
     CpuLinear,
     CpuStore,
@@ -21,7 +22,7 @@ from longdraft.kernels.cpu_store import (
     require_tensor,
 )
 from longdraft.kernels.delta import DeltaState
-from longdraft.kernels.interface import REPORTED_ROWS, AttentionOutput, KVStore, LayersKV, RemainderMaps
+from longdraft.kernels.interface import REPORTED_ROWS, KVStore, LayersKV, RemainderMaps
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, Mlp
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason

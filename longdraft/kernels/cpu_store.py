@@ -14,7 +14,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import STORE_BLOCK, AttentionOutput, KVStore
+from longdraft.kernels.attention_output import AttentionOutput
+from longdraft.kernels.interface import STORE_BLOCK, KVStore
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
@@ -70,6 +71,7 @@ class KVStore(Protocol):
     def nbytes(self) -> int: ...
 
 
+Positions = Tensor | range  # of rows (`Kernels.copy`)
 RemainderMaps = Tensor | Sequence[Tensor] | None  # of all layers (`LayersKV.remainder`)
 
 
@@ -131,41 +133,6 @@ class LayersKV(NamedTuple):
         heads, dim = self.stores[index].shape
         k, v = (part[index, :, :heads, :dim] for part in (self.k, self.v))
         return KV(self.stores[index], self.length, k, v, None if self.remainder is None else self.remainder[index])
-
-
-class AttentionOutput(NamedTuple):
-    """The attention of some rows in one layer, or in several layers with a first axis L.
-
-    Where layers differ in D, the axis has the largest number, and a layer uses its beginning (`layers`).
-
-    queries, output  [T, H, D] in the model's dtype
-    lse              [T, H] float32: log-sum-exp of the scores
-    content          [T, H, D]: the queries after their norm and before their rotation. `Kernels.attention` does not
-                     rotate, and returns its queries here too
-    """
-
-    queries: Tensor
-    output: Tensor
-    lse: Tensor
-    content: Tensor
-
-    def layers(self, which: Sequence[int], dim: int) -> AttentionOutput:
-        """Some of several layers, all of dimension `dim`."""
-        q, output, content = (part[list(which), ..., :dim] for part in (self.queries, self.output, self.content))
-        return AttentionOutput(q, output, self.lse[list(which)], content)
-
-    def rows(self, rows: Sequence[int]) -> AttentionOutput:
-        """These rows, of several layers; views if they follow one another, as those of a chain do."""
-        run = range(rows[0], rows[0] + len(rows))
-        return self.cut(slice(run.start, run.stop or None) if list(rows) == list(run) else list(rows))
-
-    def last(self, count: int) -> AttentionOutput:
-        """The last `count` rows, of several layers."""
-        return self.cut(slice(-count, None))
-
-    def cut(self, rows: list[int] | slice) -> AttentionOutput:
-        """Some rows, of several layers; views if they are a slice."""
-        return AttentionOutput(self.queries[:, rows], self.output[:, rows], self.lse[:, rows], self.content[:, rows])
 
 
 class Decoder(Protocol):
@@ -315,8 +282,11 @@ class Kernels(Protocol):
     def free_bytes(self) -> int | None:
         """Free memory of the device; None for the CPU."""
 
-    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
-        """Copy the rows at positions [L, Hkv, N] (int64) of each source to start, start + 1, ... of its target."""
+    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Positions, start: int) -> None:
+        """Copy the rows at positions [L, Hkv, N] (int64) of each source to start, start + 1, ... of its target.
+
+        A range has the positions of all layers and heads; a device copies them without an upload.
+        """
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         """Full attention minus the attention to the positions of these stores: [L, T, H, D + 1] float32.

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaWeights
 from longdraft.kernels.experts import Routing, experts_forward
-from longdraft.kernels.interface import KV, AttentionOutput, LayersKV
+from longdraft.kernels.interface import KV, LayersKV
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
 
 

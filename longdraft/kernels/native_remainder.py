@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from longdraft.kernels.attention_output import AttentionRows
 from longdraft.kernels.cpu_store import CpuStore, WholeAttention, require
-from longdraft.kernels.interface import AttentionOutput, KVStore
+from longdraft.kernels.interface import KVStore
 
 with suppress(ImportError):
     from longdraft.kernels import _cpu
@@ -30,6 +31,27 @@ class FitRules(NamedTuple):
     least_spread: float
     last_error: float
     log_zero: float
+
+
+class RemainderFit(Protocol):
+    """The fit of one partial cache."""
+
+    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionRows) -> Tensor:
+        """Add verified rows. Returns the function [L, H, D + 1, D + 1] for the next drafts; the next call changes it.
+
+        The arguments are those of `Kernels.remainder`.
+        """
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@runtime_checkable
+class FitsRemainders(Protocol):
+    """Kernels that have a fit of their own."""
+
+    def new_fit(self, stores: Sequence[KVStore], num_heads: int, rules: FitRules) -> RemainderFit | None:
+        """The fit for a partial cache in these stores; None where there is none for their shape."""
 
 
 def supports(stores: Sequence[KVStore]) -> bool:
@@ -52,8 +74,8 @@ class CompiledRemainder:
     def nbytes(self) -> int:
         return self._maps.nbytes + self._fit.nbytes
 
-    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
-        rows = WholeAttention.of(self._dtype, stores, length, whole)
+    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionRows) -> Tensor:
+        rows = WholeAttention.of(self._dtype, stores, length, whole.gathered())
         shape = (len(stores), rows.heads, stores[0].shape[1] + 1)
         require(shape == self._maps.shape[:3], f"stores and heads {tuple(self._maps.shape[:3])}", shape)
         self._kernels.learn_remainder(*rows.arguments(length), rows.content.data_ptr(), self._fit,

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels import delta, experts, groups, int4, int8
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.groups import GroupedWeight
-from longdraft.kernels.interface import FLOAT_DTYPES, KV, AttentionOutput, Decoder, KVStore, LayersKV
+from longdraft.kernels.interface import FLOAT_DTYPES, KV, Decoder, KVStore, LayersKV, Positions
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.reference_store import SPLIT, ReferenceStore
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
@@ -200,7 +201,9 @@ class ReferenceKernels:
     def free_bytes(self) -> int | None:
         return None
 
-    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
+    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Positions, start: int) -> None:
+        if isinstance(positions, range):
+            positions = torch.tensor(positions).expand(len(sources), sources[0].shape[0], -1)
         for source, target, chosen in zip(sources, targets, positions.to(self.device), strict=True):
             target.write_heads(start, *source.read(chosen))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from longdraft.core import Context, TokenLogprob
-from longdraft.kernels import AttentionOutput
+from longdraft.kernels import AttentionRows
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import Forward
 from longdraft.tree import Tree
@@ -30,9 +30,9 @@ class Verified(NamedTuple):
         return self.result.hidden[list(self.rows)]
 
     @property
-    def attention_output(self) -> AttentionOutput:
-        """The attention output of all layers for these rows."""
-        return self.result.attention_output.rows(self.rows)
+    def attention(self) -> AttentionRows:
+        """The attention of all layers for these rows."""
+        return AttentionRows(self.result.attention_output, self.rows)
 
 
 class Accepted(NamedTuple):

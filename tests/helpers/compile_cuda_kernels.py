@@ -29,8 +29,10 @@ from longdraft.kernels.cuda import (
     jit_drafting,
     jit_experts,
     jit_int4,
+    jit_key_weights,
     jit_kv_store,
     jit_linear,
+    jit_remainder,
     jit_rows,
     jit_shared_choice,
     jit_support,
@@ -125,8 +127,10 @@ def kernels():
         for has_texts in (False, True):
             yield (jit_kv_store.scatter_rows_kernel, scatter,
                    dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, **scaled), dict(num_warps=1))
-        yield (jit_kv_store.copy_rows_kernel, dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32"),
-               dict(KV_HEADS=8, DIM=128, PADDED=128, BLOCK=32, **scaled), {})
+        for is_run in (False, True):
+            yield (jit_kv_store.copy_rows_kernel,
+                   dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32", run_start="i32"),
+                   dict(KV_HEADS=8, DIM=128, PADDED=128, BLOCK=32, IS_RUN=is_run, **scaled), {})
     window = dict(found=I32, values=F32, window="i32", logits=F32) | VOCABULARY
     yield (jit_choice.read_window_kernel, window | dict(text=I32, tokens=I32, path=I32, depths=I32, scalars=I64,
                                                  path_stride="i32"), dict(BLOCK=1024), {})
@@ -203,6 +207,43 @@ def hybrid():
            dict(HEADS=32, DIM=128, PADDED=128), dict(num_warps=1))
 
 
+def remainders():
+    """Of the upkeep of a partial cache."""
+    held, rows = dict(x=F32, y=F32), dict(numbers=I64, rows=I32)
+    sums = dict(gram=F32, cross=F32, inverse=F32, maps=F32, base=F32)
+    for dim in (64, 128):
+        form = dict(DIM=dim, PADDED=dim)
+        yield (jit_remainder.gather_queries_kernel, rows | dict(queries=BF16, num_rows="i32"),
+               dict(WIDTH=32 * dim, BLOCK=1024), UNFUSED)
+        for count in (1, 32):
+            yield (jit_remainder.hold_rows_kernel,
+                   rows | held | dict(part_output=BF16, part_lse=F32, negligible="fp32"),
+                   form | dict(HEADS=32, ROWS=count, ROOM=64), UNFUSED)
+        yield (jit_remainder.correct_base_kernel, rows | held | dict(base=F32, maps=F32, last_error="fp32"),
+               form | dict(COLUMNS=32, ROOM=64), UNFUSED)
+        yield (jit_remainder.add_held_rows_kernel, held | sums | dict(num_held="i32", decay_rows="fp32"),
+               dict(N=dim + 1, ROOM=64, TILE=32, BLOCK=16), UNFUSED)
+        yield (jit_remainder.invert_gram_kernel,
+               sums | dict.fromkeys(("ridge_share", "ridge_rows", "least_spread"), "fp32"), form,
+               dict(num_warps=8 if dim > 64 else 4))
+        yield (jit_remainder.solve_maps_kernel, sums | dict(log_zero="fp32"), form | dict(COLUMNS=32, BLOCK=16),
+               UNFUSED)
+
+
+def selections():
+    """The weights of the keys, for 8 queries."""
+    lanes = dict(num_lanes="i32", length="i32")
+    sums = dict(best=F32, sums=F32, shares=F32, weights="*fp16", out=F32, num_blocks="i32")
+    form = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_CAP=False)
+    keys = sums | lanes | dict(q=BF16, k=BF16, k_scale=F32, capacity="i32", factor="fp32", cap="fp32")
+    yield jit_key_weights.score_keys_kernel, keys, form, UNFUSED
+    yield jit_key_weights.score_keys_kernel, keys | dict(k=FP8), form | dict(IS_SCALED=True), UNFUSED
+    yield (jit_key_weights.score_keys_kernel, keys, form | dict(DIM=256, PADDED=256, LANES=16, BLOCK=32, HAS_CAP=True),
+           dict(num_warps=8))
+    yield jit_key_weights.share_of_blocks_kernel, sums, dict(BLOCK=1024), UNFUSED
+    yield jit_key_weights.sum_weights_kernel, sums | lanes, dict(LANES=64, BLOCK=64), UNFUSED
+
+
 def mixtures():
     """Of a Qwen3-30B-A3B: 8 of 128 experts of 768."""
     yield (jit_experts.route_kernel, dict(logits=BF16, scales=F32, experts=I64, weights=F32),
@@ -269,7 +310,7 @@ def products_and_reductions(code: str) -> list[str]:
 
 def main() -> None:
     for kernel, types, constants, options in (*kernels(), *choices_of_texts(), *drafting(), *support(), *hybrid(),
-                                              *mixtures()):
+                                              *mixtures(), *remainders(), *selections()):
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}

@@ -189,6 +189,8 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         assert found["prefill tiny 24"]["tokens_per_s"] > 0
         both = [found[part] for part in ("side by side tiny 24", "filters tiny", "small drafts tiny")]
         both.append({"ahead": found["ahead tiny 24"]})
+        upkeep = found["upkeep tiny"]
+        assert upkeep["differs_by"] < 1e-3 and min(upkeep["graph"], upkeep["pytorch"], upkeep["selection"]) > 0
         rounds = [case for case in found["side by side tiny 24"].values() if "round" in case]
         assert rounds and all(case.pop("is_same_text") and case.pop("round, choices in turn") for case in rounds)
         assert all(case.pop("is_same_chain") and case.pop("chains") and case.pop("chains in turn")

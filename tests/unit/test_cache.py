@@ -90,6 +90,10 @@ def queries(seed: int) -> kernels.AttentionOutput:
     return kernels.AttentionOutput(q, torch.zeros_like(q), torch.zeros(LAYERS, 2, 4), q)
 
 
+def verified(seed: int) -> kernels.AttentionRows:
+    return kernels.AttentionRows.all(queries(seed))
+
+
 def positions_held(full: FullCache, partial: PartialCache, layer: int, head: int) -> list[int]:
     """The positions of a partial cache's rows, found by their values."""
     everything = held(full, layer)[:, head]
@@ -109,7 +113,7 @@ def test_a_partial_cache_stays_within_its_budget_and_keeps_sinks_and_recent_rows
     partial = PartialCache(full, KERNELS, SIZE)
     for number, count in enumerate([prompt, *steps]):
         write(full, count, 1000 * seed + 10 * number)
-        partial.update(lambda number=number: queries(seed + number))
+        partial.update(verified(seed + number))
         assert partial.length <= SIZE.budget
         for layer in range(LAYERS):
             for head in range(HEADS):
@@ -125,13 +129,13 @@ def test_between_selections_only_new_rows_are_written(monkeypatch):
     full = new_full()
     partial = PartialCache(full, KERNELS, SIZE)
     write(full, 100, 1)
-    partial.update(lambda: queries(1))
+    partial.update(verified(1))
     copied = []
     original = type(KERNELS).copy
     monkeypatch.setattr(type(KERNELS), "copy", lambda self, sources, targets, positions, start: (
-        copied.append(positions.shape[-1]), original(self, sources, targets, positions, start))[1])
+        copied.append(len(positions)), original(self, sources, targets, positions, start))[1])
     write(full, 3, 50)
-    partial.update(lambda: queries(2))
+    partial.update(verified(2))
     assert copied == [3]
     assert partial.num_selections == 1
 
@@ -141,11 +145,11 @@ def test_static_and_full_modes():
     static = PartialCache(full, KERNELS, SIZE, "static")
     whole = PartialCache(full, KERNELS, SIZE, "full")
     write(full, 100, 1)
-    static.update(lambda: queries(1))
+    static.update(verified(1))
     before = positions_held(full, static, 0, 0)
     write(full, 5, 50)
-    static.update(lambda: queries(2))
-    whole.update(lambda: queries(2))
+    static.update(verified(2))
+    whole.update(verified(2))
     assert positions_held(full, static, 0, 0) == before
     assert whole.length == 105 and whole.nbytes == 0
 
@@ -154,7 +158,7 @@ def test_drafted_rows_are_dropped():
     full = new_full()
     partial = PartialCache(full, KERNELS, SIZE)
     write(full, 20, 1)
-    partial.update(lambda: queries(1))
+    partial.update(verified(1))
     partial.append(*layered(3, 9))
     partial.commit([0, 2])
     assert partial.append(*layered(1, 9)).length == 22, "a draft sees the drafts before it"
@@ -178,7 +182,7 @@ def test_the_remainder_is_the_attention_to_the_omitted_keys(windows):
         each = [kernel.attention(q, kv.layer(layer), chain, windows[layer]) for layer in range(LAYERS)]
         whole = kernels.AttentionOutput(*(torch.stack(part) for part in zip(*each, strict=True)))
         full.commit([0, 1, 2])
-        partial.update(lambda whole=whole: whole)
+        partial.update(kernels.AttentionRows.all(whole))
         assert partial.length < full.length
         held = partial.append(*tail)
         rests = kernel.remainder(held.stores, held.length, whole)
@@ -195,7 +199,7 @@ def test_a_layer_with_a_window_holds_the_latest_rows():
     partial = PartialCache(full, KERNELS, SIZE)
     for seed in (1, 5):  # while the window sees everything, it chooses as the others do
         write(full, 50, seed)
-        partial.update(lambda: queries(1))
+        partial.update(verified(1))
         latest = [*range(full.length - partial.length, full.length)]
         assert [positions_held(full, partial, layer, 0) == latest for layer in range(2)] == [False, full.length > 60]
 
@@ -289,14 +293,14 @@ def test_select_again_selects_unless_the_whole_text_is_held():
     partial = PartialCache(full, KERNELS, SIZE)
     for count, expected in ((20, 0), (100, 1), (1, 1)):
         write(full, count, count)
-        partial.update(lambda: queries(1))
+        partial.update(verified(1))
         assert partial.num_selections == expected
     partial.select_again()
     write(full, 1, 9)
-    partial.update(lambda: queries(2))
+    partial.update(verified(2))
     assert partial.num_selections == 2 and partial.length == SIZE.selected
     small = PartialCache(full, KERNELS, PartialBudget(500, 4, 8, 8))
-    small.update(lambda: queries(1))
+    small.update(verified(1))
     small.select_again()
-    small.update(lambda: queries(1))
+    small.update(verified(1))
     assert small.num_selections == 0 and positions_held(full, small, 1, 1) == list(range(full.length))

@@ -22,7 +22,7 @@ from helpers.cuda_texts import NAME, load
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import SelfDraftModel
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
-from longdraft.kernels import launched
+from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.cuda import shared_chain
 from longdraft.kernels.cuda.chain_rows import MAX_FRESH
 from longdraft.kernels.cuda.drafting import DraftChain
@@ -88,7 +88,7 @@ class Text:
         """The target's rows of these tokens, from which the remainder is fitted."""
         result = self.model.forward(chain_rows(tokens, self.cache.length), self.cache)
         self.cache.commit(range(len(tokens)))
-        self.partial.update(lambda: result.attention_output)
+        self.partial.update(AttentionRows.all(result.attention_output))
 
     def drafts(self) -> Any:
         case = self.case

@@ -23,7 +23,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
-from longdraft.kernels import launched
+from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.cuda.choice import ChosenTokens
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model import config as model_config
@@ -101,7 +101,7 @@ class Drafting:
     def __init__(self, model: Transformer, prompt: tuple[FullCache, Forward], law: str, on_host: bool) -> None:
         cache, result = prompt
         self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5).settings(), model, cache)
-        self.partial.update(lambda: result.attention_output)
+        self.partial.update(AttentionRows.all(result.attention_output))
         self.draft_model = SelfDraftModel(model, self.partial)
         params = SamplingParams(max_new_tokens=50, seed=3, **LAWS[law])
         self.sampler = Sampler(params, [1], kernels=None if on_host else model.kernels, is_fast=False)

@@ -14,6 +14,7 @@ from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
+from longdraft.kernels import AttentionRows
 from longdraft.kernels.native_draft import NEVER
 from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import chain_rows
@@ -37,7 +38,7 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None,
         new = context.slice(cache.length, len(context) - 1).tolist()
         forward = model.forward(chain_rows(new, cache.length), cache)
         cache.commit(range(len(new)))
-        partial.update(lambda forward=forward: forward.attention_output)
+        partial.update(AttentionRows.all(forward.attention_output))
         trie = Trie(context.last)
         node, path = run_alone(chain.draft(trie, context, [context.last], 5))
         tree = trie.tree()

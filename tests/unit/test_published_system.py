@@ -12,7 +12,7 @@ from longdraft.bench.turns import start
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError
-from longdraft.kernels import AttentionOutput
+from longdraft.kernels import AttentionOutput, AttentionRows
 from longdraft.kernels.reference import ReferenceKernels
 from longdraft.loading import load
 from longdraft.speculation.verify import accepted_path
@@ -71,7 +71,7 @@ def test_new_rows_overwrite_the_lowest_ones_until_only_the_sinks_are_left():
         full.append(rows, rows)
         full.commit(range(count))
         ones = torch.ones(1, 1, 1, 4)  # so later keys have larger products
-        cache.update(lambda: AttentionOutput(ones, ones, ones[..., 0], ones))
+        cache.update(AttentionRows.all(AttentionOutput(ones, ones, ones[..., 0], ones)))
         kept, _ = cache._rows.stores[0].read(torch.arange(cache.length)[None])
         return kept[0, :, 0].int().tolist()
 

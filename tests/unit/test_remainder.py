@@ -7,7 +7,7 @@ import torch
 
 from longdraft import kernels
 from longdraft.cache.remainder import Remainder, new_fit
-from longdraft.kernels import KV, AttentionOutput, LayersKV
+from longdraft.kernels import KV, AttentionOutput, AttentionRows, LayersKV
 from longdraft.kernels.native_remainder import CompiledRemainder
 
 REFERENCE = kernels.choose("cpu", "float32", "reference")
@@ -96,7 +96,7 @@ def test_one_compiled_call_gives_the_fit_of_pytorch(name, dim, dtype):
         found = AttentionOutput(q, output, lse, content).cut(slice(0, rows))
         fits = fits or (new_fit(kernel, part, heads), Remainder(kernel, layers, heads, dim))
         assert isinstance(fits[0], CompiledRemainder) and fits[0].nbytes > 0
-        got, expected = (fit.update(part, length, found) for fit in fits)
+        got, expected = (fit.update(part, length, AttentionRows.all(found)) for fit in fits)
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
         start += rows
 

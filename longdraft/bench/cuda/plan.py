@@ -77,7 +77,7 @@ _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py"
           "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_layer_chain.py", "tests/unit/test_cuda_int4.py",
           "tests/unit/test_cuda_small_drafts.py", "tests/unit/test_cuda_support.py", "tests/unit/test_cuda_texts.py",
           "tests/unit/test_cuda_chains.py", "tests/unit/test_cuda_rounds.py",
-          "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py")
+          "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py", "tests/unit/test_cuda_remainder.py")
 _FAMILIES = ("tests/unit/test_cuda_families.py",)
 _SELF = {"chain": 4, "suffix": False}
 ON_DEVICE = CudaPlan(
@@ -141,7 +141,8 @@ def _kernels(plan: CudaPlan) -> list[Part]:
         parts += [Part(f"trace {shape}", "trace", near, 5),
                   Part(f"side by side {shape} {plan.contexts[0]}", "side_by_side", near, 18),
                   Part(f"filters {shape}", "laws", near, 12),
-                  Part(f"small drafts {shape}", "small_drafts", {"shape": shape}, 10)]
+                  Part(f"small drafts {shape}", "small_drafts", {"shape": shape}, 10),
+                  Part(f"upkeep {shape}", "upkeep", {"shape": shape, "context": plan.contexts[-1]}, 8)]
         if shape == first:
             parts += [Part(f"prefill {first} {context}", "prefill", {"shape": first, "context": context}, 20)
                       for context in (plan.contexts[0], plan.contexts[-1])]

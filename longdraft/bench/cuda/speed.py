@@ -54,7 +54,7 @@ def product_rate(plan: CudaPlan, bench: Bench) -> dict[str, float]:
     return {"size": size, "ms": ms, "operations_per_s": 2 * size**3 / ms * 1e3}
 
 
-def _rate(plan: CudaPlan, bench: Bench) -> float:
+def rate_of(plan: CudaPlan, bench: Bench) -> float:
     return bench.rate or float(copy_rate(plan, bench)["bytes_per_s"])
 
 
@@ -65,7 +65,7 @@ def each_kernel(plan: CudaPlan, bench: Bench, shape: str) -> list[dict[str, Any]
     """
     sizes, chosen, found = plan.shapes[shape], bench.kernels(), []
     assert isinstance(chosen, CudaKernels)
-    rate = _rate(plan, bench)
+    rate = rate_of(plan, bench)
     hidden, inner, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     counts = plan.rows if plan.device == "cuda" else plan.rows[:1]
@@ -181,7 +181,7 @@ def verifies(model: Transformer, context: int, rows: int) -> Callable[[], object
 
 def steps(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
     """A plain step by wall clock, its layers by the device's clock, and verifications, beside the memory's floor."""
-    model, rate = bench.model(shape), _rate(plan, bench)
+    model, rate = bench.model(shape), rate_of(plan, bench)
     device = model.kernels.device
     size = model.weights_bytes + context * model.cache_bytes_per_token
     floor = size / rate * 1e3

@@ -1,5 +1,5 @@
 """What a visit can turn off, measured on and off: plain decoding ahead, filters on the device, texts side by side,
-drafts in graphs."""
+drafts in graphs, the upkeep of partial caches."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import torch
 
 from longdraft.bench.cuda.models import Bench, device_ms, switched, synchronise
 from longdraft.bench.cuda.plan import CudaPlan
-from longdraft.bench.cuda.speed import SAMPLING, plain_step
+from longdraft.bench.cuda.speed import SAMPLING, plain_step, rate_of
 from longdraft.cache.full import FullCache
+from longdraft.cache.remainder import new_fit
+from longdraft.cache.row_selection import heaviest_positions
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain, SelfDraftModel
-from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
+from longdraft.drafters.self_draft import MagicDecOptions, TokenSwiftOptions, new_partial_cache
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
-from longdraft.kernels.cuda import shared_forward
+from longdraft.kernels import AttentionRows
+from longdraft.kernels.cuda import remainder, shared_forward
 from longdraft.kernels.launched import LaunchedWork, finished, read_together
 from longdraft.kernels.native_draft import NEVER, Ranked
+from longdraft.kernels.native_remainder import RemainderFit
 from longdraft.model import shared_choice
 from longdraft.model.heads import ChainedHeads, Head
 from longdraft.model.routine import run_alone, run_batched
@@ -39,6 +43,7 @@ _AHEAD_TOKENS = 64
 _SAME = 2  # tokens of a round that are compared: times take different numbers of rounds
 _CHAIN = 5  # tokens of a chain
 _TREE = (3, 2, 1)  # guesses of each head
+_STEPS_OF_FIT = 8  # of four rows: the fit is solved once
 LAWS = {"min-p": dict(min_p=0.1), "top-p": dict(temperature=0.6, top_p=0.9), "eta": dict(eta_cutoff=3e-4),
         "top-k, top-p": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)}
 
@@ -161,7 +166,7 @@ def _self_drafts(model: Transformer, context: int) -> Callable[[], LaunchedWork[
     cache.commit([])
     settings = MagicDecOptions(budget=min(192, context // 2), sinks=4, refresh=4).settings()
     partial_cache = new_partial_cache(settings, model, cache)
-    partial_cache.update(lambda: result.attention_output)
+    partial_cache.update(AttentionRows.all(result.attention_output))
     sampler, drafts = Sampler(SAMPLING, kernels=model.kernels), SelfDraftModel(model, partial_cache)
 
     def draft() -> LaunchedWork[list[Ranked] | None]:
@@ -197,6 +202,39 @@ def small_drafts(plan: CudaPlan, bench: Bench, shape: str) -> dict[str, Any]:
         return times | {"is_equal": guesses[0] == guesses[1]}
 
     return bench.each((name, partial(measure, drafts)) for name, drafts in (("chain", _chain), ("heads", _heads)))
+
+
+def upkeep(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
+    """Milliseconds of the upkeep of a partial cache for a step of four rows, in a graph and by PyTorch, with a solution
+    every 32 rows, and how far the fits differ; of a selection of heavy hitters, and the floor of reading keys."""
+    model, times, maps = bench.model(shape), dict[str, Any](), []
+    cache = model.random_cache(context, _ROOM)
+    size = TokenSwiftOptions().settings().budget
+    stores = model.random_cache(size.budget, _ROOM).stores
+    found = model.forward(tree_rows(chain(5, [5] * 3, "guess"), context), cache, 4).attention_output
+    found.lse.add_(1.0)  # keys of a random cache have nearly equal shares: something is left out
+    rows = AttentionRows.all(found)
+    for is_on in (True, False):
+        with switched(remainder, "FITS_REMAINDERS", is_on):
+            fit = new_fit(model.kernels, stores, found.lse.shape[2])
+
+        def work(fit: RemainderFit = fit) -> None:
+            for _ in range(_STEPS_OF_FIT):
+                fit.update(stores, size.budget, rows)
+
+        times["graph" if is_on else "pytorch"] = device_ms(model.kernels.device, work, plan.repeats) / _STEPS_OF_FIT
+        maps.append(fit.update(stores, size.budget, rows).clone())
+        bench.keep(times)
+    queries = found.queries[:, [0, 1, 2, 3] * 2]
+    keys = [store.bytes_of(context) / 2 for store in cache.stores]
+
+    def select() -> None:
+        for layer, store in enumerate(cache.stores):
+            heaviest_positions(store.weights(queries[layer], context), size.selected, size.sinks, size.recent)
+
+    times["selection"] = device_ms(model.kernels.device, select, plan.repeats)
+    return times | {"selection_floor": sum(keys) / rate_of(plan, bench) * 1e3,
+                    "differs_by": (maps[0] - maps[1]).abs().max().item()}
 
 
 def _chain(model: Transformer, text: Context) -> Callable[[], Callable[[], list[int]]]:

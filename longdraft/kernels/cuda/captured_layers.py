@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.delta import Paths, PlacedStates, addresses, stacked
@@ -27,7 +28,7 @@ from longdraft.kernels.cuda.launch import UNFUSED, staged_parts
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.shared_forward import TextResults
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.interface import KV, AttentionOutput, LayersKV, RemainderMaps, Taps
+from longdraft.kernels.interface import KV, LayersKV, RemainderMaps, Taps
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights
 

@@ -12,9 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import tree_attention
-from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK, EmbeddedRows, Embedding, ForwardBuffers, weights_of
+from longdraft.kernels.cuda.forward_buffers import (
+    EMBED_BLOCK,
+    EmbeddedRows,
+    Embedding,
+    ForwardBuffers,
+    maps_of_all,
+    weights_of,
+)
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
@@ -23,15 +31,15 @@ from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
 from longdraft.kernels.cuda.shared_chain import SharedChains
 from longdraft.kernels.cuda.shared_forward import SharedForwards, can_share
-from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
+from longdraft.kernels.interface import LayersKV, TokenRows
 from longdraft.kernels.native_draft import DraftWeights
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
 _MAX_HEADS = 2  # with which a model drafts
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
-# Bucket of rows; whether there is a remainder; taps; serials of the stores; id of the embedding table
-Key = tuple[int, bool, tuple[int, ...], tuple[int, ...], int | None]
+# Bucket of rows; where the remainder's maps are; taps; serials of the stores; id of the embedding table
+Key = tuple[int, int | None, tuple[int, ...], tuple[int, ...], int | None]
 
 
 class CudaDecoder:
@@ -90,7 +98,7 @@ class CudaDecoder:
         for store in stores:
             store.reserve_drafts(max(rows, BUCKETS[-1]))
         taps = kv.taps.layers if kv.taps else ()
-        buffers = self.buffers_for(rows, stores, kv.remainder is not None, taps, embedding)
+        buffers = self.buffers_for(rows, stores, maps_of_all(kv.remainder), taps, embedding)
         buffers.load(inputs, kv, parents)
         if buffers.rows in BUCKETS:
             self.ops.graphs.run(buffers, lambda: self.run_layers(buffers, stores))
@@ -103,18 +111,22 @@ class CudaDecoder:
         parts = (part[:, :rows].clone() for part in (buffers.q, buffers.output, buffers.lse, buffers.content))
         return buffers.x[:rows].clone(), AttentionOutput(*parts)
 
-    def buffers_for(self, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
+    def buffers_for(self, rows: int, stores: Sequence[CudaStore], remainder: Tensor | None,
                     taps: tuple[int, ...] = (), embedding: Embedding | None = None) -> ForwardBuffers:
-        """The buffers for `rows` rows over these stores. The most recently used ones are kept."""
+        """The buffers for `rows` rows over these stores. The most recently used ones are kept.
+
+        remainder  the memory of the maps, which the buffers keep: a fit writes its maps where they were
+        """
         bucket = next((size for size in BUCKETS if size >= rows), rows)
         serials = tuple(store.serial for store in stores)
-        key = (bucket, has_remainder, taps, serials, None if embedding is None else id(embedding.table))
+        place = None if remainder is None else remainder.data_ptr()
+        key = (bucket, place, taps, serials, None if embedding is None else id(embedding.table))
         if bucket not in BUCKETS:
-            return ForwardBuffers(self, bucket, stores, has_remainder, taps, embedding)
+            return ForwardBuffers(self, bucket, stores, remainder is not None, taps, embedding, remainder=remainder)
 
         def make() -> ForwardBuffers:
             weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
-            return ForwardBuffers(self, bucket, stores, has_remainder, taps, embedding)
+            return ForwardBuffers(self, bucket, stores, remainder is not None, taps, embedding, remainder=remainder)
 
         return self._buffers.get(key, make)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_choice, jit_drafting
 from longdraft.kernels.cuda.choice import MAX_CHAIN, LogitsSource, TokenChooser
-from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK, DecoderOfLayers, ForwardBuffers
+from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK, DecoderOfLayers, ForwardBuffers, maps_of_all
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
@@ -165,7 +165,7 @@ class DraftChain:
         self._decoder, self._shape, self._embedding = decoder, shape, embedding
         self._stores, self._chooser = cuda_stores(stores.stores), chooser
         device, dim = decoder.ops.device, decoder.geometry.head_dim
-        self._buffers: ForwardBuffers = decoder.buffers_for(1, self._stores, stores.remainder is not None)
+        self._buffers: ForwardBuffers = decoder.buffers_for(1, self._stores, maps_of_all(stores.remainder))
         self._ranking = DraftRanking(chooser, head.out_features, width, device)
         self._rotations = new_rotations(1, dim // 2, device)
         self._source = LogitsSource(decoder.ops.graphs, decoder.ops.tile, shape.weights.norm, shape.eps,
@@ -195,7 +195,6 @@ class DraftChain:
             self._rotations[:count, 0].copy_(torch.stack(rotations, 1))
             buffers.parents.fill_(-1)
             buffers.where.fill_(stores.length)  # each row's slot is its place in the cache
-            buffers.load_remainder(stores.remainder)
 
         with on_device(self._logits.device):
             graphs.run_in_turn([(("chain", self._key, size, has_bans, self._chooser.place_serial),
@@ -265,7 +264,8 @@ def launch_chain(decoder: DecoderOfLayers, weights: DraftWeights, stores: DraftS
     held  the request's chains, by what they depend on
     """
     serials = tuple(store.serial for store in cuda_stores(stores.stores))
-    key = (id(decoder), id(weights.head), serials, stores.remainder is not None, width)
+    maps = maps_of_all(stores.remainder)
+    key = (id(decoder), id(weights.head), serials, None if maps is None else maps.data_ptr(), width)
 
     def make() -> DraftChain:
         shape = _ChainShape(weights, weights.embedding_factor, decoder.geometry.eps, decoder.geometry.rounds_once)

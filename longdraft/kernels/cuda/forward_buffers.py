@@ -31,7 +31,7 @@ class DecoderOfLayers(Protocol):
     def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
         """All layers over the buffers."""
 
-    def buffers_for(self, rows: int, stores: Sequence[CudaStore], has_remainder: bool) -> ForwardBuffers:
+    def buffers_for(self, rows: int, stores: Sequence[CudaStore], remainder: Tensor | None) -> ForwardBuffers:
         """The buffers of one text for so many rows over its stores."""
 
 
@@ -57,6 +57,12 @@ class EmbeddedRows(NamedTuple):
         return EmbeddedRows(*(part[rows] for part in self))
 
 
+def maps_of_all(remainder: RemainderMaps) -> Tensor | None:
+    """The maps of layers that do not differ, as one tensor."""
+    assert remainder is None or isinstance(remainder, Tensor)
+    return remainder
+
+
 class Embedding(NamedTuple):
     """See `TokenRows`."""
 
@@ -72,9 +78,10 @@ class ForwardBuffers:
 
     def __init__(self, decoder: DecoderOfLayers, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
                  taps: tuple[int, ...] = (), embedding: Embedding | None = None, texts: int = 1,
-                 room: int | None = None) -> None:
+                 room: int | None = None, remainder: Tensor | None = None) -> None:
         """embedding: of the tokens that `load` gets; None: it gets embedded rows. texts: that share the rows, as many
-        each, and `room`: positions that each one's stores have at most; None: those of `stores`."""
+        each, and `room`: positions that each one's stores have at most; None: those of `stores`. remainder: that of one
+        text (`LayersKV.remainder`), whose memory the layers read; several texts have addresses."""
         heads, kv_heads, dim = decoder.geometry[:3]
         layers, device, model_dtype = decoder.layers, decoder.ops.device, decoder.ops.dtype
 
@@ -102,10 +109,9 @@ class ForwardBuffers:
         self.sums = zeros(max(weight.num_sums(rows) for weight in weights), dtype=torch.float32)
         self.room = min(store.room for store in stores) if room is None else room
         self.work = AttentionWorkspace(decoder.plan, rows, self.room, device, texts)
-        copies_map = has_remainder and not has_table
-        self.remainder = zeros(num, heads, dim + 1, dim + 1, dtype=torch.float32) if copies_map else None
+        require(remainder is None or remainder.is_contiguous(), "a contiguous remainder", "another")
+        self.remainder = remainder
         self.row_remainder = zeros(rows, heads, dim + 1, dtype=torch.float32) if has_remainder else None
-        self._remainder_source: Tensor | None = None
         self.taps = taps
         self.tapped = zeros(len(taps), rows, decoder.hidden)
 
@@ -129,7 +135,6 @@ class ForwardBuffers:
         if isinstance(rows, EmbeddedRows):
             for held, given in ((self.x_in, rows.x), (self.cos, rows.cos), (self.sin, rows.sin)):
                 held[:count].copy_(given)
-        self.load_remainder(kv.remainder)
 
     def place_texts(self, staged: NDArray[np.int32], places: Sequence[tuple[int, int]],
                     stores: Sequence[Sequence[CudaStore]], maps: Sequence[RemainderMaps], spare: CudaStore) -> None:
@@ -152,9 +157,3 @@ class ForwardBuffers:
                         remainder.dtype)
                 addresses[text] = remainder.data_ptr()
 
-    def load_remainder(self, remainder: RemainderMaps) -> None:
-        """Copy the function of the remainder, if it is another than before."""
-        assert remainder is None or isinstance(remainder, Tensor)  # the layers of these kernels do not differ
-        if self.remainder is not None and remainder is not None and self._remainder_source is not remainder:
-            self.remainder.copy_(remainder)
-            self._remainder_source = remainder

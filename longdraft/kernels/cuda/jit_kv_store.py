@@ -43,17 +43,23 @@ def scatter_rows_kernel(k, v, table, rows, targets, texts, k_stride, v_stride, k
         store_row(first, second, mask, slot * 2 * HALF, slot, v_store, v_scale, HALF, half, IS_SCALED)
 
 
-@triton.jit(do_not_specialize=["count", "start"])
-def copy_rows_kernel(sources, targets, positions, count, start, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-                     PADDED: tl.constexpr, BLOCK: tl.constexpr, ELEMENT: tl.constexpr, IS_SCALED: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "start", "run_start"])
+def copy_rows_kernel(sources, targets, positions, count, start, run_start, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+                     PADDED: tl.constexpr, BLOCK: tl.constexpr, ELEMENT: tl.constexpr, IS_SCALED: tl.constexpr,
+                     IS_RUN: tl.constexpr):
     """Copy the rows at positions [L, Hkv, count] of each source to start, start + 1, ... of its target, bit for bit.
+
+    IS_RUN  the positions are run_start, run_start + 1, ... instead, in all layers and heads
 
     Grid (count / BLOCK, Hkv, L).
     """
     head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = index < count
-    position = tl.load(positions + (layer * KV_HEADS + head) * count + index, mask=is_row, other=0)
+    if IS_RUN:
+        position = index.to(tl.int64) + run_start
+    else:
+        position = tl.load(positions + (layer * KV_HEADS + head) * count + index, mask=is_row, other=0)
     dim = tl.arange(0, PADDED)
     mask = is_row[:, None] & (dim < DIM)[None, :]
     source_slot = head * tl.load(sources + layer * 5 + 4) + position

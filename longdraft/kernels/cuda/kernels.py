@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import groups, int4
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.choice import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
@@ -23,12 +24,13 @@ from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.cuda.remainder import PartialAttentions
+from longdraft.kernels.cuda.remainder import CudaRemainder, PartialAttentions, new_fit
 from longdraft.kernels.cuda.row_invariance import delta_is_row_invariant, is_row_invariant
 from longdraft.kernels.delta import DeltaState, DeltaWeights
 from longdraft.kernels.groups import GroupedWeight
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.interface import FLOAT_DTYPES, AttentionOutput, Decoder, KVStore, LayersKV
+from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, KVStore, LayersKV, Positions
+from longdraft.kernels.native_remainder import FitRules
 from longdraft.kernels.reference import remainder_of
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear, QuantisedWeight
 
@@ -134,10 +136,14 @@ class CudaKernels(CudaOperations):
         free: int = torch.cuda.mem_get_info(self.device)[0]
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
-    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
+    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Positions, start: int) -> None:
         copy_rows(cuda_stores(sources), cuda_stores(targets), positions, start)
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         # The rows' keys and values are in the stores: a chain whose slots begin at length - T.
-        output, lse = self._partial_attentions.run(cuda_stores(stores), whole.queries, length)
+        output, lse = self._partial_attentions.run(cuda_stores(stores), whole, length)
         return remainder_of(whole, output, lse)
+
+    def new_fit(self, stores: Sequence[KVStore], num_heads: int, rules: FitRules) -> CudaRemainder | None:
+        """See `longdraft.kernels.native_remainder.FitsRemainders`."""
+        return new_fit(self, stores, num_heads, rules)

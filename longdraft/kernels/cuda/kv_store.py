@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cuda import jit_kv_store
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require, triton_dtype
-from longdraft.kernels.interface import KVStore
+from longdraft.kernels.cuda import jit_key_weights, jit_kv_store
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require, triton_dtype
+from longdraft.kernels.interface import KVStore, Positions
 
 FP8 = torch.float8_e4m3fn
 _MIN_ROOM, _MIN_DRAFT_SLOTS = 256, 128
@@ -44,7 +44,7 @@ class CudaStore:
         self.heads, self.dim, self.score_cap = num_kv_heads, head_dim, score_cap
         self.is_scaled = element == FP8
         self.room = self.num_drafts = self._appended = 0
-        self.tables: dict[tuple[int, ...], Tensor] = {}  # see `_address_table`
+        self.tables: dict[tuple[int, ...], Tensor] = {}  # see `address_table`
         self.k, self.v, self.k_scale, self.v_scale = self._empty(0)
         self.serial = next(_serials)
         self.addresses = self._addresses()
@@ -113,18 +113,11 @@ class CudaStore:
         return (k.float() * scales[0]).to(self.dtype), (v.float() * scales[1]).to(self.dtype)
 
     def weights(self, queries: Tensor, length: int) -> Tensor:
-        # One query at a time, so that memory holds the scores of one query only.
-        grouped = queries.to(self._device, self.dtype).view(len(queries), self.heads, -1, self.dim)
-        keys = self.k[:, :length].to(self.dtype).transpose(1, 2)
-        total = torch.zeros(self.heads, length, device=self._device)
-        for query in grouped:  # [Hkv, g, D]
-            scores = torch.bmm(query, keys).float() / math.sqrt(self.dim)
-            if self.is_scaled:
-                scores = scores * self.k_scale[:, None, :length]
-            if self.score_cap:
-                scores = torch.tanh(scores / self.score_cap) * self.score_cap
-            total += scores.softmax(-1).sum(1)
-        return total
+        queries = queries.to(self._device, self.dtype).contiguous()
+        require(queries.shape[2] == self.dim and queries.shape[1] % self.heads == 0,
+                "queries [Q, H, D] of the store's heads", queries.shape)
+        require(0 < length <= self.room, f"1 to {self.room} positions", length)
+        return _summed_weights(self, queries, length)
 
     def append(self, source: KVStore, first: int, count: int) -> None:
         """Every row is copied, after those that were appended before."""
@@ -152,7 +145,7 @@ def cuda_stores(stores: Sequence[KVStore]) -> list[CudaStore]:
     return checked
 
 
-def _address_table(stores: Sequence[CudaStore]) -> Tensor:
+def address_table(stores: Sequence[CudaStore]) -> Tensor:
     """The stores' addresses and capacities, int64 [L, 5], as the kernels of `jit_kv_store` read them.
 
     The first store keeps the table as long as it keeps its memory, because graphs read the table.
@@ -161,6 +154,29 @@ def _address_table(stores: Sequence[CudaStore]) -> Tensor:
     if key not in tables:
         tables[key] = torch.tensor([store.addresses for store in stores], dtype=torch.int64, device=stores[0].k.device)
     return tables[key]
+
+
+def _summed_weights(store: CudaStore, q: Tensor, length: int) -> Tensor:
+    """`KVStore.weights` of queries q [Q, H, D]; needs memory for a number of each query head and position."""
+    is_float, device = q.dtype == torch.float32, q.device
+    block, lanes = (32, 16) if is_float else (64, 64) if store.dim <= 128 else (32, 16)
+    num_lanes, num_blocks = len(q) * q.shape[1] // store.heads, ceil_div(length, block)
+    shape = (store.heads, num_lanes, num_blocks)
+    best, sums, shares = (torch.empty(shape, device=device) for _ in range(3))
+    weights = torch.empty(*shape[:2], length, dtype=q.dtype if is_float else torch.float16, device=device)
+    out = torch.empty(store.heads, length, device=device)
+    with on_device(device):
+        jit_key_weights.score_keys_kernel[(num_blocks, store.heads)](
+            q, store.k, store.k_scale, weights, best, sums, num_lanes, length, store.capacity,
+            math.log2(math.e) / math.sqrt(store.dim), store.score_cap * math.log2(math.e), KV_HEADS=store.heads,
+            GROUP=q.shape[1] // store.heads, DIM=store.dim, PADDED=padded_size(store.dim), LANES=lanes, BLOCK=block,
+            IS_SCALED=store.is_scaled, HAS_CAP=store.score_cap > 0, num_warps=8 if store.dim > 128 else 4,
+            **chained(device))
+        jit_key_weights.share_of_blocks_kernel[(store.heads * num_lanes,)](best, sums, shares, num_blocks, BLOCK=1024,
+                                                                          **chained(device))
+        jit_key_weights.sum_weights_kernel[(num_blocks, store.heads)](weights, shares, out, num_lanes, length,
+                                                                      LANES=lanes, BLOCK=block, **chained(device))
+    return out
 
 
 class RowsOfTexts(NamedTuple):
@@ -188,7 +204,7 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
     k, v = (x.to(first.k.device, first.dtype) for x in (k, v))
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     half = first.dim // 2
-    table = _address_table(stores) if shared is None else shared.table
+    table = address_table(stores) if shared is None else shared.table
     with on_device(first.k.device):
         jit_kv_store.scatter_rows_kernel[(len(rows), first.heads, len(stores))](
             k, v, table, rows, targets, rows if shared is None else shared.texts, k.stride(0), v.stride(0),
@@ -197,19 +213,22 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
             **UNFUSED)
 
 
-def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Tensor, start: int) -> None:
+def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Positions, start: int) -> None:
     """Copy the rows at positions [L, Hkv, N] of each source to start, start + 1, ... of its target, bit for bit."""
-    first, count = sources[0], positions.shape[-1]
+    first, is_run = sources[0], isinstance(positions, range)
+    count = len(positions) if isinstance(positions, range) else positions.shape[-1]
     require(all(s.element == first.element and s.dim == first.dim for s in (*sources, *targets)), "stores of one shape",
             [(s.dim, s.element) for s in (*sources, *targets)])
     for store in targets:
         store.reserve(start + count)
     if not count:
         return
-    positions = positions.to(first.k.device, torch.int64).contiguous()
+    run_start = positions[0] if isinstance(positions, range) else 0
+    table = address_table(sources)
+    listed = table if isinstance(positions, range) else positions.to(first.k.device, torch.int64).contiguous()
     grid = (ceil_div(count, _ROWS_PER_COPY_PROGRAM), first.heads, len(sources))
     with on_device(first.k.device):
         jit_kv_store.copy_rows_kernel[grid](
-            _address_table(sources), _address_table(targets), positions, count, start, KV_HEADS=first.heads,
-            DIM=first.dim, PADDED=padded_size(first.dim), BLOCK=_ROWS_PER_COPY_PROGRAM, ELEMENT=triton_dtype(first.k),
-            IS_SCALED=first.is_scaled, **UNFUSED)
+            table, address_table(targets), listed, count, start, run_start, KV_HEADS=first.heads, DIM=first.dim,
+            PADDED=padded_size(first.dim), BLOCK=_ROWS_PER_COPY_PROGRAM, ELEMENT=triton_dtype(first.k),
+            IS_SCALED=first.is_scaled, IS_RUN=is_run, **UNFUSED)

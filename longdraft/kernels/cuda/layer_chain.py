@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
 from longdraft.kernels.cuda.drafting import (
@@ -32,7 +33,7 @@ from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import on_device, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import KV, AttentionOutput, KVStore
+from longdraft.kernels.interface import KV, KVStore
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.layer import LayerOperations
 from longdraft.kernels.native_draft import ChainEnd, Ranked

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda import delta
 from longdraft.kernels.cuda.captured_layers import CapturedLayers
 from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
@@ -32,7 +33,7 @@ from longdraft.kernels.cuda.shared_forward import (
     shared_sizes,
     stores_of,
 )
-from longdraft.kernels.interface import AttentionOutput, LayersKV
+from longdraft.kernels.interface import LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.switches import is_on
 from longdraft.kernels.weights import Geometry, LayerWeights

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda import jit_activations, jit_rows
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, Splits, tree_attention
 from longdraft.kernels.cuda.delta import DeltaNets
@@ -17,7 +18,7 @@ from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device,
 from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear, add_partial_sums
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing, shared_expert
-from longdraft.kernels.interface import KV, AttentionOutput
+from longdraft.kernels.interface import KV
 from longdraft.kernels.weights import Experts, Linear
 
 

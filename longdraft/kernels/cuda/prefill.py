@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import KV, REPORTED_ROWS, AttentionOutput, LayersKV
+from longdraft.kernels.interface import KV, REPORTED_ROWS, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 

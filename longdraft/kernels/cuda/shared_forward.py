@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, EmbeddedRows, Embedding, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear
-from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
+from longdraft.kernels.interface import LayersKV, TokenRows
 from longdraft.kernels.switches import is_on
 
 SHARES_FORWARDS = is_on("SHARES_FORWARDS")  # False: texts run one after another
