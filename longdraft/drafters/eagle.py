@@ -114,7 +114,7 @@ class EagleDraftModel:
         self.rows.num_drafts, self._drafts = 0, []
         del self._outputs[1:]
         end_of_rows = self.rows.end
-        cos, sin = self._head.rotations(range(end_of_rows, end_of_rows + max(1, length - 1)))
+        cos, sin = self._head.rotations(range(end_of_rows, end_of_rows + max(1, length - 1)), on_host=True)
         rotations = cos[: length - 1], sin[: length - 1]
         return (yield from ranking.sampler.draft_layers(
             self._head, self._head.kernels, self.rows.stores, self.rows.length, self._outputs[0], vocabulary, rotations,

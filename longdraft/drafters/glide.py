@@ -90,7 +90,7 @@ class GlideDraftModel:
             return None
         rows.num_drafts, self._drafts = 0, []
         del self._hidden[1:]
-        cos, sin = model.rotations(range(rows.end, rows.end + max(1, length - 1)))
+        cos, sin = model.rotations(range(rows.end, rows.end + max(1, length - 1)), on_host=True)
         read = self._cache.stores[-1], self._cache.length
         places = yield from ranking.sampler.draft_layers(
             self._glide, model.kernels, rows.stores, rows.length, self._hidden[0], model.config.vocab_size,

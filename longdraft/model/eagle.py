@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.launched import LaunchesTogether
 from longdraft.kernels.layer import LayerOperations, layer_forward
 from longdraft.model.eagle_config import FC, EagleConfig
 from longdraft.model.rope import RopeTable
@@ -76,6 +77,7 @@ class Eagle:
         self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps,
                                   rounds_once=layer.rounds_once)
         self._rope = RopeTable(layer, 1, self.kernels.device)
+        self.shared: LaunchesTogether | None = None  # see `longdraft.kernels.cuda.layer_chain.DraftLayers`
         self._first_row = torch.tensor([-1], dtype=torch.int32)  # the parents of a row alone
 
     def reading(self, layers: Sequence[int], **flags: Any) -> Eagle:
@@ -168,9 +170,9 @@ class Eagle:
         spread[:, weights.ids] = logits
         return spread
 
-    def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def rotations(self, positions: Sequence[int], on_host: bool = False) -> tuple[Tensor, Tensor]:
         """cos and sin [R, D / 2] float32 of positions."""
-        return self._rope.at(positions)
+        return (self._rope.on_host if on_host else self._rope).at(positions)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         return hidden if self._weights.norm is None else self._norm(hidden, self._weights.norm)

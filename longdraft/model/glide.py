@@ -24,6 +24,7 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, KVStore, Linear
+from longdraft.kernels.launched import LaunchesTogether
 from longdraft.kernels.layer import LayerOperations
 from longdraft.model.checkpoint import head_order
 from longdraft.model.config import ModelConfig, read_json
@@ -76,6 +77,7 @@ class Glide:
         self.window = window
         self._weights = weights
         self._target = target
+        self.shared: LaunchesTogether | None = None  # see `longdraft.kernels.cuda.layer_chain.DraftLayers`
 
     def forward(self, tokens: Sequence[int], start: int, target: Transformer, own: KVStore, own_length: int,
                 keys: KVStore, num_keys: int) -> GlideRows:

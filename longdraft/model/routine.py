@@ -9,7 +9,7 @@ for the drafts, verifications and prompts of all texts:
         return tree_of(result.logits)
 
 A routine also yields when it has launched work on a device (`Launched`), so that other texts launch theirs before the
-host waits. It is then resumed without a value.
+host waits, or before it launches work that texts can do together (`Shareable`). It is then resumed without a value.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from longdraft.kernels.cuda.head_places import DraftHeads, HeadPlaces
     from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerChain
     from longdraft.kernels.cuda.shared_choice import TextTree
+    from longdraft.kernels.cuda.shared_layers import TextLayers
 
 MAX_GUESSES = 16  # that the device ranks at a place
 DECIDES_SUMS = is_on("DECIDES_SUMS")  # False: top-k, top-p and eta are decided on the host
@@ -196,25 +198,43 @@ class DeviceSampler:
     def draft_layers(self, layers: DraftLayers, kernels: Kernels, stores: Sequence[KVStore], length: int, row: Tensor,
                      vocabulary: int, rotations: tuple[Tensor, Tensor], ranking: DeviceRanking, end: ChainEnd,
                      read: tuple[KVStore, int] | None = None) -> LaunchedWork[list[Ranked] | None]:
-        """A chain after the text from trained layers; see `LayerChain.draft`. None for weights that are divided.
+        """A chain after the text from trained layers; see `LayerChain.launch`. None for weights that are divided.
 
-        read  another store that they read, and its visible rows
+        rotations  in the host's memory
+        read       another store that they read, and its visible rows
         """
+        from longdraft.kernels.cuda.drafting import ranked_places, until_end
         from longdraft.kernels.cuda.kv_store import cuda_stores
-        from longdraft.kernels.cuda.layer_chain import LayerChain
         from longdraft.kernels.cuda.operations import CudaOperations
+        from longdraft.kernels.cuda.shared_layers import SharedLayers, TextLayers
 
         if not DRAFTS_LAYERS or not isinstance(kernels, CudaOperations):
             return None
+        others, num_read = ([], 0) if read is None else (cuda_stores(read[:1]), read[1])
+        held = [*cuda_stores(stores), *others]
+        draft = self._draft_of_text(ranking, (), len(rotations[0]) + 1, rotations)
+        part = TextLayers(draft, layers, kernels, vocabulary, held, read is not None, row, length, num_read)
+        if self.shares_chains:
+            layers.shared = layers.shared or SharedLayers()
+            work: Launched = Shareable(layers.shared, part, partial(self._launched_layers, part, ranking))
+        else:
+            work = Launched(self._launched_layers(part, ranking))
+        yield work
+        return until_end(ranked_places(work.read()), end)
+
+    def _launched_layers(self, part: TextLayers, ranking: DeviceRanking) -> Tensor:
+        """Launch a text's chain by its own graphs. Returns its outcome."""
+        from longdraft.kernels.cuda.layer_chain import LayerChain
+
         self._update(ranking.context)
-        held = cuda_stores(stores)
-        other, num_read = (None, 0) if read is None else (cuda_stores(read[:1])[0], read[1])
-        key = (id(layers), ranking.width, *(store.serial for store in held), other and other.serial)
+        layers, draft = part.layers, part.draft
+        key = (id(layers), ranking.width, *(store.serial for store in part.stores))
         if self._layer_chain is None or self._layer_chain[0] != key:
-            chain = LayerChain(layers, kernels, held, other, self._chooser, vocabulary, ranking.width, row)
+            chain = LayerChain(layers, part.ops, part.stores, part.has_read, self._chooser, part.vocabulary,
+                               ranking.width, part.row)
             self._layer_chain = key, chain
-        return (yield from self._layer_chain[1].draft(row, length, num_read, rotations, ranking.required,
-                                                      ranking.within, end))
+        return self._layer_chain[1].launch(part.row, part.length, part.num_read, draft.rotations, draft.required,
+                                           draft.within)
 
     def rank_heads(self, heads: DraftHeads, hidden: Tensor, first: Tensor | None, path: Sequence[int],
                    ranking: DeviceRanking, vocabulary: int, num: int) -> LaunchedWork[list[list[int]] | None]:

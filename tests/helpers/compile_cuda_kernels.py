@@ -126,7 +126,7 @@ def kernels():
         scatter = dict(k=BF16, v=BF16, table=I64, rows=I64, targets=I64, texts=I32) | strides
         for has_texts in (False, True):
             yield (jit_kv_store.scatter_rows_kernel, scatter,
-                   dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, **scaled), dict(num_warps=1))
+                   dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, TARGET_STRIDE=1, **scaled), dict(num_warps=1))
         for is_run in (False, True):
             yield (jit_kv_store.copy_rows_kernel,
                    dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32", run_start="i32"),

@@ -21,6 +21,8 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
 from longdraft.kernels import launched
+from longdraft.kernels.cuda.shared_layers import SharedLayers
+from longdraft.kernels.launched import LaunchedWork, read_together
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
@@ -64,24 +66,31 @@ def load(folder: Path, dialect: str) -> tuple[Transformer, Eagle | Glide]:
 class Drafting:
     """Chains of a head or a layer after the prompt: on the device, or step by step with the host's ranking."""
 
-    def __init__(self, model: Transformer, head: Eagle | Glide, law: dict[str, float], on_host: bool) -> None:
-        cache = model.new_cache()
-        model.forward(chain_rows(PROMPT[:-1], 0), cache)
-        cache.commit(range(len(PROMPT) - 1))
+    def __init__(self, model: Transformer, head: Eagle | Glide, law: dict[str, float], on_host: bool,
+                 length: int = len(PROMPT)) -> None:
+        cache, self.prompt = model.new_cache(), PROMPT[-length:]
+        model.forward(chain_rows(self.prompt[:-1], 0), cache)
+        cache.commit(range(length - 1))
         self.draft_model = (GlideDraftModel(head, model, cache, 8) if isinstance(head, Glide)
                             else EagleDraftModel(head, cache, 64, 4, 8))
         params = SamplingParams(max_new_tokens=50, seed=3, **law)
         self.sampler = Sampler(params, [1], kernels=None if on_host else model.kernels, is_fast=False)
-        self.context, self._on_host = Context(PROMPT), on_host
+        self.context, self._on_host = Context(self.prompt), on_host
 
     def draft(self, length: int, width: int, end: ChainEnd) -> list[Ranked]:
         if self._on_host:
             chain = Chain(self.draft_model, self.sampler, width, "eagle", 0.8)
             return run_alone(chain._step_by_step(self.context, PROMPT[-1:], length, end))
-        found = launched.finished(
-            self.draft_model.draft_natively(self.context, PROMPT[-1:], length, self.sampler, width, 0.8, end))
+        found = launched.finished(self.launch(length, width, end))
         assert found is not None
         return found
+
+    def launch(self, length: int, width: int, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
+        return self.draft_model.draft_natively(self.context, PROMPT[-1:], length, self.sampler, width, 0.8, end)
+
+    def chain_rows(self, count: int) -> list[object]:
+        """As `rows`, on the host. The last guess has no row yet."""
+        return [part.tolist() for part in self.rows(count)]
 
     def rows(self, count: int) -> list[torch.Tensor]:
         """Keys and values of the text and of `count` drafts."""
@@ -126,3 +135,41 @@ def test_a_capture_changes_no_guess(folder):
     found = first.draft(6, 2, NEVER)
     model.kernels.graphs.is_on = False
     assert Drafting(model, head, PAPER, on_host=False).draft(6, 2, NEVER) == found == first.draft(6, 2, NEVER)
+
+
+TEXTS = [(PAPER, 6, 3, NEVER), (dict(temperature=0.0), 1, 1, NEVER), (dict(temperature=1.3), 3, 2, CASES[2][4])]
+
+
+@pytest.mark.parametrize("dialect", [*DIALECTS, "glide"])
+def test_chains_of_several_texts_are_those_that_each_drafts_alone(folder, dialect, monkeypatch):
+    """Guesses, leads, keys and values, to the bit: texts and chains of unlike lengths, with other settings, shuffled,
+    and when one leaves or comes. One launch for all, and graphs that belong to no text."""
+    launches, waits, keys = list[int](), list[int](), list[object]()
+    honest, launch = launched.copied_to_host, SharedLayers._launch
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(1) or honest(rows))
+    monkeypatch.setattr(SharedLayers, "_launch", lambda self, parts: (
+        launches.append(len(parts)), launch(self, parts))[1])
+    model, head = load(folder, dialect)
+
+    def text(place: int) -> Drafting:
+        return Drafting(model, head, TEXTS[place][0], on_host=False, length=(14, 3, 9)[place])
+
+    together = [text(place) for place in range(3)]
+    graphs, run = model.kernels.graphs, model.kernels.graphs.run
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2]):
+        if len(order) == 2:
+            together[1] = text(1)
+        expected = []
+        for place in order:
+            alone = text(place)
+            expected.append([alone.draft(*TEXTS[place][1:]), alone.chain_rows(TEXTS[place][1] - 1)])
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+            routines = [together[place].launch(*TEXTS[place][1:]) for place in order]
+            waits.clear()
+            read_together([next(routine) for routine in routines])
+        found = [[launched.finished(routine), together[place].chain_rows(TEXTS[place][1] - 1)]
+                 for place, routine in zip(order, routines, strict=True)]
+        assert found == expected and waits == [1]
+    assert launches == [3, 3, 2]
+    assert [key[2] for key in keys] == [0, 4, 1, 0, 4, 1, 0, 1, 1] and len({key[1] for key in keys}) == 2

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 import longdraft
-from helpers.checkpoints import make_checkpoint, make_heads
+from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from helpers.cuda_kernels import DEVICE
 from helpers.eagle import make_eagle
 from helpers.equality import prompt_of
@@ -22,8 +22,9 @@ from longdraft.core import SamplingParams
 from longdraft.drafters import chain
 from longdraft.kernels import launched
 from longdraft.kernels.cuda import shared_choice
+from longdraft.kernels.cuda.chain_rows import SharedDrafts
 from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
-from longdraft.kernels.cuda.shared_chain import SharedChains
+from longdraft.kernels.cuda.layer_chain import LayerChain
 from longdraft.kernels.cuda.shared_forward import SharedForwards
 from longdraft.kernels.launched import Launched
 from longdraft.sampling import device
@@ -33,13 +34,13 @@ PARAMS = [SamplingParams(max_new_tokens=6, seed=seed, ignore_eos=True, **law) fo
 LENGTHS = (30, 9, 41)
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": dict(chain=2), "medusa": dict(tree="2,1"), "draft-model": dict(chain=3),
-    "magicdec": dict(budget=24, sinks=4, refresh=5, chain=2),
+    "magicdec": dict(budget=24, sinks=4, refresh=5, chain=2), "glide": dict(chain=2),
 }
 OTHERS: dict[str, dict[str, Any]] = {  # that also wait for other guesses
     "tokenswift": dict(chain=2, tree="2,1", budget=40, sinks=4, recent=8, room=8),
     "triforce": dict(budget=48, stride=10, chain=2),
 }
-SHARED = ["magicdec", "draft-model"]  # whose chains are one graph
+SHARED = ["magicdec", "draft-model", "eagle", "glide"]  # whose chains are one graph
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = make_checkpoint(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=2,
                            num_key_value_heads=1)
     make_heads(folder / "heads", base)
+    make_glide(folder / "glide", folder)
     make_eagle(folder / "eagle", target=32, taps=(0, 1), hidden=32, heads=2, kv_heads=1, dim=16, inner=48)
     return folder
 
@@ -56,7 +58,7 @@ def engine_of(folder: Path, drafter: str, monkeypatch: pytest.MonkeyPatch) -> lo
     monkeypatch.setenv("LONGDRAFT_KERNELS", "triton-16")
     options = (DRAFTERS | OTHERS).get(drafter, {})
     options |= {"model": str(folder)} if drafter in ("draft-model", "triforce") else {}
-    heads = {"eagle": "eagle", "medusa": "heads", "tokenswift": "heads"}.get(drafter)
+    heads = {"eagle": "eagle", "glide": "glide", "medusa": "heads", "tokenswift": "heads"}.get(drafter)
     return longdraft.load(str(folder), drafter=drafter, drafter_options=options, device=DEVICE, dtype="float32",
                           heads=None if heads is None else str(folder / heads))
 
@@ -85,8 +87,8 @@ def written(batch: longdraft.Batch, happened: list[str]) -> tuple[list[list[int]
 
 def note_launches(monkeypatch: pytest.MonkeyPatch, happened: list[str]) -> None:
     """Note the launch of each text's chain where several texts launch theirs together."""
-    launch = SharedChains.launch
-    monkeypatch.setattr(SharedChains, "launch", lambda self, chains: (
+    launch = SharedDrafts.launch
+    monkeypatch.setattr(SharedDrafts, "launch", lambda self, chains: (
         happened.extend(["begins"] * len(chains)), launch(self, chains))[1])
 
 
@@ -97,8 +99,9 @@ def test_what_all_texts_draft_is_launched_before_the_host_waits_once(folder, pla
     happened: list[str] = []
     begin, read, copy = DraftRanking.begin, shared_choice._read, launched.copied_to_host
     alone: list[int] = []
-    launch = DraftChain.launch
-    monkeypatch.setattr(DraftChain, "launch", lambda self, *given: (alone.append(1), launch(self, *given))[1])
+    for kind in (DraftChain, LayerChain):
+        monkeypatch.setattr(kind, "launch", lambda self, *given, launch=kind.launch: (
+            alone.append(1), launch(self, *given))[1])
     monkeypatch.setattr(device, "SHARES_CHAINS", is_on)
     note_launches(monkeypatch, happened)
     monkeypatch.setattr(DraftRanking, "begin", lambda self, *given: (happened.append("begins"), begin(self, *given))[1])
@@ -127,10 +130,10 @@ def test_chains_of_large_weights_and_of_lower_levels_are_launched_together(folde
 @pytest.mark.parametrize("drafter", SHARED)
 def test_chains_that_lie_change_no_text(folder, plain, drafter, monkeypatch):
     """Half of the guesses are replaced, and half of the places have none."""
-    launch = SharedChains.launch
+    launch = SharedDrafts.launch
     lies: list[int] = []
 
-    def lie(self: SharedChains, chains: Any) -> list[torch.Tensor]:
+    def lie(self: SharedDrafts[Any], chains: Any) -> list[torch.Tensor]:
         outcomes = launch(self, chains)
         for text, outcome in enumerate(outcomes):
             outcome[len(lies) % 2 :: 2, 2] += 1 + text
@@ -138,7 +141,7 @@ def test_chains_that_lie_change_no_text(folder, plain, drafter, monkeypatch):
             lies.append(text)
         return outcomes
 
-    monkeypatch.setattr(SharedChains, "launch", lie)
+    monkeypatch.setattr(SharedDrafts, "launch", lie)
     assert written(engine_of(folder, drafter, monkeypatch).batch(), [])[0] == plain
     assert lies.count(2) >= 2
 

@@ -1,14 +1,16 @@
 """The rows of several texts that draft their chains in one graph: their tokens, settings and guesses.
 
-A model computes the logits of these rows (`shared_chain`). What differs between texts is in device memory, in the
-entries of `jit_shared_choice`. So a graph belongs to a number of texts; a text that begins or ends captures nothing.
-Chains may have unlike lengths: a text that has reached the end of its own stays there while others go on.
+A model computes the logits of these rows (`shared_chain`), or trained layers do (`shared_layers`). What differs between
+texts is in device memory, in the entries of `jit_shared_choice`. So a graph belongs to a number of texts; a text that
+begins or ends captures nothing. Chains may have unlike lengths: a text that has reached the end of its own stays there
+while others go on.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -163,6 +165,35 @@ class ChainRows:
     def end(self, where: Tensor) -> None:
         """Append the best guesses to the texts, and go on to the next places. where: int64 [2 T]."""
         end_place(self._fresh, self._state, where, self.outcome, _ENTRY)
+
+
+class _Part(Protocol):
+    """A text's part of a launch."""
+
+    @property
+    def draft(self) -> TextDraft: ...
+
+
+Part = TypeVar("Part", bound=_Part)
+
+
+class SharedDrafts(ABC, Generic[Part]):
+    """What drafts chains of several texts."""
+
+    def launch(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Launch the chains. Returns the outcome of each: [N, 18] int64, of its places (`drafting.ranked_places`)."""
+        outcomes = []
+        for first in range(0, len(parts), MAX_TEXTS):
+            some = parts[first : first + MAX_TEXTS]
+            outcome = self._launch(some)
+            if len(parts) > MAX_TEXTS:
+                outcome = outcome.clone()  # the next ones may have the same memory
+            outcomes += [outcome[: part.draft.places, text] for text, part in enumerate(some)]
+        return outcomes
+
+    @abstractmethod
+    def _launch(self, parts: Sequence[Part]) -> Tensor:
+        """Launch chains that fit into one graph. Returns the outcome [places, T, 18]."""
 
 
 def has_launched(drafts: Sequence[TextDraft]) -> None:

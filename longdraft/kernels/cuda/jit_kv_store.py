@@ -12,8 +12,10 @@ from longdraft.kernels.cuda.jit_rows import store_row
 @triton.jit
 def scatter_rows_kernel(k, v, table, rows, targets, texts, k_stride, v_stride, k_row_stride, v_row_stride,
                         k_head_stride, v_head_stride, HALF: tl.constexpr, PADDED: tl.constexpr, ELEMENT: tl.constexpr,
-                        IS_SCALED: tl.constexpr, HAS_TEXTS: tl.constexpr):
+                        IS_SCALED: tl.constexpr, HAS_TEXTS: tl.constexpr, TARGET_STRIDE: tl.constexpr):
     """Write row rows[i] of k, v [L, T, Hkv, D] to slot targets[i] of each store. Grid (N, Hkv, L).
+
+    Targets are TARGET_STRIDE elements apart.
 
     A row with a negative target is skipped. The strides of layers, rows and heads are in elements.
 
@@ -21,7 +23,7 @@ def scatter_rows_kernel(k, v, table, rows, targets, texts, k_stride, v_stride, k
     """
     index, head, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = tl.load(rows + index).to(tl.int64)
-    target = tl.load(targets + index).to(tl.int64)
+    target = tl.load(targets + index * TARGET_STRIDE).to(tl.int64)
     if target >= 0:
         at = table + layer * 5
         if HAS_TEXTS:

@@ -209,8 +209,8 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
         jit_kv_store.scatter_rows_kernel[(len(rows), first.heads, len(stores))](
             k, v, table, rows, targets, rows if shared is None else shared.texts, k.stride(0), v.stride(0),
             k.stride(1), v.stride(1), k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half),
-            ELEMENT=triton_dtype(first.k), IS_SCALED=first.is_scaled, HAS_TEXTS=shared is not None, num_warps=1,
-            **UNFUSED)
+            ELEMENT=triton_dtype(first.k), IS_SCALED=first.is_scaled, HAS_TEXTS=shared is not None,
+            TARGET_STRIDE=targets.stride(0), num_warps=1, **UNFUSED)
 
 
 def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Positions, start: int) -> None:

@@ -5,14 +5,14 @@
 
 Three CUDA graphs, of the first token, of one and of four further ones, are replayed as often as it takes. The layers
 run operation by operation, as from the host, but places are read from the device's memory. The host waits once for a
-chain.
+chain. Chains of several texts run in the same way in `shared_layers`, with a row for each text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,22 +26,25 @@ from longdraft.kernels.cuda.drafting import (
     end_place,
     in_graphs,
     new_rotations,
-    until_end,
 )
 from longdraft.kernels.cuda.graph_cache import new_owner
-from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores, scatter_rows
+from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import on_device, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.interface import KV, KVStore
-from longdraft.kernels.launched import LaunchedWork
+from longdraft.kernels.launched import LaunchesTogether
 from longdraft.kernels.layer import LayerOperations
-from longdraft.kernels.native_draft import ChainEnd, Ranked
 from longdraft.kernels.weights import Linear
 
 
 class DraftLayers(Protocol):
-    """Trained layers that draft, without the text that they have read."""
+    """Trained layers that draft, without the text that they have read.
+
+    shared  what drafts chains of several texts with these layers; None: nothing has done so
+    """
+
+    shared: LaunchesTogether | None
 
     @property
     def embedding(self) -> tuple[Linear, float]:
@@ -49,76 +52,114 @@ class DraftLayers(Protocol):
 
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:
-        """The layers' output [1, hidden] for a drafted token, from the row before it and the token's embedding.
+        """The layers' output [T, hidden] for a drafted token of each text, from the row before it and its embedding.
 
-        ops        in which the attention knows the place of the token, whatever `KV.length` says. Keys and values are
+        ops        in which the attention knows the places of the tokens, whatever `KV.length` says. Keys and values are
                    written there, except to a store that is only read
-        rotations  cos, sin [1, D / 2] of its position
+        rotations  cos, sin [T, D / 2] of their positions
+        stores     of one text
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [1, V] float32 of the layers' output [1, hidden]."""
+        """Logits [T, V] float32 of the layers' output [T, hidden]."""
+
+
+class Places(NamedTuple):
+    """Where the rows of T texts are, on the device.
+
+    where   int64 [2 T]: rows of a text that are visible, and the slot of its next row, the one after them
+    read    as `where`, for a store that is only read: the row's own key is the last of the visible ones
+    tables  int64 [L, T, 5]: the stores of the texts (`CudaStore.addresses`); None: there is one text
+    rooms   slots that one of them has at most, for each of L stores; of one text they are not needed
+    """
+
+    where: Tensor
+    read: Tensor
+    tables: Tensor | None = None
+    rooms: Sequence[int] = ()
 
 
 class _PlacedOperations(CudaOperations):
-    """Operations whose attention is that of a single row after as many rows as `where` [2] on the device says.
+    """Operations whose attention is that of one row of each text, at `places`.
 
-    read  a store that is only read, and the `where` for it: the row's own key is the last of the visible ones
+    stores  of one text; the last one is only read if `has_read`
     """
 
-    def __init__(self, ops: CudaOperations, where: Tensor, read: tuple[CudaStore, Tensor] | None) -> None:
+    def __init__(self, ops: CudaOperations, places: Places, stores: Sequence[CudaStore], has_read: bool) -> None:
         self.__dict__.update(ops.__dict__)
-        self._where, self._read = where, read
-        self._row = torch.zeros(1, dtype=torch.int64, device=ops.device)
-        self._work: dict[int, AttentionWorkspace] = {}  # by the store's serial
+        rows, device = len(places.where) // 2, ops.device
+        self._places, self._serials = places, [store.serial for store in stores]
+        self._read = len(stores) - 1 if has_read else None
+        self._rows = torch.arange(rows, device=device)
+        self._texts = self._rows.to(torch.int32)
+        self._work: dict[int, AttentionWorkspace] = {}  # by the store's index
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
-        (store,) = cuda_stores([kv.store])
-        _, heads, dim = q.shape
+        (store,), places = cuda_stores([kv.store]), self._places
+        rows, heads, dim = q.shape
         q = q.to(self.dtype).contiguous()
-        plan = self.attention_plan(heads, store.heads, dim)
-        if store.serial not in self._work:
-            self._work[store.serial] = AttentionWorkspace(plan, 1, store.capacity, self.device)
-        where = self._where
-        if self._read and store is self._read[0]:
-            where = self._read[1]
+        plan, index = self.attention_plan(heads, store.heads, dim), self._serials.index(store.serial)
+        room = places.rooms[index] if places.rooms else store.capacity
+        table = None if places.tables is None else places.tables[index]
+        if index not in self._work:
+            self._work[index] = AttentionWorkspace(plan, rows, room, self.device, rows)
+        where = places.where
+        if index == self._read:
+            where = places.read
         else:
-            scatter_rows(kv.k[None], kv.v[None], [store], self._row, where[1:])
-        out, lse = torch.empty_like(q), torch.empty(1, heads, device=self.device)
-        tree_attention(plan, self._work[store.serial], q, store, where, store.capacity, window, None, out, lse)
+            texts = None if table is None else RowsOfTexts(table, self._texts)
+            scatter_rows(kv.k[None], kv.v[None], [store], self._rows, where.view(-1, 2)[:, 1], texts)
+        out, lse = torch.empty_like(q), torch.empty(rows, heads, device=self.device)
+        tree_attention(plan, self._work[index], q, store, where, room, window, None, out, lse, table)
         return AttentionOutput(q, out, lse, q)
+
+
+class LayerRows:
+    """The rows of T texts from which layers go on to the next tokens.
+
+    stores    of one text; the last one is only read if `has_read`
+    row       a row [1, hidden] of the layers' output
+    """
+
+    def __init__(self, ops: CudaOperations, places: Places, stores: Sequence[CudaStore], has_read: bool, width: int,
+                 row: Tensor) -> None:
+        """width: of the embeddings."""
+        rows, dim, device = len(places.where) // 2, stores[0].dim, ops.device
+        self._stores, self._ops = stores, _PlacedOperations(ops, places, stores, has_read)
+        self.row = torch.zeros(rows, row.shape[1], dtype=row.dtype, device=device)
+        self.embedded = torch.zeros(rows, width, dtype=ops.dtype, device=device)
+        self.cos, self.sin = (torch.zeros(rows, dim // 2, device=device) for _ in range(2))
+
+    def go_on(self, layers: DraftLayers) -> None:
+        """Compute the next rows, from `embedded`, `cos` and `sin`."""
+        self.row.copy_(layers.next_row(self._ops, self.row, self.embedded, (self.cos, self.sin), self._stores))
 
 
 class LayerChain:
     """Chains of one request with one set of layers over its rows.
 
-    stores      of each layer
-    read        another store that they read; None: they read none
+    stores      of each layer; the last one is only read if `has_read`
     vocabulary  number of logits
     width       guesses at each place at most
     """
 
-    def __init__(self, layers: DraftLayers, ops: CudaOperations, stores: Sequence[CudaStore], read: CudaStore | None,
+    def __init__(self, layers: DraftLayers, ops: CudaOperations, stores: Sequence[CudaStore], has_read: bool,
                  chooser: TokenChooser, vocabulary: int, width: int, row: Tensor) -> None:
-        """row: one of those that `draft` gets."""
+        """row: one of those that `launch` gets."""
         table, self._factor = layers.embedding
         assert isinstance(table, CudaLinear)
-        device, dim = ops.device, stores[0].dim
         self._layers, self._chooser, self._table = layers, chooser, table
-        self._stores = stores if read is None else (*stores, read)
-        self._graphs, self._ranking = ops.graphs, DraftRanking(chooser, vocabulary, width, device)
-        self._where, self._read_where = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
-        self._ops = _PlacedOperations(ops, self._where, None if read is None else (read, self._read_where))
-        self._rotations = new_rotations(1, dim // 2, device)
-        self._cos, self._sin = (torch.zeros(1, dim // 2, device=device) for _ in range(2))
-        self._row = torch.empty_like(row)
-        self._embedded = torch.empty(1, table.in_features, dtype=ops.dtype, device=device)
+        self._graphs, self._ranking = ops.graphs, DraftRanking(chooser, vocabulary, width, ops.device)
+        where, read = (torch.zeros(2, dtype=torch.int64, device=ops.device) for _ in range(2))
+        self._places = Places(where, read)
+        self._rows = LayerRows(ops, self._places, stores, has_read, table.in_features, row)
+        self._rotations = new_rotations(1, stores[0].dim // 2, ops.device)
         self._key = new_owner()
         ops.graphs.own(self, self._key)
 
-    def draft(self, row: Tensor, length: int, num_read: int, rotations: tuple[Tensor, Tensor], required: int,
-              within: float, end: ChainEnd) -> LaunchedWork[list[Ranked]]:
-        """Draft one token, and one more for each row of `rotations`; what `end` cuts off is drafted and dropped.
+    def launch(self, row: Tensor, length: int, num_read: int, rotations: tuple[Tensor, Tensor], required: int,
+               within: float) -> Tensor:
+        """Launch what drafts one token, and one more for each row of `rotations`. Returns the outcome [1 + N, 18].
 
         row        [1, hidden], the layers' output for the text's last token
         length     rows of the stores that are visible; the drafts' rows are written after them
@@ -133,18 +174,18 @@ class LayerChain:
 
         def begin() -> None:
             self._ranking.begin(within, self._chooser.length, required)
-            self._row.copy_(row)
+            self._rows.row.copy_(row)
             self._rotations[1 : count + 1, 0].copy_(torch.stack(rotations, 1))
-            self._where.fill_(length - 1)  # the text's last row, which `_next_row` goes on from
-            self._read_where.fill_(num_read - 1)
+            self._places.where.fill_(length - 1)  # the text's last row, which `_next_row` goes on from
+            self._places.read.fill_(num_read - 1)
 
-        with on_device(self._where.device):
+        with on_device(text.device):
             self._graphs.run_in_turn([(("layer chain", self._key, size, has_bans, self._chooser.place_serial),
-                                       partial(self._places, size, text, has_bans))
+                                       partial(self._run, size, text, has_bans))
                                       for size in (0, *in_graphs(count))], begin)
-        return until_end((yield from self._ranking.read(count + 1)), end)
+        return self._ranking.outcome[: count + 1]
 
-    def _places(self, count: int, text: Tensor, has_bans: bool) -> None:
+    def _run(self, count: int, text: Tensor, has_bans: bool) -> None:
         """`count` tokens after the one that is ranked, which is ranked first if `count` is 0."""
         for _ in range(count):
             self._next_row(text)
@@ -153,13 +194,11 @@ class LayerChain:
             self._rank(has_bans)
 
     def _rank(self, has_bans: bool) -> None:
-        self._ranking.rank(self._layers.logits(self._row), has_bans)
+        self._ranking.rank(self._layers.logits(self._rows.row), has_bans)
 
     def _next_row(self, text: Tensor) -> None:
         """The row of the best guess, which is appended to the text."""
-        ranking = self._ranking
-        end_place(text, ranking.state, self._where, ranking.outcome)
-        embed_place(text, ranking.state, self._table, self._factor, self._rotations, self._embedded, self._cos,
-                    self._sin)
-        rotations = self._cos, self._sin
-        self._row.copy_(self._layers.next_row(self._ops, self._row, self._embedded, rotations, self._stores))
+        ranking, rows = self._ranking, self._rows
+        end_place(text, ranking.state, self._places.where, ranking.outcome)
+        embed_place(text, ranking.state, self._table, self._factor, self._rotations, rows.embedded, rows.cos, rows.sin)
+        rows.go_on(self._layers)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from longdraft.kernels.cuda.chain_rows import (
     MAX_BUFFERS,
-    MAX_TEXTS,
     ChainRows,
     RowsShape,
+    SharedDrafts,
     TextDraft,
     bans_of,
     has_launched,
@@ -80,26 +80,14 @@ class _Buffers:
         self.rows.load(staged)
 
 
-class SharedChains:
+class SharedChains(SharedDrafts[TextChain]):
     """Chains of several texts with one model's weights."""
 
     def __init__(self, weights: DraftWeights) -> None:
         self._weights = weights
         self._buffers: RecentlyUsed[_Shape, _Buffers] = RecentlyUsed(MAX_BUFFERS)
 
-    def launch(self, chains: Sequence[TextChain]) -> list[Tensor]:
-        """Launch the chains. Returns the outcome of each: [N, 18] int64, of its places (`drafting.ranked_places`)."""
-        outcomes = []
-        for first in range(0, len(chains), MAX_TEXTS):
-            some = chains[first : first + MAX_TEXTS]
-            outcome = self._launch(some)
-            if len(chains) > MAX_TEXTS:
-                outcome = outcome.clone()  # the next ones may have the same memory
-            outcomes += [outcome[: chain.draft.places, text] for text, chain in enumerate(some)]
-        return outcomes
-
     def _launch(self, given: Sequence[TextChain]) -> Tensor:
-        """Launch chains that fit into one graph. Returns the outcome [places, T, 18]."""
         chains = [chain._replace(draft=chain.draft.prepared()) for chain in given]
         drafts, decoder = [chain.draft for chain in chains], chains[0].decoder
         stores = cuda_stores(chains[0].stores.stores)
