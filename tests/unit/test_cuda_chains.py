@@ -23,15 +23,15 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import SelfDraftModel
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
-from longdraft.kernels.cuda import shared_chain
-from longdraft.kernels.cuda.chain_rows import MAX_FRESH
+from longdraft.kernels.cuda import chain_rows
 from longdraft.kernels.cuda.drafting import DraftChain
 from longdraft.kernels.cuda.shared_chain import SharedChains
 from longdraft.kernels.launched import Launched, finished, read_together
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model.draft_copy import load_copy
 from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Transformer
+from longdraft.model.transformer import chain_rows as rows_of_chain
 from longdraft.sampling.sampler import Sampler
 
 LAWS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ class Text:
 
     def verify(self, tokens: Sequence[int]) -> None:
         """The target's rows of these tokens, from which the remainder is fitted."""
-        result = self.model.forward(chain_rows(tokens, self.cache.length), self.cache)
+        result = self.model.forward(rows_of_chain(tokens, self.cache.length), self.cache)
         self.cache.commit(range(len(tokens)))
         self.partial.update(AttentionRows.all(result.attention_output))
 
@@ -169,7 +169,7 @@ def test_a_graph_serves_shuffled_texts_and_those_that_are_left(model, monkeypatc
 
 
 def test_texts_that_do_not_fit_take_several_graphs_and_one_wait(model, monkeypatch):
-    monkeypatch.setattr(shared_chain, "MAX_TEXTS", 2)
+    monkeypatch.setattr(chain_rows, "MAX_TEXTS", 2)
     alone, together = ([Text(case, model, model) for case in CASES[:3]] for _ in range(2))
     for group in (alone, together):
         group[2].case = group[2].case._replace(path=())
@@ -183,7 +183,7 @@ def test_many_new_tokens_are_copied_by_themselves(model):
     """More than are uploaded with the settings: after a prompt."""
     alone, together = ([Text(case, model, model) for case in CASES[:2]] for _ in range(2))
     for text in (*alone, *together):
-        assert len(text.context) < MAX_FRESH or text.case.length == 60
+        assert len(text.context) < chain_rows.MAX_FRESH or text.case.length == 60
     for text in alone:
         text.state(finished(text.drafts()))
     drafted_together(together)

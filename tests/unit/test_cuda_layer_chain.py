@@ -140,7 +140,7 @@ def test_a_capture_changes_no_guess(folder):
 TEXTS = [(PAPER, 6, 3, NEVER), (dict(temperature=0.0), 1, 1, NEVER), (dict(temperature=1.3), 3, 2, CASES[2][4])]
 
 
-@pytest.mark.parametrize("dialect", [*DIALECTS, "glide"])
+@pytest.mark.parametrize("dialect", ["EAGLE-3", "EAGLE 3.1, own table", "glide"])
 def test_chains_of_several_texts_are_those_that_each_drafts_alone(folder, dialect, monkeypatch):
     """Guesses, leads, keys and values, to the bit: texts and chains of unlike lengths, with other settings, shuffled,
     and when one leaves or comes. One launch for all, and graphs that belong to no text."""

@@ -64,7 +64,7 @@ class DraftLayers(Protocol):
         """Logits [T, V] float32 of the layers' output [T, hidden]."""
 
 
-class Places(NamedTuple):
+class RowPlaces(NamedTuple):
     """Where the rows of T texts are, on the device.
 
     where   int64 [2 T]: rows of a text that are visible, and the slot of its next row, the one after them
@@ -85,7 +85,7 @@ class _PlacedOperations(CudaOperations):
     stores  of one text; the last one is only read if `has_read`
     """
 
-    def __init__(self, ops: CudaOperations, places: Places, stores: Sequence[CudaStore], has_read: bool) -> None:
+    def __init__(self, ops: CudaOperations, places: RowPlaces, stores: Sequence[CudaStore], has_read: bool) -> None:
         self.__dict__.update(ops.__dict__)
         rows, device = len(places.where) // 2, ops.device
         self._places, self._serials = places, [store.serial for store in stores]
@@ -121,7 +121,7 @@ class LayerRows:
     row       a row [1, hidden] of the layers' output
     """
 
-    def __init__(self, ops: CudaOperations, places: Places, stores: Sequence[CudaStore], has_read: bool, width: int,
+    def __init__(self, ops: CudaOperations, places: RowPlaces, stores: Sequence[CudaStore], has_read: bool, width: int,
                  row: Tensor) -> None:
         """width: of the embeddings."""
         rows, dim, device = len(places.where) // 2, stores[0].dim, ops.device
@@ -151,7 +151,7 @@ class LayerChain:
         self._layers, self._chooser, self._table = layers, chooser, table
         self._graphs, self._ranking = ops.graphs, DraftRanking(chooser, vocabulary, width, ops.device)
         where, read = (torch.zeros(2, dtype=torch.int64, device=ops.device) for _ in range(2))
-        self._places = Places(where, read)
+        self._places = RowPlaces(where, read)
         self._rows = LayerRows(ops, self._places, stores, has_read, table.in_features, row)
         self._rotations = new_rotations(1, stores[0].dim // 2, ops.device)
         self._key = new_owner()

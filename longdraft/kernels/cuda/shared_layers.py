@@ -26,7 +26,7 @@ from longdraft.kernels.cuda.chain_rows import (
 from longdraft.kernels.cuda.drafting import in_graphs
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import RecentlyUsed, on_device, padded_size, staged_parts
-from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerRows, Places
+from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerRows, RowPlaces
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 
@@ -66,7 +66,7 @@ class _Buffers:
         self._staged = torch.zeros(self._parts[-1].stop, dtype=torch.int32, device=device)
         where, read, tables = (self._staged[each].view(torch.int64) for each in self._parts)
         self.where = where
-        self.layers = LayerRows(part.ops, Places(where, read, tables.view(num, texts, 5), shape.rooms), part.stores,
+        self.layers = LayerRows(part.ops, RowPlaces(where, read, tables.view(num, texts, 5), shape.rooms), part.stores,
                                 part.has_read, table.in_features, part.row)
         self._spares = [CudaStore(device, store.dtype, store.element, store.heads, store.dim) for store in part.stores]
         for spare in self._spares:  # of padding texts
