@@ -3,7 +3,8 @@
     python tests/helpers/compile_cuda_kernels.py
 
 It prints for each kernel: its name, bytes of shared memory, fused multiply-adds, bytes of stack, registers, whether
-products and reductions come in pairs, and a checksum of these. The bytes of stack are those that the assembler spills.
+products and reductions come in pairs, a checksum of these, and requests for cache lines. The bytes of stack are those
+that the assembler spills.
 PTX does not show them, so they are read from the machine code. Pairs are for attention, whose two loops must compute a
 block alike; checksums for its two forms, for one text and for several.
 
@@ -43,6 +44,8 @@ SPLITS = dict(SHORT=256, NUM_SHORT=32, LONG=1024)
 PARTS = dict(PARTS=4, HAS_SCALE=True, HAS_BIAS=True)
 SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
 UNFUSED = dict(enable_fp_fusion=False)
+AHEAD = dict(AHEAD_ROWS=28672, AHEAD_BYTES=8192, AHEAD_FIRST=3, AHEAD_LINES=2, AHEAD_UP_TO=6000, AHEAD_PROGRAMS=56)
+NOTHING_AHEAD = dict.fromkeys(AHEAD, 0)
 VOCABULARY = dict(vocabulary="i32")
 LIMITS = dict(settings=F64, cuts=I64, floors=I64, leasts=F64, bests=F32, num_blocks="i32")
 FILTERS = dict(HAS_CUT=True, HAS_MIN_P=True, HAS_ETA=True, HAS_FLOOR=True)
@@ -52,14 +55,15 @@ IN_BLOCKS = dict(BLOCK=1024, BLOCKS=128)
 def kernels():
     """(kernel, types of its arguments, constants, options). The usual form of a kernel comes first."""
     attend = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
-                  weight_sums=F32, value_sums=F32, table=I64, text_stride="i32", end_splits="i32",
+                  weight_sums=F32, value_sums=F32, table=I64, ahead=BF16, text_stride="i32", end_splits="i32",
                   num_rows="i32", capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32",
                   cap="fp32")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_WINDOW=False,
-                 HAS_CAP=False, HAS_TABLE=False, STAGES=3, **SPLITS)
+                 HAS_CAP=False, HAS_TABLE=False, STAGES=3, **SPLITS, **NOTHING_AHEAD)
     pipelined = dict(num_warps=4, **UNFUSED)
     yield jit_attention.attend_split_kernel, attend, shape, pipelined
     yield jit_attention.attend_split_kernel, attend, shape | dict(HAS_TABLE=True), pipelined
+    yield jit_attention.attend_split_kernel, attend, shape | AHEAD, pipelined
     for has_table in (False, True):
         yield (jit_attention.attend_split_kernel, attend | dict(k=FP8, v=FP8),
                shape | dict(IS_SCALED=True, HAS_TABLE=has_table), pipelined)
@@ -108,11 +112,12 @@ def kernels():
     yield (jit_rows.rope_kernel, dict(x=BF16, cos=F32, sin=F32, out=BF16), dict(HEADS=32, HALF=64, PADDED=64),
            dict(num_warps=1))
     rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16, k=BF16, v=BF16,
-                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, capacity="i32",
+                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, ahead=BF16, capacity="i32",
                          text_rows="i32", text_stride="i32", eps="fp32", factor="fp32")
     form = dict(HEADS=32, KV_HEADS=8, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, ROTATES=True, ROUNDS_ONCE=False,
-                IS_SCALED=False, HAS_TABLE=False, **PARTS)
+                IS_SCALED=False, HAS_TABLE=False, **PARTS, **NOTHING_AHEAD)
     yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
+    yield jit_rows.finish_qkv_kernel, rotate, form | AHEAD, dict(num_warps=1)
     yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8),
            form | dict(NORMS=1, IS_SCALED=True, HAS_TABLE=True), dict(num_warps=1))
     for has_table in (False, True):
@@ -324,7 +329,7 @@ def main() -> None:
         computed = products_and_reductions(done.asm["ttgir"])
         is_paired = all(computed.count(each) % 2 == 0 for each in computed)
         print(kernel.__name__, done.metadata.shared, fused, *resources(done.asm["cubin"]), int(is_paired),
-              zlib.crc32("\n".join(computed).encode()))
+              zlib.crc32("\n".join(computed).encode()), code.count("prefetch.global.L2"))
 
 
 if __name__ == "__main__":

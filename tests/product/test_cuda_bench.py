@@ -189,6 +189,8 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         assert found["prefill tiny 24"]["tokens_per_s"] > 0
         both = [found[part] for part in ("side by side tiny 24", "filters tiny", "small drafts tiny")]
         both.append({"ahead": found["ahead tiny 24"]})
+        fetches = found["fetches tiny 24"]
+        assert fetches["is_equal"] and fetches["fetched"]["plain_ms"] > 0 and fetches["not fetched"]["plain_ms"] > 0
         upkeep = found["upkeep tiny"]
         assert upkeep["differs_by"] < 1e-3 and min(upkeep["graph"], upkeep["pytorch"], upkeep["selection"]) > 0
         rounds = [case for case in found["side by side tiny 24"].values() if "round" in case]
@@ -253,12 +255,15 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     found = [line.split() for line in done.stdout.splitlines()]
     assert {"attend_split_kernel", "merge_splits_kernel", "few_rows_kernel", "finish_qkv_kernel", "add_and_norm_kernel",
             "noisy_block_maxima_kernel", "walk_tree_kernel", "scatter_rows_kernel"} <= {kernel for kernel, *_ in found}
-    forms = [(line[1], line[-1]) for line in found if line[0] == "attend_split_kernel"]
-    assert forms[0] == forms[1] and forms[2] == forms[3], "several texts compute another way"
+    forms = [(line[1], line[-2]) for line in found if line[0] == "attend_split_kernel"]
+    assert len({*forms[:3]}) == 1 and forms[3] == forms[4], "several texts, or programs that fetch, compute another way"
+    for name in ("attend_split_kernel", "finish_qkv_kernel"):
+        fetched = [int(line[-1]) > 0 for line in found if line[0] == name]
+        assert sum(fetched) == 1, f"one form of {name} fetches what a later kernel reads"
     for name in ("map_remainder_kernel", "best_in_blocks_kernel", "rank_kernel"):
-        alone, together = ((line[1], line[-1]) for line in found if line[0] == name)
+        alone, together = ((line[1], line[-2]) for line in found if line[0] == name)
         assert alone == together, f"{name} of several texts computes another way"
-    for kernel, shared, fused, spilt, _, is_paired, _ in found:
+    for kernel, shared, fused, spilt, _, is_paired, *_ in found:
         most = 227 if kernel == "attend_split_kernel" else 113  # with heads of 256 there is room for one program
         assert int(shared) <= most * 1024, f"{kernel} leaves no room for a second program beside it"
         if kernel == "attend_split_kernel":

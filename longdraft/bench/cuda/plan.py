@@ -138,6 +138,8 @@ def _kernels(plan: CudaPlan) -> list[Part]:
                        18 if context == plan.contexts[0] else 4) for context in plan.contexts]
         parts += [Part(f"ahead {shape} {context}", "plain_ahead", {"shape": shape, "context": context}, 5)
                   for context in dict.fromkeys((plan.contexts[0], plan.contexts[-1]))]
+        parts += [Part(f"fetches {shape} {context}", "fetches", {"shape": shape, "context": context}, 4)
+                  for context in plan.contexts[:2]]
         parts += [Part(f"trace {shape}", "trace", near, 5),
                   Part(f"side by side {shape} {plan.contexts[0]}", "side_by_side", near, 18),
                   Part(f"filters {shape}", "laws", near, 12),

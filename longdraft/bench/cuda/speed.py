@@ -185,7 +185,7 @@ def steps(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
     device = model.kernels.device
     size = model.weights_bytes + context * model.cache_bytes_per_token
     floor = size / rate * 1e3
-    wall, graphs = _plain_ms(model, context, plain_steps(plan))
+    wall, graphs = plain_ms(model, context, plain_steps(plan))
     found = {"context": context, "bytes": size, "floor_ms": floor, "plain_ms": wall, "tokens_per_s": 1e3 / wall,
              "share_of_floor": floor / wall, "graphs_ms": graphs,
              "beside_graphs": 1 - sum(graphs) / wall if graphs else None}
@@ -205,7 +205,7 @@ def plain_steps(plan: CudaPlan) -> int:
     return 4 * plan.repeats if plan.device == "cuda" else 1
 
 
-def _plain_ms(model: Transformer, context: int, count: int) -> tuple[float, list[float]]:
+def plain_ms(model: Transformer, context: int, count: int) -> tuple[float, list[float]]:
     """Milliseconds of a step of plain decoding while a text is written, and of its graphs: layers, choice."""
     step = plain_step(model, context)
     for _ in range(min(count, WARM_STEPS)):

@@ -11,6 +11,7 @@ from torch import Tensor
 from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
+from longdraft.kernels.cuda.linear import Ahead, ahead_options
 
 _SPLITS_PER_MERGE_STEP = 32
 # In one program: rows of a product on Hopper. Of float32, and of heads above 256, more do not fit in registers.
@@ -106,7 +107,7 @@ class AttentionWorkspace:
 
 def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, store: CudaStore, where: Tensor,
                    length: int, window: int, remainder: Tensor | None, out: Tensor, lse: Tensor,
-                   table: Tensor | None = None) -> None:
+                   table: Tensor | None = None, ahead: Ahead | None = None) -> None:
     """Attention of q [R, H, D]: writes out [R, H, D] in q's dtype and lse [R, H] float32.
 
     The keys and values of the drafted rows must already be in their slots of the store.
@@ -117,6 +118,7 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     window     positions that a row sees, itself included; 0: all
     remainder  [R, H, D + 1] float32: see `longdraft.kernels.interface.KV`
     table      int64 [texts, 5], of any row stride: the stores of several texts, which have the form of `store`
+    ahead      what further programs fetch meanwhile
     """
     rows, heads, dim = q.shape
     require((heads, dim) == (plan.heads, plan.dim) and rows == work.rows, f"[{work.rows}, {plan.heads}, {plan.dim}]",
@@ -128,14 +130,16 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     ends = plan.end_splits(own) * plan.kv_heads * own * ceil_div(plan.group, plan.lanes)
     whole = plan.splits.of(length) * plan.kv_heads * ceil_div(own * plan.group, plan.lanes)
     require(work.texts == (1 if table is None else len(table)), f"stores of {work.texts} texts", table)
+    programs = ends + whole + (0 if ahead is None else ahead.programs)
     with on_device(q.device):
-        jit_attention.attend_split_kernel[(ends + whole, work.texts)](
+        jit_attention.attend_split_kernel[(programs, work.texts)](
             q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
-            work.weight_sums, work.value_sums, where if table is None else table, plan.end_splits(own), own,
+            work.weight_sums, work.value_sums, where if table is None else table,
+            q if ahead is None else ahead.weight, plan.end_splits(own), own,
             store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
             store.score_cap * math.log2(math.e), KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes,
             BLOCK=plan.block, IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
-            HAS_TABLE=table is not None, STAGES=2 if plan.is_float or dim > 256 else 3, **sizes,
+            HAS_TABLE=table is not None, STAGES=2 if plan.is_float or dim > 256 else 3, **sizes, **ahead_options(ahead),
             num_warps=8 if dim > 128 else 4, **chained(q.device))
         jit_attention.merge_splits_kernel[(rows, heads)](
             work.max_scores, work.weight_sums, work.value_sums, where, work.depths,

@@ -13,7 +13,7 @@ from torch.nn import functional
 from longdraft.kernels import int4
 from longdraft.kernels.cuda import jit_int4
 from longdraft.kernels.cuda.launch import ceil_div, chained
-from longdraft.kernels.cuda.linear import CudaLinear, Tiling, splits_of
+from longdraft.kernels.cuda.linear import Ahead, CudaLinear, Tiling, splits_of
 from longdraft.kernels.int4 import GROUP, Int4Weight
 
 _COLUMNS = 128  # output features of one program: two operands of 64 rows
@@ -55,6 +55,10 @@ class CudaInt4Linear(CudaLinear):
                          for part in (scale, zero))
         bits = scales.half().view(torch.int16).int() & 0xFFFF
         return words.contiguous(), bits + zeros.int() * _ZERO
+
+    def ahead(self, position_bytes: int) -> tuple[Ahead | None, Ahead | None]:
+        """Nothing: the words of an output are not next to each other."""
+        return None, None
 
     def unpacked(self) -> Int4Weight:
         """The weight as `longdraft.kernels.int4` has it."""

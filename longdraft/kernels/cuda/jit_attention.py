@@ -20,7 +20,7 @@ compiled program.
 import triton
 import triton.language as tl
 
-from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+from longdraft.kernels.cuda.jit_chain import prefetch_ahead, wait_for_inputs
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -78,11 +78,13 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
 @triton.jit(do_not_specialize=["end_splits", "num_rows", "capacity", "num_splits", "path_stride", "window",
                                "text_stride"])
 def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums, table,
-                        end_splits, num_rows, capacity, num_splits, path_stride, window, text_stride, factor, cap,
-                        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+                        ahead, end_splits, num_rows, capacity, num_splits, path_stride, window, text_stride, factor,
+                        cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
                         LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
                         LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-                        STAGES: tl.constexpr, HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
+                        STAGES: tl.constexpr, HAS_TABLE: tl.constexpr, AHEAD_ROWS: tl.constexpr,
+                        AHEAD_BYTES: tl.constexpr, AHEAD_FIRST: tl.constexpr, AHEAD_LINES: tl.constexpr,
+                        AHEAD_UP_TO: tl.constexpr, AHEAD_PROGRAMS: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One split for some lanes of a KV head.
 
     q                        [R, H, D]
@@ -101,8 +103,14 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     Grid (end_splits * Hkv * tiles of ends + whole splits * Hkv * tiles, texts). Tiles come first, so that programs that
     read the same keys run at the same time. Ends begin first, then whole splits from the last one: the long ones, which
     take longest. The splits of an end are counted from the one where the prefix ends, and its tiles hold lanes of one
-    row.
+    row. The last AHEAD_PROGRAMS programs only fetch parts of the weight `ahead` (`jit_chain.prefetch_ahead`).
     """
+    num_programs = tl.num_programs(0) - AHEAD_PROGRAMS
+    if AHEAD_PROGRAMS > 0:
+        if tl.program_id(0) >= num_programs:
+            prefetch_ahead(ahead, where, tl.program_id(0) - num_programs, AHEAD_PROGRAMS, AHEAD_ROWS, AHEAD_BYTES,
+                           AHEAD_FIRST, AHEAD_LINES, AHEAD_UP_TO, 1024, IS_CHAINED)
+            return
     wait_for_inputs(IS_CHAINED)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     if HAS_TABLE:
@@ -136,7 +144,7 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     lane_row = lane // GROUP
     head = kv_head * GROUP + lane % GROUP
 
-    whole_splits = (tl.num_programs(0) - num_ends) // (tiles * KV_HEADS)
+    whole_splits = (num_programs - num_ends) // (tiles * KV_HEADS)
     split = tl.where(is_end, first_of_end + place_of_split, whole_splits - 1 - place_of_split)
     start = split_start(split, SHORT, NUM_SHORT, LONG)
     own = length + tl.load(depths + row, mask=is_end, other=0)  # of an end: the row's own position

@@ -22,6 +22,23 @@ def wait_for_inputs(IS_CHAINED: tl.constexpr):
 
 
 @triton.jit
+def prefetch_ahead(weight, where, program, programs, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, FIRST: tl.constexpr,
+                   LINES: tl.constexpr, UP_TO: tl.constexpr, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """Fetch cache lines of a weight that a later kernel will read, as one of `programs` that share the work.
+
+    Lines FIRST .. FIRST + LINES of each of ROWS rows, ROW_BYTES apart; none after UP_TO committed positions (`where`),
+    where attention reads so much that the lines would be dropped again. `where` may change meanwhile: it changes no
+    result. Nothing is waited for and nothing is stored.
+    """
+    if IS_CHAINED:
+        total = tl.where(tl.load(where) <= UP_TO, ROWS * LINES, 0)
+        for start in range(program * BLOCK, total, programs * BLOCK):
+            index = tl.minimum(start + tl.arange(0, BLOCK), ROWS * LINES - 1)
+            at = (index // LINES).to(tl.int64) * ROW_BYTES + (FIRST + index % LINES) * LINE
+            prefetch(weight.to(tl.int64) + at)
+
+
+@triton.jit
 def prefetch(addresses):
     """Fetch the cache lines at these addresses into the second-level cache, without waiting for them."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32,

@@ -56,6 +56,12 @@ def chained(device: torch.device) -> dict[str, bool]:
     return UNFUSED | ({"IS_CHAINED": True, "launch_pdl": True} if _can_chain(device) else {"IS_CHAINED": False})
 
 
+def can_fetch(device: torch.device) -> bool:
+    """Whether kernels may fetch what later ones read (jit_chain). In Triton's interpreter the programs for it do
+    nothing."""
+    return device.type != "cuda" or _can_chain(device)
+
+
 @functools.cache
 def _can_chain(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

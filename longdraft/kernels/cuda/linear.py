@@ -21,6 +21,11 @@ _SPLIT_WIDTHS = 192, 1024  # inputs of one split, see `splits_of`
 _MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two fit
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
 FUSES_GATE = is_on("FUSES_GATE")  # False: the product of gate and up, and the activation after it, are two launches
+FETCHES_AHEAD = is_on("FETCHES_AHEAD")  # False: the launches of rotation and attention fetch no weights of gate and up
+_FETCHED_AHEAD = 20_000_000  # bytes of a weight that launches in front of its product fetch; half of the cache
+_MOST_READ = 24_000_000  # bytes that attention may read in a layer meanwhile: more would displace them
+_AHEAD_PROGRAMS, _LINES_OF_PROGRAM = 64, 1024  # programs that fetch, at most; lines of each, at least
+_LINE = 128  # bytes of a cache line
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
 
 
@@ -33,6 +38,24 @@ class Activation(NamedTuple):
 
 
 SILU, GELU, CLAMPED = Activation(0), Activation(1), 2
+
+
+class Ahead(NamedTuple):
+    """Cache lines of a weight that a launch in front of its product fetches: see `jit_chain.prefetch_ahead`."""
+
+    weight: Tensor
+    rows: int
+    row_bytes: int
+    first: int
+    lines: int
+    up_to: int
+    programs: int  # of the launch, that do nothing else
+
+
+def ahead_options(ahead: Ahead | None) -> dict[str, int]:
+    """The compile-time arguments of a launch that fetches `ahead`, or nothing."""
+    names = "AHEAD_ROWS", "AHEAD_BYTES", "AHEAD_FIRST", "AHEAD_LINES", "AHEAD_UP_TO", "AHEAD_PROGRAMS"
+    return dict(zip(names, (0,) * len(names) if ahead is None else ahead[1:], strict=True))
 
 
 class PartialSums(NamedTuple):
@@ -151,6 +174,21 @@ class CudaLinear:
         jit_linear.few_rows_kernel[(ceil_div(rows, tile), ceil_div(self.out_features, columns), splits)](
             x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile, COLUMNS=columns,
             BLOCK=block, SPLITS=splits, PREFETCHED=_PREFETCHED, num_warps=4, num_stages=stages, **chained(x.device))
+
+    def ahead(self, position_bytes: int) -> tuple[Ahead | None, Ahead | None]:
+        """What two launches in front of the product fetch: the first bytes of each output's weights, half and half.
+
+        position_bytes  of a position in the cache, of which attention reads all positions meanwhile
+        """
+        row_bytes = self.weight.stride(0) * self.weight.itemsize
+        lines = min(row_bytes // _LINE, _FETCHED_AHEAD // (self.out_features * _LINE))
+        if not FETCHES_AHEAD or lines < 2:
+            return None, None
+        up_to, first = _MOST_READ // position_bytes, ceil_div(lines, 2)
+        early, late = (Ahead(self.weight, self.out_features, row_bytes, start, count, up_to,
+                             min(_AHEAD_PROGRAMS, ceil_div(self.out_features * count, _LINES_OF_PROGRAM)))
+                       for start, count in ((0, first), (first, lines - first)))
+        return early, late
 
     @property
     def fuses_gate(self) -> bool:
