@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ class HybridOperations(LayerOperations, Protocol):
 
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
                    parents: Tensor) -> Tensor | None: ...
+
+
+@runtime_checkable
+class MapsRemainders(Protocol):
+    """Operations that apply the maps of remainders in one launch."""
+
+    def row_remainders(self, content: Tensor, maps: Tensor) -> Tensor:
+        """The remainder [T, H, D + 1] float32 of rows with these queries before rotation [T, H, D].
+
+        maps  [H, D + 1, D + 1] float32: see `LayersKV.remainder`
+        """
 
 
 class _Residuals:
@@ -117,8 +128,7 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
             kv.k.copy_(k[own])
             kv.v.copy_(v[own])
         if kv.remainder is not None:
-            remainder = torch.einsum("thd,hde->the", content[own].float(), kv.remainder[:, :-1]) + kv.remainder[:, -1]
-            kv = kv._replace(remainder=remainder.contiguous())
+            kv = kv._replace(remainder=_row_remainders(ops, content[own], kv.remainder))
         elif layer.sinks is not None:  # a remainder of drafts contains them: it is part of the full attention
             kv = kv._replace(remainder=_of_sinks(layer.sinks, len(kv.k), dim))
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
@@ -137,6 +147,13 @@ def layer_end(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Ge
         gated = ops.geglu(torch.cat([ops.linear(x, layer.extra.gate), given], 1))
         x = x + _Residuals(ops, geometry).norm(ops.linear(gated, layer.extra.out), layer.extra.norm)
     return x if layer.scalar == 1 else x * layer.scalar
+
+
+def _row_remainders(ops: LayerOperations, content: Tensor, maps: Tensor) -> Tensor:
+    """The remainder [T, H, D + 1] of rows with these queries before rotation [T, H, D]."""
+    if isinstance(ops, MapsRemainders):
+        return ops.row_remainders(content, maps)
+    return (torch.einsum("thd,hde->the", content.float(), maps[:, :-1]) + maps[:, -1]).contiguous()
 
 
 def _of_sinks(sinks: Tensor, rows: int, dim: int) -> Tensor:

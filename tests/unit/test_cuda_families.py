@@ -87,6 +87,15 @@ def test_activations_and_gates_agree_with_the_reference(dtype):
     assert ours.clamped_swiglu(x, 1.702, 3.0)[1].isnan().all() and ours.geglu(x)[1].isnan().all()
 
 
+@every_dtype
+def test_remainders_of_rows_agree_with_the_definition_and_a_rows_company_changes_nothing(dtype):
+    ours = kernels(dtype)
+    content, maps = rows_of(5, 3, 24, dtype=ours.dtype), rows_of(3, 25, 25, seed=1)
+    found = ours.row_remainders(content, maps)
+    close(found, torch.einsum("thd,hde->the", content.float(), maps[:, :-1]) + maps[:, -1], "float32", times=5)
+    assert torch.equal(ours.row_remainders(content[3:4], maps), found[3:4])
+
+
 def mixture(ops, quantize: str = "none", bias: bool = False, shared: bool = False, hidden: int = HIDDEN,
             inner: int = INNER, **settings: object) -> Experts:
     def packed(out: int, into: int, seed: int) -> object:
@@ -249,7 +258,7 @@ def test_drafts_with_a_remainder_are_part_of_a_graph(tmp_path, name, monkeypatch
     for given in (None, *maps):
         monkeypatch.setattr(FullCache, "append", lambda self, k, v, given=given: append(self, k, v)._replace(
             remainder=given))
-        for rows in (Rows([5], [3], [-1]), Rows([5, 7], [3, 4], [-1, 0])):
+        for rows in (Rows([5], [3], [-1]), Rows([5, 7, 9], [3, 4, 4], [-1, 0, 0])):
             captured, host = (rows_of_forward(model, cache, rows, is_captured) for is_captured in (True, False))
             assert all(torch.equal(*pair) for pair in zip(captured, host, strict=True))
             found.append(captured[0])

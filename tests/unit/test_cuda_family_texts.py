@@ -60,6 +60,13 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return made._replace(caches=[made.cache(length) for length in LENGTHS])
 
 
+def maps_of(made: Made, text: int) -> object:
+    """A remainder for the text: one tensor, or one of each layer where the heads differ."""
+    maps = [0.3 * rows_of(made.model.config.num_heads, store.dim + 1, store.dim + 1, seed=10 * text + layer)
+            for layer, store in enumerate(made.caches[0].stores)]
+    return torch.stack(maps) if len({each.shape for each in maps}) == 1 else tuple(maps)
+
+
 def forward(made: Made, order: list[int], trees: list[Tree] = TREES, caches: list[FullCache] | None = None) -> Parts:
     """What the forward of some texts computes for each, states and their inputs among it."""
     caches = caches or made.caches
@@ -107,6 +114,28 @@ def test_a_text_of_any_family_has_its_own_bits_whatever_its_company(made):
         newcomer = [*made.caches[:2], made.cache(41)]
         forward(made, [0, 1, 2], caches=newcomer)
         assert keys[3] is keys[0]
+        newcomer[2].reserve(600)
+        assert same(forward(made, [0, 1], caches=newcomer), one_by_one)
+        forward(made, [1, 2, 0], caches=newcomer)
+        places, stores = keys[5]._ops._texts.where.view(-1, 2).tolist(), newcomer[1].stores
+        assert places[3] == [0, stores[0].room] and places[1][1] > stores[0].capacity, "a padding text's own place"
+
+
+def test_texts_with_remainders_share_a_graph_and_have_their_own_bits(made, monkeypatch):
+    """Each with maps of its own. If only some have any, the host launches the kernels."""
+    append, remainders = FullCache.append, {id(made.caches[text]): maps_of(made, text) for text in range(3)}
+    monkeypatch.setattr(FullCache, "append", lambda self, k, v: append(self, k, v)._replace(
+        remainder=remainders.get(id(self))))
+    with switched(layerwise, "CAPTURES_LAYERS", False):
+        one_by_one = {text: forward(made, [text])[text] for text in range(3)}
+    with graphs_of(made.model) as keys:
+        assert same(forward(made, [0]), one_by_one)
+        for order in ([0, 1, 2], [2, 1, 0], [1, 0]):
+            assert same(forward(made, order), one_by_one), order
+        assert len(keys) == 4 and keys[1] is keys[2] and len(set(keys)) == 3
+        remainders[id(made.caches[1])] = None
+        mixed = forward(made, [0, 1])
+        assert len(keys) == 4 and same({0: mixed[0]}, one_by_one) and not same({1: mixed[1]}, one_by_one)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")

@@ -24,7 +24,7 @@ from longdraft.kernels.cuda.delta import Paths, PlacedStates, addresses, stacked
 from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
 from longdraft.kernels.cuda.jit_delta import ENTRY
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import UNFUSED, staged_parts
+from longdraft.kernels.cuda.launch import UNFUSED, require, staged_parts
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.shared_forward import TextResults
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
@@ -44,6 +44,7 @@ class _Texts(NamedTuple):
     parents  int32 [R]
     slots    int64 [R]: of each row, in its text's stores; negative: the row is not written
     stores   int64 [L, num, 5]: the stores of all layers with attention; None: of one text, they are known
+    maps     int64 [L, num or more]: where the maps of each text's remainder are
     states   of all delta layers, in order
     """
 
@@ -53,6 +54,7 @@ class _Texts(NamedTuple):
     parents: Tensor
     slots: Tensor
     stores: Tensor | None
+    maps: Tensor
     states: PlacedStates
 
 
@@ -65,7 +67,7 @@ class _TreeOperations(CudaOperations):
         own = rows // texts.num
         path, depths = (torch.zeros(*size, dtype=torch.int32, device=ops.device) for size in ((rows, own), (rows,)))
         self._paths = Paths(path, depths, own)
-        self._num_deltas = 0  # delta layers that have run
+        self._num_deltas = self._num_maps = 0  # delta layers that have run, and layers with a remainder
         self._layers: dict[int, int] = {}  # by identity of the stores that attention gets
         self._rows = torch.arange(rows, device=ops.device)
         self._text_of_rows = (self._rows // own).int()
@@ -75,7 +77,7 @@ class _TreeOperations(CudaOperations):
     def begin(self, stores: Sequence[CudaStore]) -> None:
         """A forward begins, whose first attention of each shape computes the trees' paths."""
         self._has_tree.clear()
-        self._num_deltas = 0
+        self._num_deltas = self._num_maps = 0
         self._layers = {id(store): layer for layer, store in enumerate(stores)}
 
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
@@ -89,6 +91,11 @@ class _TreeOperations(CudaOperations):
         placed = states._replace(table=states.table[self._num_deltas])
         self._num_deltas += 1
         return self.deltas.run_placed(weights, rows.mixed, rows.gates, z, self._paths, placed)
+
+    def row_remainders(self, content: Tensor, maps: Tensor) -> Tensor:
+        table = self._texts.maps[self._num_maps]
+        self._num_maps += 1
+        return self._mapped(content, maps, table, self._paths.stride)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         (store,), texts = cuda_stores([kv.store]), self._texts
@@ -122,6 +129,7 @@ class _Inputs(NamedTuple):
     targets: NDArray[np.int64]
     states: NDArray[np.int64]
     stores: NDArray[np.int64]
+    maps: NDArray[np.int64]
 
 
 class CapturedLayers:
@@ -145,21 +153,23 @@ class CapturedLayers:
         self._tapped = torch.zeros(len(taps), rows, len(layers[0].attention_norm), dtype=x.dtype, device=ops.device)
         self._deltas = [layer.delta for layer in layers if layer.delta is not None]
         num_stores = len(stores) if texts > 1 else 0
-        entries = len(self._deltas) * texts * ENTRY.value, num_stores * texts * _ADDRESSES
+        num_maps = 0 if text.remainder is None else len(stores)
+        entries = len(self._deltas) * texts * ENTRY.value, num_stores * texts * _ADDRESSES, num_maps * _even(texts)
         self._parts = staged_parts(rows, 4 * texts, 2 * texts, 2 * rows, 2 * rows, *(2 * each for each in entries))
         self._staged = torch.zeros(self._parts[-1].stop, dtype=torch.int32, device=ops.device)
         tree, *numbers = (self._staged[part] for part in self._parts)
-        where, counts, slots, self._targets, states, table = (part.view(torch.int64) for part in numbers)
+        where, counts, slots, self._targets, states, table, maps = (part.view(torch.int64) for part in numbers)
         placed = PlacedStates(states.view(len(self._deltas), texts, ENTRY.value), counts, counts)
         addresses_of = table.view(num_stores, texts, _ADDRESSES) if num_stores else None
-        self._ops = _TreeOperations(ops, _Texts(texts, room, where, tree, slots, addresses_of, placed))
+        self._ops = _TreeOperations(ops, _Texts(texts, room, where, tree, slots, addresses_of,
+                                                maps.view(num_maps, _even(texts)), placed))
+        # The operations know the maps.
+        self._unread_maps = [torch.zeros(1, device=ops.device)] * num_maps if num_maps else None
         shape = self._deltas[0].shape if self._deltas else None
         self._mixed, self._gates = (
             torch.zeros(len(self._deltas), rows, width, dtype=dtype, device=ops.device) for width, dtype in
             ((shape.channels if shape else 0, ops.dtype), (2 * shape.value_heads if shape else 0, torch.float32)))
         self._decoder = LayerwiseDecoder(self._ops, layers, geometry)
-        self._maps = _like(text.remainder)
-        self._given_maps: RemainderMaps = None  # that `_maps` hold
         self._result: tuple[Tensor, AttentionOutput] | None = None
 
     def load(self, rows: EmbeddedRows, texts: Sequence[LayersKV], parents: Tensor) -> None:
@@ -170,31 +180,21 @@ class CapturedLayers:
         staged = np.full(len(self._staged), -1, dtype=np.int32)
         inputs = _Inputs(staged[self._parts[0]], *(staged[part].view(np.int64) for part in self._parts[1:]))
         size, start = self.rows // self.texts, 0
-        inputs.where.reshape(-1, 2)[:], inputs.counts[:] = (0, self._room), 0
+        inputs.where.reshape(-1, 2)[:], inputs.counts[:] = (0, _room_of(cuda_stores(texts[0].stores))), 0
         for text, kv in enumerate(texts):
-            count, first = kv.k.shape[1], text * size
-            stores = cuda_stores(kv.stores)
-            room = _room_of(stores)
+            count, first, room = kv.k.shape[1], text * size, _room_of(cuda_stores(kv.stores))
             inputs.where[2 * text : 2 * text + 2], inputs.counts[text] = (kv.length, room), count
             inputs.parents[first : first + count] = parents[start : start + count].numpy()
             inputs.slots[first : first + size] = range(room, room + size)
             inputs.targets[start : start + count] = range(first, first + count)
             start += count
         self._load_addresses(inputs, texts)
-        self._load_maps(texts[0].remainder)
         self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
         for held, given in ((self._x, rows.x), (self._cos, rows.cos), (self._sin, rows.sin)):
             if self.texts == 1:
                 held[:start].copy_(given)
             else:
                 held.index_copy_(0, self._targets[:start], given)
-
-    def _load_maps(self, remainder: RemainderMaps) -> None:
-        """Copy the function of the remainder, if it is another than before."""
-        if self._maps is not None and remainder is not None and self._given_maps is not remainder:
-            for held, given in zip(_parts_of(self._maps), _parts_of(remainder), strict=True):
-                held.copy_(given)
-            self._given_maps = remainder
 
     def _load_addresses(self, inputs: _Inputs, texts: Sequence[LayersKV]) -> None:
         padded = [*texts, *[texts[0]] * (self.texts - len(texts))]
@@ -207,6 +207,10 @@ class CapturedLayers:
             table = inputs.stores.reshape(-1, self.texts, _ADDRESSES)
             for text, kv in enumerate(padded):
                 table[:, text] = [store.addresses for store in cuda_stores(kv.stores)]
+        if self._unread_maps:
+            where = inputs.maps.reshape(-1, _even(self.texts))
+            for text, kv in enumerate(padded):
+                where[:, text] = _addresses_of(kv.remainder)
 
     def run(self, stores: Sequence[CudaStore]) -> None:
         """All layers. The launches do not depend on the buffers' contents, as a graph requires."""
@@ -214,7 +218,7 @@ class CapturedLayers:
         taps = Taps(self._taps, self._tapped) if self._taps else None
         unread = DeltaState(self._staged, self._staged)  # the operations know the states
         deltas = [DeltaRows(unread, unread, *parts) for parts in zip(self._mixed, self._gates, strict=True)]
-        kv = LayersKV(stores, self._room, self._k, self._v, self._maps, taps=taps, deltas=deltas)
+        kv = LayersKV(stores, self._room, self._k, self._v, self._unread_maps, taps=taps, deltas=deltas)
         parents = torch.full((self.rows,), -1, dtype=torch.int32)  # the operations know the trees
         self._result = self._decoder.forward(self._x, self._cos, self._sin, [kv], parents)
 
@@ -238,13 +242,14 @@ def _room_of(stores: Sequence[CudaStore]) -> int:
     return min(store.room for store in stores)
 
 
-def _like(remainder: RemainderMaps) -> RemainderMaps:
-    """Memory for such maps."""
-    if remainder is None or isinstance(remainder, Tensor):
-        return None if remainder is None else torch.zeros_like(remainder)
-    return [torch.zeros_like(each) for each in remainder]
+def _even(count: int) -> int:
+    """So that rows of so many addresses are aligned to 16 bytes: see `launch.ALIGNED`."""
+    return count + count % 2
 
 
-def _parts_of(remainder: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors that hold the maps: one, or one of each layer."""
-    return [remainder] if isinstance(remainder, Tensor) else remainder
+def _addresses_of(remainder: RemainderMaps) -> Sequence[int]:
+    """Where the maps of each layer are. Their memory must be kept while the forward runs."""
+    assert remainder is not None, "texts with remainders"
+    each = remainder.unbind() if isinstance(remainder, Tensor) else remainder
+    require(all(part.is_contiguous() and part.dtype == torch.float32 for part in each), "float32 maps", len(each))
+    return [part.data_ptr() for part in each]

@@ -27,7 +27,7 @@ from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, can_fetch, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import Ahead, CudaLinear, PartialSums, ahead_options
-from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.cuda.operations import MAP_BLOCK, MAP_COLUMNS, CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
 from longdraft.kernels.cuda.shared_chain import SharedChains
 from longdraft.kernels.cuda.shared_forward import SharedForwards, can_share
@@ -35,7 +35,6 @@ from longdraft.kernels.interface import LayersKV, TokenRows
 from longdraft.kernels.native_draft import DraftWeights
 from longdraft.kernels.weights import Geometry, LayerWeights
 
-_MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
 _MAX_HEADS = 2  # with which a model drafts
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 # Bucket of rows; where the remainder's maps are; taps; serials of the stores; id of the embedding table
@@ -212,10 +211,10 @@ class CudaDecoder:
         if row_remainder is not None:
             function, table = buffers.remainder, buffers.maps
             with on_device(buffers.x.device):
-                jit_rows.map_remainder_kernel[(buffers.rows, heads, ceil_div(dim + 1, _MAP_COLUMNS))](
+                jit_rows.map_remainder_kernel[(buffers.rows, heads, ceil_div(dim + 1, MAP_COLUMNS))](
                     buffers.content[index], row_remainder if function is None else function,
                     buffers.where if table is None else table, row_remainder, index, buffers.text_rows, HEADS=heads,
-                    DIM=dim, COLUMNS=_MAP_COLUMNS, BLOCK=_MAP_BLOCK, HAS_TABLE=table is not None,
+                    DIM=dim, COLUMNS=MAP_COLUMNS, BLOCK=MAP_BLOCK, HAS_TABLE=table is not None,
                     **chained(buffers.x.device))
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
                        row_remainder, buffers.output[index], buffers.lse[index],

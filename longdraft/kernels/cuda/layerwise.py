@@ -3,8 +3,8 @@
 Those are delta layers, mixtures of experts, norms on both sides, several rotations, sinks and heads of several sizes.
 Each operation is row-invariant, so the texts are those of plain decoding.
 
-The rows of one text, or of several texts, run as a CUDA graph for each bucket of rows (`captured_layers`). Rows of
-several texts with remainders are launched by the host, kernel by kernel.
+The rows of one text, or of several texts, run as a CUDA graph for each bucket of rows (`captured_layers`). Texts of
+which only some have a remainder are launched by the host, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class CudaLayerwiseDecoder:
             rows, is_captured = EmbeddedRows(x, cos, sin), CAPTURES_LAYERS and self._can_capture
             if is_captured and len(texts) == 1 and len(x) <= BUCKETS[-1]:
                 return self._replayed(rows, texts, parents)
-            has_remainder = any(kv.remainder is not None for kv in texts)
-            if is_captured and len(texts) > 1 and can_share(texts) and not has_remainder:
+            is_alike = len({kv.remainder is None for kv in texts}) == 1
+            if is_captured and len(texts) > 1 and can_share(texts) and is_alike:
                 return in_groups(self._shared, rows, texts, parents)
             return self._few_rows.forward(x, cos, sin, texts, parents)
         if len(texts) == 1:
@@ -94,7 +94,8 @@ class CudaLayerwiseDecoder:
         """The rows of several texts, by the graph of so many texts and rows."""
         kv, stores = texts[0], stores_of(texts)
         size, num, room = shared_sizes(texts, stores)
-        key = num, size, room, kv.taps.layers if kv.taps else (), stores[0][0].element
+        taps = kv.taps.layers if kv.taps else ()
+        key = num, size, room, taps, kv.remainder is not None, stores[0][0].element
         buffers = self._shared_buffers.get(key, lambda: self._new_buffers(rows, kv, num * size, num, room))
         return self._run(buffers, rows, texts, parents)
 
