@@ -84,7 +84,7 @@ template <class T> struct Codes {
             unpack_in_group<T>(tile + step / CHUNK * MXFP4_GROUP_BYTES, step % CHUNK, some, words);
         }
     }
-    template <long DISTANCE> void fetch(long step, long count) const {
+    template <long DISTANCE> PREFETCHING void fetch(long step, long count) const {
         prefetch<DISTANCE>(tile + step / CHUNK * MXFP4_GROUP_BYTES + (1 + step % CHUNK * T::PER_WORD / 2) * COLUMNS,
                            std::max<long>(64, count * COLUMNS * T::PER_WORD / 2));
     }

@@ -1,0 +1,256 @@
+// The product of rows with one tile of 64 columns of a packed weight, by vector instructions or by the matrix unit.
+#pragma once
+
+#include "amx.h"
+#include "layout.h"
+#include "mxfp4.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <type_traits>
+
+namespace longdraft::LONGDRAFT_VARIANT {
+
+constexpr int VECTORS = COLUMNS / LANES;
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
+#else
+constexpr int TILE_ROWS = 2;
+#endif
+
+// Convert the int8 of `steps` steps of a tile to words.
+template <class T> void unpack(const int8_t* bytes, long steps, uint32_t* words) {
+    for (long i = 0; i < steps * COLUMNS; i += LANES) {
+        const Words made = T::unpack(bytes + i * T::PER_WORD);
+        std::memcpy(words + i, &made, sizeof made);
+    }
+}
+
+// The steps of an int8 tile.
+template <class T> struct Int8Codes {
+    const int8_t* tile;
+    void unpack(long step, long count, uint32_t* words) const {
+        longdraft::LONGDRAFT_VARIANT::unpack<T>(tile + step * COLUMNS * T::PER_WORD, count, words);
+    }
+    template <long DISTANCE> PREFETCHING void fetch(long step, long count) const {
+        prefetch<DISTANCE>(tile + step * COLUMNS * T::PER_WORD, count * COLUMNS * T::PER_WORD);
+    }
+};
+
+// Call f with what a tile of a weight consists of: its words, or codes of another format.
+template <class T, class F> void with_source(const Linear& w, long tile, F f) {
+    if (w.is_int8) f(Int8Codes<T>{w.tile<int8_t>(tile)});
+    else if (w.is_mxfp4) f(mxfp4::Codes<T>{w.tile<uint8_t>(tile)});
+    else f(w.tile<const uint32_t>(tile));
+}
+
+// Several passes read a chunk of so many steps while it is in the cache near the processor, where the next one, which they
+// fetch meanwhile, has room too: 16 KB of words each.
+constexpr long CHUNK = 64;
+
+// The parts of a step's successor in the next chunk that a pass fetches, of VECTORS parts for all passes. They are spread
+// between other instructions, which the whole at once would delay.
+struct Share {
+    int from, to;
+    Share(long pass, long passes)
+        : from(static_cast<int>(VECTORS * pass / passes)), to(static_cast<int>(VECTORS * (pass + 1) / passes)) {}
+    bool has(int part) const { return part >= from && part < to; }
+};
+
+// What a pass over a tile reads. `at` returns the words of a step.
+
+// The words as they are in memory.
+struct StoredPass {
+    const uint32_t* words;
+    Share share;
+    const uint32_t* at(long step) const { return words + step * COLUMNS; }
+    template <int ROWS> PREFETCHING void ahead(long step, int part) const {
+        if (ROWS <= 2 && FETCHES_ASCENDING_LINES) return;
+        if (share.has(part)) prefetch<CHUNK * COLUMNS * 4>(at(step) + part * LANES, 64);
+    }
+};
+
+// Words that were converted from codes, from step `first` on.
+template <class Codes> struct ConvertedPass {
+    Codes codes;
+    Share share;
+    const uint32_t* words;
+    long first;
+    const uint32_t* at(long step) const { return words + (step - first) * COLUMNS; }
+    template <int> PREFETCHING void ahead(long step, int part) const {
+        if (part == 0 && share.has(0)) codes.template fetch<0>(step + CHUNK, 1);
+    }
+};
+
+// Words that the pass converts, a few steps at a time.
+template <class T, class Codes> struct ConvertingPass {
+    Codes codes;
+    alignas(64) uint32_t words[Codes::CHUNK * COLUMNS];
+    explicit ConvertingPass(Codes source) : codes(source) {}
+    const uint32_t* at(long step) {
+        if (step % Codes::CHUNK == 0) codes.unpack(step, Codes::CHUNK, words);
+        return words + step % Codes::CHUNK * COLUMNS;
+    }
+    template <int> PREFETCHING void ahead(long step, int part) const {
+        if (part == 0) codes.template fetch<PREFETCH_DISTANCE>(step, 1);
+    }
+};
+
+// Of int8, one step at a time, which stays in registers.
+template <class T> struct ConvertingPass<T, Int8Codes<T>> {
+    const int8_t* bytes;
+    alignas(64) uint32_t words[COLUMNS];
+    explicit ConvertingPass(Int8Codes<T> codes) : bytes(codes.tile) {}
+    const uint32_t* at(long step) {
+        unpack<T>(bytes + step * COLUMNS * T::PER_WORD, 1, words);
+        return words;
+    }
+    template <int> PREFETCHING void ahead(long step, int part) const {
+        if (part < T::PER_WORD) prefetch(bytes + (step * T::PER_WORD + part) * COLUMNS, COLUMNS);
+    }
+};
+
+// Add steps [first, last) of a tile to the sums of ROWS rows. The instructions for a row are the same for every ROWS, and for
+// every way to cut the steps.
+template <class T, int ROWS, class Pass>
+void add_steps(const uint32_t* x, long stride, Pass& pass, long first, long last, float (*sums)[COLUMNS]) {
+    Floats held[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) held[r][v] = load(sums[r] + v * LANES);
+    for (long s = first; s < last; s++) {
+        const uint32_t* w = pass.at(s);
+        for (int v = 0; v < VECTORS; v++) pass.template ahead<ROWS>(s, v);
+        for (int r = 0; r < ROWS; r++) {
+            uint32_t word = x[r * stride + s];
+            for (int v = 0; v < VECTORS; v++) held[r][v] = T::mac(held[r][v], w + v * LANES, word);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(sums[r] + v * LANES, held[r][v]);
+}
+
+template <class T, int ROWS = TILE_ROWS, class Pass>
+void add_some(long rows, const uint32_t* x, long stride, Pass& pass, long first, long last, float (*sums)[COLUMNS]) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return add_some<T, ROWS - 1>(rows, x, stride, pass, first, last, sums);
+    add_steps<T, ROWS>(x, stride, pass, first, last, sums);
+}
+
+// How a variant multiplies. An object is the set-up of a thread.
+template <class T> struct Multiply {
+    static constexpr int READ_ROWS = 1;  // memory of rows and of sums is a multiple of so many rows, even if fewer are wanted
+
+    // sums [rows, COLUMNS] of rows [rows, w.steps] words by a tile
+    static void tile(long rows, const uint32_t* x, const Linear& w, long tile, float (*sums)[COLUMNS]) {
+        std::fill_n(sums[0], rows * COLUMNS, 0.0f);
+        with_source<T>(w, tile, [&](auto source) { add(rows, x, w.steps, source, sums); });
+    }
+
+  private:
+    // Of codes, up to so many passes read the whole tile one after another, and each converts anew. Of more passes, the first
+    // one converts a chunk for all.
+    static constexpr long CONVERTING_PASSES = 3;
+
+    // Passes of at most TILE_ROWS rows, of nearly as many each, over some steps.
+    template <class PassOf>
+    static void add_passes(long rows, long passes, const uint32_t* x, long steps, long first, long last, float (*sums)[COLUMNS],
+                           PassOf pass_of) {
+        const long some = (rows + passes - 1) / passes;
+        for (long r = 0, i = 0; r < rows; r += some, i++) {
+            auto pass = pass_of(Share(i, passes));
+            add_some<T>(std::min(some, rows - r), x + r * steps, steps, pass, first, last, sums + r);
+        }
+    }
+
+    template <class Source> static void add(long rows, const uint32_t* x, long steps, Source source, float (*sums)[COLUMNS]) {
+        constexpr bool IS_STORED = std::is_pointer_v<Source>;
+        const long passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        if constexpr (!IS_STORED)
+            if (passes <= CONVERTING_PASSES)
+                return add_passes(rows, passes, x, steps, 0, steps, sums,
+                                  [&](Share) { return ConvertingPass<T, Source>(source); });
+        const long chunk = passes > 1 ? CHUNK : steps;
+        for (long first = 0; first < steps; first += chunk) {
+            const long last = std::min(steps, first + chunk);
+            auto add_chunk = [&](auto pass_of) { add_passes(rows, passes, x, steps, first, last, sums, pass_of); };
+            if constexpr (IS_STORED) {
+                add_chunk([&](Share share) { return StoredPass{source, share}; });
+            } else {
+                alignas(64) uint32_t words[CHUNK * COLUMNS];
+                source.unpack(first, last - first, words);
+                add_chunk([&](Share share) { return ConvertedPass<Source>{source, share, words, first}; });
+            }
+        }
+    }
+};
+
+#if defined(__AMX_BF16__)
+// The words as they are in memory, for the unit, which reads STEPS steps with one instruction.
+struct StoredSteps {
+    const uint32_t* words;
+    const uint32_t* at(long step) const { return words + step * COLUMNS; }
+    template <int STEPS> PREFETCHING void ahead(long step, int part) const {
+        for (int i = 0; i < STEPS; i++) prefetch(at(step + i) + part * LANES, 64);
+    }
+};
+
+// Words converted from codes, one instruction of the unit before their use: loading a tile from memory that was just
+// written would wait for the stores.
+template <class Codes> class ConvertedSteps {
+  public:
+    ConvertedSteps(Codes codes, long steps) : codes_(codes), steps_(steps) { codes_.unpack(0, STEPS, words_[0]); }
+    const uint32_t* at(long step) { return words_[step / STEPS % 2]; }
+    template <int> PREFETCHING void ahead(long step, int part) {
+        constexpr int SOME = STEPS / VECTORS;
+        const long next = step + STEPS;
+        if (next == steps_) return;
+        const long first = next + part * SOME;
+        codes_.template fetch<PREFETCH_DISTANCE / 2>(first, SOME);  // measured: the full distance is a third slower
+        codes_.unpack(first, SOME, words_[next / STEPS % 2] + part * SOME * COLUMNS);
+    }
+
+  private:
+    static constexpr int STEPS = amx::INNER / 2;
+    Codes codes_;
+    long steps_;
+    alignas(64) uint32_t words_[2][STEPS * COLUMNS];
+};
+
+template <> struct Multiply<BF16> : amx::Unit {
+    static constexpr int READ_ROWS = amx::ROWS;
+
+    static void tile(long rows, const uint32_t* x, const Linear& w, long tile, float (*sums)[COLUMNS]) {
+        with_source<BF16>(w, tile, [&](auto source) { write(rows, x, w.steps, source, sums); });
+    }
+
+  private:
+    static void write(long rows, const uint32_t* x, long steps, const uint32_t* words, float (*sums)[COLUMNS]) {
+        for (long r = 0; r < rows; r += amx::ROWS) write_sixteen(x + r * steps, StoredSteps{words}, steps, sums + r);
+    }
+
+    template <class Codes> static void write(long rows, const uint32_t* x, long steps, Codes codes, float (*sums)[COLUMNS]) {
+        if (rows <= amx::ROWS) return write_sixteen(x, ConvertedSteps<Codes>(codes, steps), steps, sums);
+        // The tile is read many times, so it is converted once.
+        auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(steps * COLUMNS) * 4));
+        codes.unpack(0, steps, words);
+        write(rows, x, steps, static_cast<const uint32_t*>(words), sums);
+    }
+
+    template <class Source> static void write_sixteen(const uint32_t* x, Source source, long steps, float (*sums)[COLUMNS]) {
+        constexpr int WORDS = amx::INNER / 2;
+        amx::each<VECTORS>([](auto v) { amx::zero<amx::SUM + v>(); });
+        for (long s = 0; s < steps; s += WORDS) {
+            const uint32_t* w = source.at(s);
+            amx::load<amx::LEFT>(x + s, steps * 4);
+            amx::each<VECTORS>([&](auto v) {
+                source.template ahead<WORDS>(s, v);
+                amx::load<amx::RIGHT>(w + v * LANES, COLUMNS * 4);
+                amx::multiply<amx::SUM + v, amx::LEFT, amx::RIGHT>();
+            });
+        }
+        amx::each<VECTORS>([&](auto v) { amx::store<amx::SUM + v>(sums[0] + v * LANES, COLUMNS * 4); });
+    }
+};
+#endif
+
+}  // namespace
