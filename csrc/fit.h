@@ -181,7 +181,8 @@ template <class T> void learn_rows_as(const RemainderFit& f, const RemainderRows
 //   content [rows, heads, dim], map [heads, dim + 1, dim + 1] -> out [rows, heads, dim + 1]
 template <class T>
 void map_remainder_as(const void* content, const float* map, long rows, long heads, long dim, float* out) {
-    const long wide = dim + 1, in_one = rows * heads * dim * wide < MIN_PARALLEL_WORK ? heads : 1;
+    const long wide = dim + 1;
+    const long in_one = rows * heads * dim * wide < MIN_PARALLEL_WORK / 2 ? heads : 1;  // a number is read for each product
     parallel((heads + in_one - 1) / in_one, [&](long job) {
         std::vector<float> held(static_cast<size_t>(dim));
         float* u = held.data();
