@@ -13,9 +13,18 @@ namespace longdraft::LONGDRAFT_VARIANT {
 
 constexpr int VECTORS = COLUMNS / LANES;
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
+constexpr int TILE_ROWS = 6;         // 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
+constexpr int CONVERTING_ROWS = 18;  // up to which each pass converts codes anew; for more, a chunk is converted once
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 5;         // 5 x 2 sums of half a vector, 4 halves of weights and a broadcast: see add_in_turn
+constexpr int CONVERTING_ROWS = 1;
 #else
-constexpr int TILE_ROWS = 2;
+constexpr int TILE_ROWS = 2, CONVERTING_ROWS = 2;
+#endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool TAKES_VECTORS_IN_TURN = true;  // of several rows
+#else
+constexpr bool TAKES_VECTORS_IN_TURN = false;
 #endif
 
 // Convert the int8 of `steps` steps of a tile to words.
@@ -57,7 +66,7 @@ struct Share {
     bool has(int part) const { return part >= from && part < to; }
 };
 
-// What a pass over a tile reads. `at` returns the words of a step.
+// A pass over a tile reads one of the following. `at` returns the words of a step, `ahead` fetches a part of a later one.
 
 // The words as they are in memory.
 struct StoredPass {
@@ -129,11 +138,52 @@ void add_steps(const uint32_t* x, long stride, Pass& pass, long first, long last
         for (int v = 0; v < VECTORS; v++) store(sums[r] + v * LANES, held[r][v]);
 }
 
+// The same with sixteen registers: one vector of columns after another, at most a chunk of steps.
+template <class T, int ROWS, class Pass>
+void add_in_turn([[maybe_unused]] const uint32_t* x, [[maybe_unused]] long stride, [[maybe_unused]] Pass& pass,
+                 [[maybe_unused]] long first, [[maybe_unused]] long last, [[maybe_unused]] float (*sums)[COLUMNS]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    constexpr int PARTS = T::PER_WORD;
+    constexpr uint32_t UPPER = 0xffff0000u;
+    alignas(32) float numbers[PARTS][ROWS][CHUNK];  // of x
+    for (int r = 0; r < ROWS; r++)
+        for (long s = first; s < last; s++) {
+            const uint32_t word = x[r * stride + s];
+            numbers[0][r][s - first] = as_float(PARTS == 1 ? word : word << 16);
+            if constexpr (PARTS == 2) numbers[1][r][s - first] = as_float(word & UPPER);
+        }
+    for (int v = 0; v < VECTORS; v++) {
+        __m256 held[ROWS][2];
+        for (int r = 0; r < ROWS; r++)
+            for (int half = 0; half < 2; half++) held[r][half] = _mm256_loadu_ps(sums[r] + v * LANES + 8 * half);
+        for (long s = first; s < last; s++) {
+            const uint32_t* w = pass.at(s) + v * LANES;
+            pass.template ahead<ROWS>(s, v);
+            __m256 parts[PARTS][2];
+            for (int half = 0; half < 2; half++) {
+                const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 8 * half));
+                parts[0][half] = _mm256_castsi256_ps(PARTS == 1 ? words : _mm256_slli_epi32(words, 16));
+                if constexpr (PARTS == 2)
+                    parts[1][half] = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(UPPER))));
+            }
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < PARTS; i++) {
+                    const __m256 number = _mm256_broadcast_ss(&numbers[i][r][s - first]);
+                    for (int half = 0; half < 2; half++) held[r][half] = _mm256_fmadd_ps(parts[i][half], number, held[r][half]);
+                }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int half = 0; half < 2; half++) _mm256_storeu_ps(sums[r] + v * LANES + 8 * half, held[r][half]);
+    }
+#endif
+}
+
 template <class T, int ROWS = TILE_ROWS, class Pass>
 void add_some(long rows, const uint32_t* x, long stride, Pass& pass, long first, long last, float (*sums)[COLUMNS]) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return add_some<T, ROWS - 1>(rows, x, stride, pass, first, last, sums);
-    add_steps<T, ROWS>(x, stride, pass, first, last, sums);
+    if constexpr (TAKES_VECTORS_IN_TURN && ROWS > 1) add_in_turn<T, ROWS>(x, stride, pass, first, last, sums);
+    else add_steps<T, ROWS>(x, stride, pass, first, last, sums);
 }
 
 // How a variant multiplies. An object is the set-up of a thread.
@@ -147,10 +197,6 @@ template <class T> struct Multiply {
     }
 
   private:
-    // Of codes, up to so many passes read the whole tile one after another, and each converts anew. Of more passes, the first
-    // one converts a chunk for all.
-    static constexpr long CONVERTING_PASSES = 3;
-
     // Passes of at most TILE_ROWS rows, of nearly as many each, over some steps.
     template <class PassOf>
     static void add_passes(long rows, long passes, const uint32_t* x, long steps, long first, long last, float (*sums)[COLUMNS],
@@ -166,10 +212,10 @@ template <class T> struct Multiply {
         constexpr bool IS_STORED = std::is_pointer_v<Source>;
         const long passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
         if constexpr (!IS_STORED)
-            if (passes <= CONVERTING_PASSES)
+            if (rows <= CONVERTING_ROWS)
                 return add_passes(rows, passes, x, steps, 0, steps, sums,
                                   [&](Share) { return ConvertingPass<T, Source>(source); });
-        const long chunk = passes > 1 ? CHUNK : steps;
+        const long chunk = passes > 1 || (TAKES_VECTORS_IN_TURN && rows > 1) ? CHUNK : steps;
         for (long first = 0; first < steps; first += chunk) {
             const long last = std::min(steps, first + chunk);
             auto add_chunk = [&](auto pass_of) { add_passes(rows, passes, x, steps, first, last, sums, pass_of); };
