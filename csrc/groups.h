@@ -11,6 +11,7 @@
 #pragma once
 
 #include "amx.h"
+#include "groups_avx2.h"
 #include "half.h"
 #include "layout.h"
 #include "pool.h"
@@ -33,30 +34,13 @@ typedef uint8_t Raw __attribute__((vector_size(64)));
 
 inline int32_t word_at(const int8_t* p) { int32_t word; std::memcpy(&word, p, 4); return word; }
 
-// Sums of 16 outputs over four lines, for one row: `start` plus the products of the lines' bytes, which have so many bits
-// (up to 6), with 16 values.
-template <int BITS> Ints dot_codes(const Raw* lines, const int8_t* values, Ints start) {
+// Sums of 16 outputs over four lines, for one row: `start` plus the products of the lines' bytes (up to 6 bits) with 16 values.
+inline Ints dot_codes(const Raw* lines, const int8_t* values, Ints start) {
 #if defined(__AVX512VNNI__)
     auto total = (__m512i)start;
     for (int j = 0; j < WORDS; j++)
         total = _mm512_dpbusd_epi32(total, (__m512i)lines[j], _mm512_set1_epi32(word_at(values + 4 * j)));
     return (Ints)total;
-#elif defined(__AVX2__)
-    constexpr int FITTING = std::min(WORDS, 32767 / (2 * 127 * ((1 << BITS) - 1)));  // pairs of products that fit in int16
-    for (int half = 0; half < 2; half++) {
-        __m256i sums, bytes;
-        std::memcpy(&sums, reinterpret_cast<char*>(&start) + 32 * half, 32);
-        for (int first = 0; first < WORDS; first += FITTING) {
-            __m256i pairs = _mm256_setzero_si256();
-            for (int j = first; j < first + FITTING; j++) {
-                std::memcpy(&bytes, reinterpret_cast<const char*>(lines + j) + 32 * half, 32);
-                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(bytes, _mm256_set1_epi32(word_at(values + 4 * j))));
-            }
-            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-        }
-        std::memcpy(reinterpret_cast<char*>(&start) + 32 * half, &sums, 32);
-    }
-    return start;
 #else
     for (int j = 0; j < WORDS; j++)
         for (int i = 0; i < 4; i++) start += (Ints)((Words)lines[j] >> (8 * i) & 0xffu) * values[4 * j + i];
@@ -72,21 +56,6 @@ inline Ints dot_bytes(const Raw* lines, const int8_t* values, [[maybe_unused]] i
     for (int j = 0; j < WORDS; j++)
         total = _mm512_dpbusd_epi32(total, (__m512i)lines[j], _mm512_set1_epi32(word_at(values + 4 * j)));
     return (Ints)total;
-#elif defined(__AVX2__)
-    Ints found;
-    for (int half = 0; half < 2; half++) {
-        __m256i total = _mm256_setzero_si256(), bytes;
-        for (int j = 0; j < WORDS; j++) {
-            std::memcpy(&bytes, reinterpret_cast<const char*>(lines + j) + 32 * half, 32);
-            bytes = _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
-            // Magnitudes of at most 128 and values with the sign moved to them: a pair of products fits in int16.
-            const __m256i x = _mm256_sign_epi8(_mm256_set1_epi32(word_at(values + 4 * j)), bytes);
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), x);
-            total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-        }
-        std::memcpy(reinterpret_cast<char*>(&found) + 32 * half, &total, 32);
-    }
-    return found;
 #else
     Ints total = Ints{} - 128 * sum;
     for (int j = 0; j < WORDS; j++)
@@ -183,8 +152,8 @@ Floats add_group(Floats total, const Raw* lines, const Factors& by, const int8_t
         if constexpr (SHAPE.has_zero) first = minus_products(by.zeros, sum);
         if constexpr (SHAPE.offset) first -= SHAPE.offset * (SHAPE.halves ? sums[0] : sum);
         if constexpr (SHAPE.offset && SHAPE.halves) last -= SHAPE.offset * sums[1];
-        first = dot_codes<SHAPE.bits>(lines, values, first);
-        last = dot_codes<SHAPE.bits>(lines + WORDS, values + 16, last);
+        first = dot_codes(lines, values, first);
+        last = dot_codes(lines + WORDS, values + 16, last);
     }
     if constexpr (SHAPE.halves) {
         total = fma(as_floats(first) * step, by.scale, total);
@@ -196,6 +165,7 @@ Floats add_group(Floats total, const Raw* lines, const Factors& by, const int8_t
     return total;
 }
 
+#if !defined(__AVX2__) || defined(__AVX512F__)
 // Groups [from, to) of one tile, added to the sums of COUNT rows. The tile is read in order, which is what the
 // processor's own fetching ahead wants.
 template <Groups KIND, int COUNT>
@@ -224,6 +194,7 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
     for (int r = 0; r < COUNT; r++)
         for (int v = 0; v < VECTORS; v++) store(sums[r] + v * LANES, totals[r][v]);
 }
+#endif
 
 template <Groups KIND, int COUNT = ROWS>
 void add_rows(int rows, const uint8_t* tile, long from, long to, const Quantised& x, long row, float (*sums)[COLUMNS]) {

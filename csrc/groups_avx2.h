@@ -1,0 +1,158 @@
+// Rows times weights in groups with AVX2: what groups.h does, for eight outputs at a time, because a vector has 32 bytes.
+#pragma once
+
+#include "encoding.h"
+#include "quantised_rows.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+namespace longdraft::LONGDRAFT_VARIANT::groups {
+
+constexpr int LINES = GROUP / 4;  // of a group: line j has the inputs 4 j to 4 j + 3
+
+inline __m256i load_bytes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline __m256i four_values(const int8_t* from) {
+    int32_t word;
+    std::memcpy(&word, from, 4);
+    return _mm256_set1_epi32(word);
+}
+
+// The codes of eight outputs as bytes, which begin at `values`.
+template <Groups KIND> void unpack_eight(const uint8_t* values, __m256i* lines) {
+    constexpr int BITS = shape_of(KIND).bits;
+    if constexpr (BITS == 8) {
+        for (int j = 0; j < LINES; j++) lines[j] = load_bytes(values + 64 * j);
+        return;
+    }
+    const __m256i nibble = _mm256_set1_epi8(15);
+    for (int j = 0; j < LINES / 2; j++) {
+        const __m256i both = load_bytes(values + 64 * j);
+        lines[j] = _mm256_and_si256(both, nibble);
+        lines[LINES / 2 + j] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    }
+    if constexpr (BITS > 4) {
+        constexpr int STEP = BITS - 4;  // further bits of a code, which follow those of the line before in a word
+        const __m256i mask = _mm256_set1_epi8(BITS == 5 ? 0x10 : 0x30);
+        for (int j = 0; j < LINES; j++) {
+            const int from = STEP * j % 8;
+            const __m256i x = load_bytes(values + Encoding<KIND>::EXTRA + 64 * (STEP * j / 8));
+            const __m256i moved = from < 4 ? _mm256_slli_epi32(x, 4 - from) : _mm256_srli_epi32(x, from - 4);
+            lines[j] = _mm256_or_si256(lines[j], _mm256_and_si256(moved, mask));
+        }
+    }
+}
+
+// Sums of eight outputs over COUNT lines: the products of the lines' codes with values.
+template <int BITS, int COUNT> __m256i dot_eight(const __m256i* lines, const int8_t* values) {
+    constexpr int FITTING = std::min(COUNT, 32767 / (2 * 127 * ((1 << BITS) - 1)));  // pairs of products that fit in int16
+    __m256i sums = _mm256_setzero_si256();
+    for (int first = 0; first < COUNT; first += FITTING) {
+        __m256i pairs = _mm256_setzero_si256();
+        for (int j = first; j < first + FITTING; j++)
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(lines[j], four_values(values + 4 * j)));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return sums;
+}
+
+// The same for bytes that are 128 greater than the weight's values, which the products are made of.
+template <int COUNT> __m256i dot_eight_bytes(const __m256i* lines, const int8_t* values) {
+    __m256i sums = _mm256_setzero_si256();
+    for (int j = 0; j < COUNT; j++) {
+        const __m256i bytes = _mm256_xor_si256(lines[j], _mm256_set1_epi8(-128));
+        // Magnitudes of at most 128 and values with the sign moved to them: a pair of products fits in int16.
+        const __m256i x = _mm256_sign_epi8(four_values(values + 4 * j), bytes);
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), x);
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return sums;
+}
+
+// What follows the sums of a group, for eight outputs.
+struct EightFactors {
+    __m256i zeros;
+    __m256 scale, second, least;
+};
+
+//   first  of the tile's outputs
+template <Groups KIND> EightFactors eight_factors(const uint8_t* tile, long g, int first) {
+    using E = Encoding<KIND>;
+    const uint8_t* group = tile + E::group(g);
+    EightFactors found = {};
+    auto whole = [&](int at) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(group + at + first)); };
+    auto halves = [&](const uint8_t* from) {
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * first)));
+    };
+    if constexpr (E::SHAPE.has_zero) found.zeros = _mm256_cvtepu8_epi32(whole(E::MIDDLE));
+    if constexpr (E::SHAPE.common) {
+        auto numbers = [&](int at) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(whole(at))); };
+        const uint8_t* common = tile + E::common(g);
+        const __m256 scale = halves(common);
+        found.scale = _mm256_mul_ps(numbers(0), scale);  // products of 8 and 11 bits: exact
+        if constexpr (E::SHAPE.halves) found.second = _mm256_mul_ps(numbers(E::SECOND), scale);
+        if constexpr (E::SHAPE.has_least) found.least = _mm256_mul_ps(numbers(E::MIDDLE), halves(common + COLUMNS * 2));
+    } else {
+        found.scale = halves(group);
+        if constexpr (E::SHAPE.halves) found.second = halves(group + E::SECOND);
+        if constexpr (E::SHAPE.has_least) found.least = halves(group + E::MIDDLE);
+    }
+    return found;
+}
+
+// Add one group of eight outputs, for one row with these values, to their totals.
+template <Groups KIND>
+__m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, const int8_t* values, float step,
+                 const int32_t* sums) {
+    constexpr GroupShape SHAPE = shape_of(KIND);
+    constexpr int HALF = LINES / 2;
+    const int32_t sum = sums[0] + sums[1];
+    auto add = [&](__m256i whole, __m256 scale) {
+        total = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_set1_ps(step)), scale, total);
+    };
+    auto dot = [&](auto count, int from) {
+        if constexpr (SHAPE.bits == 8) return dot_eight_bytes<count>(lines + from, values + 4 * from);
+        else return dot_eight<SHAPE.bits, count>(lines + from, values + 4 * from);
+    };
+    constexpr int OFFSET = SHAPE.bits == 8 ? 0 : SHAPE.offset;
+    if constexpr (SHAPE.halves) {
+        const std::integral_constant<int, HALF> half;
+        add(_mm256_sub_epi32(dot(half, 0), _mm256_set1_epi32(OFFSET * sums[0])), by.scale);
+        add(_mm256_sub_epi32(dot(half, HALF), _mm256_set1_epi32(OFFSET * sums[1])), by.second);
+    } else {
+        __m256i whole = dot(std::integral_constant<int, LINES>{}, 0);
+        if constexpr (OFFSET) whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * sum));
+        if constexpr (SHAPE.has_zero)  // zero points and sums of values fit in 16 bits
+            whole = _mm256_add_epi32(whole, _mm256_madd_epi16(by.zeros, _mm256_set1_epi32(-sum & 0xffff)));
+        add(whole, by.scale);
+    }
+    if constexpr (SHAPE.has_least) total = _mm256_fmadd_ps(_mm256_set1_ps(step * static_cast<float>(sum)), by.least, total);
+    return total;
+}
+
+// Groups [from, to) of one tile, added to the sums of COUNT rows.
+template <Groups KIND, int COUNT>
+void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, long row, float (*sums)[COLUMNS]) {
+    using E = Encoding<KIND>;
+    constexpr int EIGHTS = COLUMNS / 8, SHARE = (E::LINES + EIGHTS - 1) / EIGHTS;  // lines to fetch for each eight outputs
+    for (long g = from; g < to; g++) {
+        const uint8_t* group = tile + E::group(g);
+        for (int i = 0; i < EIGHTS; i++) {
+            prefetch(group + i * SHARE * 64, SHARE * 64);
+            __m256i lines[LINES];
+            unpack_eight<KIND>(group + E::VALUES + i / 2 * E::OF_VECTOR + i % 2 * 32, lines);
+            const EightFactors by = eight_factors<KIND>(tile, g, 8 * i);
+            for (int r = 0; r < COUNT; r++) {
+                const long at = (row + r) * x.groups + g;
+                float* total = sums[r] + 8 * i;
+                _mm256_storeu_ps(total, add_eight<KIND>(_mm256_loadu_ps(total), lines, by, x.values + at * GROUP, x.steps[at],
+                                                        x.sums + 2 * at));
+            }
+        }
+    }
+}
+
+}  // namespace
+#endif
