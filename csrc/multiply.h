@@ -3,6 +3,7 @@
 
 #include "amx.h"
 #include "layout.h"
+#include "multiply_avx2.h"
 #include "mxfp4.h"
 #include "simd.h"
 
@@ -16,15 +17,11 @@ constexpr int VECTORS = COLUMNS / LANES;
 constexpr int TILE_ROWS = 6;         // 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
 constexpr int CONVERTING_ROWS = 18;  // up to which each pass converts codes anew; for more, a chunk is converted once
 #elif defined(__AVX2__)
-constexpr int TILE_ROWS = 5;         // 5 x 2 sums of half a vector, 4 halves of weights and a broadcast: see add_in_turn
+#define LONGDRAFT_IN_TURN  // several rows, and int8, take one vector of columns after another (multiply_avx2.h)
+constexpr int TILE_ROWS = 5;         // 5 x 2 sums of half a vector, 4 halves of weights and a broadcast fill the 16 registers
 constexpr int CONVERTING_ROWS = 1;
 #else
 constexpr int TILE_ROWS = 2, CONVERTING_ROWS = 2;
-#endif
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool TAKES_VECTORS_IN_TURN = true;  // of several rows
-#else
-constexpr bool TAKES_VECTORS_IN_TURN = false;
 #endif
 
 // Convert the int8 of `steps` steps of a tile to words.
@@ -70,6 +67,7 @@ struct Share {
 
 // The words as they are in memory.
 struct StoredPass {
+    static constexpr bool HAS_BYTES = false;
     const uint32_t* words;
     Share share;
     const uint32_t* at(long step) const { return words + step * COLUMNS; }
@@ -81,6 +79,7 @@ struct StoredPass {
 
 // Words that were converted from codes, from step `first` on.
 template <class Codes> struct ConvertedPass {
+    static constexpr bool HAS_BYTES = false;
     Codes codes;
     Share share;
     const uint32_t* words;
@@ -93,6 +92,7 @@ template <class Codes> struct ConvertedPass {
 
 // Words that the pass converts, a few steps at a time.
 template <class T, class Codes> struct ConvertingPass {
+    static constexpr bool HAS_BYTES = false;
     Codes codes;
     alignas(64) uint32_t words[Codes::CHUNK * COLUMNS];
     explicit ConvertingPass(Codes source) : codes(source) {}
@@ -107,6 +107,7 @@ template <class T, class Codes> struct ConvertingPass {
 
 // Of int8, one step at a time, which stays in registers.
 template <class T> struct ConvertingPass<T, Int8Codes<T>> {
+    static constexpr bool HAS_BYTES = true;
     const int8_t* bytes;
     alignas(64) uint32_t words[COLUMNS];
     explicit ConvertingPass(Int8Codes<T> codes) : bytes(codes.tile) {}
@@ -138,52 +139,20 @@ void add_steps(const uint32_t* x, long stride, Pass& pass, long first, long last
         for (int v = 0; v < VECTORS; v++) store(sums[r] + v * LANES, held[r][v]);
 }
 
-// The same with sixteen registers: one vector of columns after another, at most a chunk of steps.
-template <class T, int ROWS, class Pass>
-void add_in_turn([[maybe_unused]] const uint32_t* x, [[maybe_unused]] long stride, [[maybe_unused]] Pass& pass,
-                 [[maybe_unused]] long first, [[maybe_unused]] long last, [[maybe_unused]] float (*sums)[COLUMNS]) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    constexpr int PARTS = T::PER_WORD;
-    constexpr uint32_t UPPER = 0xffff0000u;
-    alignas(32) float numbers[PARTS][ROWS][CHUNK];  // of x
-    for (int r = 0; r < ROWS; r++)
-        for (long s = first; s < last; s++) {
-            const uint32_t word = x[r * stride + s];
-            numbers[0][r][s - first] = as_float(PARTS == 1 ? word : word << 16);
-            if constexpr (PARTS == 2) numbers[1][r][s - first] = as_float(word & UPPER);
-        }
-    for (int v = 0; v < VECTORS; v++) {
-        __m256 held[ROWS][2];
-        for (int r = 0; r < ROWS; r++)
-            for (int half = 0; half < 2; half++) held[r][half] = _mm256_loadu_ps(sums[r] + v * LANES + 8 * half);
-        for (long s = first; s < last; s++) {
-            const uint32_t* w = pass.at(s) + v * LANES;
-            pass.template ahead<ROWS>(s, v);
-            __m256 parts[PARTS][2];
-            for (int half = 0; half < 2; half++) {
-                const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 8 * half));
-                parts[0][half] = _mm256_castsi256_ps(PARTS == 1 ? words : _mm256_slli_epi32(words, 16));
-                if constexpr (PARTS == 2)
-                    parts[1][half] = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(UPPER))));
-            }
-            for (int r = 0; r < ROWS; r++)
-                for (int i = 0; i < PARTS; i++) {
-                    const __m256 number = _mm256_broadcast_ss(&numbers[i][r][s - first]);
-                    for (int half = 0; half < 2; half++) held[r][half] = _mm256_fmadd_ps(parts[i][half], number, held[r][half]);
-                }
-        }
-        for (int r = 0; r < ROWS; r++)
-            for (int half = 0; half < 2; half++) _mm256_storeu_ps(sums[r] + v * LANES + 8 * half, held[r][half]);
-    }
-#endif
-}
-
 template <class T, int ROWS = TILE_ROWS, class Pass>
 void add_some(long rows, const uint32_t* x, long stride, Pass& pass, long first, long last, float (*sums)[COLUMNS]) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return add_some<T, ROWS - 1>(rows, x, stride, pass, first, last, sums);
-    if constexpr (TAKES_VECTORS_IN_TURN && ROWS > 1) add_in_turn<T, ROWS>(x, stride, pass, first, last, sums);
-    else add_steps<T, ROWS>(x, stride, pass, first, last, sums);
+#if defined(LONGDRAFT_IN_TURN)
+    if constexpr (ROWS > 1 || Pass::HAS_BYTES)
+        return add_in_turn<T, ROWS, CHUNK>(x, stride, first, last, sums, [&](long step, int v, int half, __m256* parts) {
+            if (half == 0) pass.template ahead<ROWS>(step, v);
+            const long place = step * COLUMNS + v * LANES;
+            if constexpr (Pass::HAS_BYTES) widen_bytes<T>(pass.bytes + place * T::PER_WORD + 8 * half, parts);
+            else widen_words<T>(pass.at(step) + v * LANES + 8 * half, parts);
+        });
+#endif
+    add_steps<T, ROWS>(x, stride, pass, first, last, sums);
 }
 
 // How a variant multiplies. An object is the set-up of a thread.
@@ -210,17 +179,21 @@ template <class T> struct Multiply {
 
     template <class Source> static void add(long rows, const uint32_t* x, long steps, Source source, float (*sums)[COLUMNS]) {
         constexpr bool IS_STORED = std::is_pointer_v<Source>;
+#if defined(LONGDRAFT_IN_TURN)
+        constexpr bool IN_BYTES = std::is_same_v<Source, Int8Codes<T>>;
+        const bool in_turn = rows > 1 || IN_BYTES, converts = IN_BYTES || rows <= CONVERTING_ROWS;
+#else
+        const bool in_turn = false, converts = rows <= CONVERTING_ROWS;
+#endif
         const long passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
-        if constexpr (!IS_STORED)
-            if (rows <= CONVERTING_ROWS)
-                return add_passes(rows, passes, x, steps, 0, steps, sums,
-                                  [&](Share) { return ConvertingPass<T, Source>(source); });
-        const long chunk = passes > 1 || (TAKES_VECTORS_IN_TURN && rows > 1) ? CHUNK : steps;
+        const long chunk = in_turn || (passes > 1 && (IS_STORED || !converts)) ? CHUNK : steps;
         for (long first = 0; first < steps; first += chunk) {
             const long last = std::min(steps, first + chunk);
             auto add_chunk = [&](auto pass_of) { add_passes(rows, passes, x, steps, first, last, sums, pass_of); };
             if constexpr (IS_STORED) {
                 add_chunk([&](Share share) { return StoredPass{source, share}; });
+            } else if (converts) {
+                add_chunk([&](Share) { return ConvertingPass<T, Source>(source); });
             } else {
                 alignas(64) uint32_t words[CHUNK * COLUMNS];
                 source.unpack(first, last - first, words);

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.recorded_graphs import RecordedGraphs
 from longdraft.kernels.cuda import operations
@@ -140,3 +141,20 @@ if not HAS_CUDA:
     hurry_the_interpreter()
     sum_products_in_float64()
     operations.GraphCache = RecordedGraphs
+
+
+class OperationRecorder(TorchDispatchMode):
+    """The names of PyTorch's operations that are not views."""
+
+    VIEWS = ("slice", "view", "split", "split_with_sizes", "expand", "detach", "lift_fresh", "alias", "as_strided",
+             "select", "t", "transpose", "unsqueeze", "_unsafe_view", "empty", "unbind")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = function.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.names.append(name)
+        return function(*args, **kwargs or {})

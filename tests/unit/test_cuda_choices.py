@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 import longdraft
 from helpers.checkpoints import make_checkpoint
-from helpers.cuda_kernels import DEVICE, HAS_CUDA
+from helpers.cuda_kernels import DEVICE, HAS_CUDA, OperationRecorder
 from helpers.equality import prompt_of
 from longdraft import kernels
 from longdraft.bench.cuda.models import small_transformer, tiny_source
@@ -219,23 +218,6 @@ def test_a_batch_of_an_engine_writes_the_texts_that_each_writes_alone(tmp_path, 
         counts.clear()
 
 
-class Recorder(TorchDispatchMode):
-    """Remembers the operations of PyTorch that are not views."""
-
-    VIEWS = ("slice", "view", "split", "split_with_sizes", "expand", "detach", "lift_fresh", "alias", "as_strided",
-             "select", "t", "transpose", "unsqueeze", "_unsafe_view", "empty", "unbind")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if name not in self.VIEWS:
-            self.names.append(name)
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
 @pytest.mark.parametrize("num", [2, 5])
 def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model, num, monkeypatch):
@@ -244,7 +226,7 @@ def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model,
 
     texts = texts_of(model, ["paper", "greedy", "paper", "all tokens", "paper"][:num])
     run_together(texts, 1)  # allocates buffers, and records graphs
-    graphs, recorder = model.kernels.graphs, Recorder()
+    graphs, recorder = model.kernels.graphs, OperationRecorder()
     replays, launches, waits, inside = list[object](), list[str](), list[int](), list[str]()
 
     def replay(key: object, work: object) -> None:

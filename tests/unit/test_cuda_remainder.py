@@ -9,12 +9,11 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.attention import parents_of
-from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, fill, kernels, rows_of
+from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, OperationRecorder, fill, kernels, rows_of
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
 from longdraft.cache.remainder import Remainder, new_fit
@@ -142,23 +141,6 @@ def test_a_run_of_positions_is_copied_without_a_table(name):
         assert all(torch.equal(a, b) for a, b in zip(source.read(at + 7), target.read(at + 3), strict=True))
 
 
-class Recorder(TorchDispatchMode):
-    """Names of PyTorch's operations, those without an effect on memory left out."""
-
-    VIEWS = ("slice", "view", "expand", "detach", "lift_fresh", "alias", "select", "transpose", "unsqueeze", "empty",
-             "_unsafe_view")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if name not in self.VIEWS:
-            self.names.append(name)
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
 def test_the_upkeep_of_a_step_is_one_graph_one_launch_and_one_upload(monkeypatch):
     """New rows are copied, then the graph; every 32 rows four launches more. The host waits for nothing."""
@@ -178,7 +160,7 @@ def test_the_upkeep_of_a_step_is_one_graph_one_launch_and_one_upload(monkeypatch
         return AttentionRows(AttentionOutput(parts[0], parts[1], lse, parts[2]), [0, *range(3, count + 2)])
 
     partial.update(rows(8))  # selects rows, and solves
-    replays, launches, recorder = [], [], Recorder()
+    replays, launches, recorder = [], [], OperationRecorder()
     launch, run = interpreter.GridExecutor.__call__, kernel.graphs.run
 
     def count_launch(executor: object, *args: object, **named: object) -> None:
