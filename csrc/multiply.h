@@ -53,6 +53,7 @@ template <class T, class F> void with_source(const Linear& w, long tile, F f) {
 // Several passes read a chunk of so many steps while it is in the cache near the processor, where the next one, which they
 // fetch meanwhile, has room too: 16 KB of words each.
 constexpr long CHUNK = 64;
+constexpr long CHUNKED_PASSES = 10;  // with more, as for a prompt, loading sums for each chunk costs more than it gains
 
 // The parts of a step's successor in the next chunk that a pass fetches, of VECTORS parts for all passes. They are spread
 // between other instructions, which the whole at once would delay.
@@ -186,7 +187,8 @@ template <class T> struct Multiply {
         const bool in_turn = false, converts = rows <= CONVERTING_ROWS;
 #endif
         const long passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
-        const long chunk = in_turn || (passes > 1 && (IS_STORED || !converts)) ? CHUNK : steps;
+        const bool chunked = IS_STORED ? passes > 1 && passes <= CHUNKED_PASSES : !converts;
+        const long chunk = in_turn || chunked ? CHUNK : steps;
         for (long first = 0; first < steps; first += chunk) {
             const long last = std::min(steps, first + chunk);
             auto add_chunk = [&](auto pass_of) { add_passes(rows, passes, x, steps, first, last, sums, pass_of); };
