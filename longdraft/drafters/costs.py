@@ -35,7 +35,7 @@ from longdraft.tree import Tree, chain
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 6, 8, 16, 32)  # of the forwards that are timed; products of up to six rows read their weights once
+ROWS = (1, 2, 4, 6, 8, 16, 32)  # of the forwards that are timed; products of more than six rows take several passes
 _DEPTHS = (4, 12)  # depths of the drafts that are timed
 _SHORT = 256  # positions of the text after which they are timed
 _MOST_BYTES = 1 << 28  # of the cache of random positions
