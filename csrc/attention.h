@@ -32,22 +32,24 @@ namespace longdraft::LONGDRAFT_VARIANT {
 
 // The attention of one text. Use: construct, `prepare`, run all jobs in any order, `merge_rows`.
 //
-//     queries  [KV heads][padded query rows][padded dim] elements
+//     queries  [KV heads][padded query rows][steps] operands (simd.h)
 //     states   [KV heads][splits][padded query rows][stride] floats: see RowBatch
 template <class T> class TextAttention {
     using Element = typename T::Element;
+    using Operand = typename T::Operand;
     static constexpr int BATCH = Products<T>::BATCH;
     static constexpr long TILE = Products<T>::TILE;
 
   public:
     explicit TextAttention(const Attention& a)
         : a_(a), store_(*a.store), layout_(row_layout<T>(a)), group_(a.heads / store_.heads),
-          query_rows_(a.rows * group_), padded_rows_(round_up(query_rows_, BATCH)), stride_(store_.padded + LANES),
+          query_rows_(a.rows * group_), padded_rows_(round_up(query_rows_, BATCH)), steps_(store_.padded / T::PER_WORD),
+          stride_(store_.padded + LANES),
           splits_((layout_.longest + SPLIT - 1) / SPLIT) {}
 
     // Bytes of the queries and of the states, in whole cache lines.
     size_t query_bytes() const {
-        return cache_lines(static_cast<size_t>(store_.heads * padded_rows_ * store_.padded) * sizeof(Element));
+        return cache_lines(static_cast<size_t>(store_.heads * padded_rows_ * steps_) * sizeof(Operand));
     }
     size_t state_bytes() const {
         return cache_lines(static_cast<size_t>(store_.heads * splits_ * padded_rows_ * stride_) * sizeof(float));
@@ -58,7 +60,7 @@ template <class T> class TextAttention {
 
     // Take the memory for queries and states, write a chain's rows to the store, and copy the queries.
     void prepare(void* queries, void* states) {
-        queries_ = static_cast<Element*>(queries);
+        queries_ = static_cast<Operand*>(queries);
         states_ = static_cast<float*>(states);
         if (layout_.is_chain && a_.k.data) write_as<T>(store_, a_.length, a_.k, a_.v, nullptr, a_.rows);
         for (long head = 0; head < store_.heads; head++) copy_queries(head);
@@ -90,12 +92,11 @@ template <class T> class TextAttention {
     }
 
     void copy_queries(long head) {
-        const long padded = store_.padded;
-        Element* to = queries_ + head * padded_rows_ * padded;
-        std::fill_n(to, padded_rows_ * padded, Element{});
+        Operand* to = queries_ + head * padded_rows_ * steps_;
+        std::fill_n(to, padded_rows_ * steps_, Operand{});
         for (long i = 0; i < query_rows_; i++) {
             const long at = (i / group_ * a_.heads + head * group_ + i % group_) * store_.dim;
-            std::copy_n(static_cast<const Element*>(a_.q) + at, store_.dim, to + i * padded);
+            copy_operands<T>(static_cast<const Element*>(a_.q) + at, store_.dim, to + i * steps_, steps_);
         }
     }
 
@@ -103,7 +104,6 @@ template <class T> class TextAttention {
     void run_split(long head, long split, long first, long last) {
         [[maybe_unused]] Products<T> unit;  // sets up the matrix unit for this thread
         const long begin = split * SPLIT, end = std::min(layout_.longest, begin + SPLIT);
-        const long steps = store_.padded / T::PER_WORD;
         const BlockAttention<T> block{store_, head, layout_.shared_end, a_.scale * LOG2_E};
         std::optional<TreeTails<T>> tails;
         std::vector<const uint32_t*> tail_keys(static_cast<size_t>(last - first), nullptr);
@@ -124,9 +124,9 @@ template <class T> class TextAttention {
         for (long tile = begin; tile < end; tile += TILE)
             for (long i = first; i < last; i += BATCH) {
                 const int count = static_cast<int>(std::min<long>(BATCH, last - i));
-                const RowBatch batch{count, reinterpret_cast<const uint32_t*>(queries_) + (head * padded_rows_ + i) * steps,
-                                     state(head, split, i), stride_, layout_.first.data() + i, layout_.end.data() + i,
-                                     tail_keys.data() + (i - first), tail_words.data() + (i - first)};
+                const RowBatch<T> batch{count, queries_ + (head * padded_rows_ + i) * steps_, state(head, split, i), stride_,
+                                        layout_.first.data() + i, layout_.end.data() + i, tail_keys.data() + (i - first),
+                                        tail_words.data() + (i - first)};
                 const long low = *std::min_element(batch.first, batch.first + count);
                 const long high = *std::max_element(batch.end, batch.end + count);
                 for (long start = tile; start < std::min(end, tile + TILE); start += BLOCK)
@@ -138,12 +138,12 @@ template <class T> class TextAttention {
     // The batch of rows from `row` on, of `rows`, fetches its share of the next tile of the split beside the block at
     // `start`. A single row reads the cache as fast as memory gives it.
     Ahead ahead(long head, long start, long end, long row, long rows) const {
-        const long next = start + TILE, steps = store_.padded / T::PER_WORD;
+        const long next = start + TILE;
         if (!Products<T>::FETCHES_AHEAD || rows == 1 || next + BLOCK > end) return {};
-        const long lines = BLOCK / LANES * steps, share = div_up(lines, div_up(rows, BATCH)), from = row / BATCH * share;
-        const long words = next % SPLIT * steps + from * LANES;
+        const long lines = BLOCK / LANES * steps_, share = div_up(lines, div_up(rows, BATCH)), from = row / BATCH * share;
+        const long words = next % SPLIT * steps_ + from * LANES;
         return {store_.key(next / SPLIT, head) + words, store_.value(next / SPLIT, head) + words,
-                std::min(share, lines - from), std::min<long>(BATCH, rows - row), BLOCK / T::PER_WORD};
+                std::min(share, lines - from), std::min<long>(BATCH, rows - row), BLOCK / T::PER_WORD, store_.padded};
     }
 
     // Merge the splits of one row and query head in order, then the remainder, and write the result.
@@ -182,8 +182,9 @@ template <class T> class TextAttention {
     Store& store_;
     RowLayout layout_;
     long group_, query_rows_, padded_rows_;  // query heads per KV head; query rows of a KV head, and with padding
-    long stride_, splits_, chunk_ = 0;       // floats of a state; number of splits; query rows of a job
-    Element* queries_ = nullptr;
+    long steps_, stride_;                    // words of a key; floats of a state
+    long splits_, chunk_ = 0;                // number of splits; query rows of a job
+    Operand* queries_ = nullptr;
     float* states_ = nullptr;
 };
 

@@ -16,9 +16,9 @@ constexpr float LOG2_E = 1.44269504f;
 // Query rows of one KV head that read the keys and values together. Each array has one entry per query row.
 //
 //     state   [ weighted sum of the values: `padded` floats | maximum score, base 2 | sum of the weights | unused ]
-struct RowBatch {
+template <class T> struct RowBatch {
     int count;
-    const uint32_t* queries;  // `padded` elements each
+    const typename T::Operand* queries;  // [count, `padded` elements]
     float* states;            // `stride` floats each
     long stride;
     const long *first, *end;           // the positions [first, end) that the row sees
@@ -34,23 +34,23 @@ inline void cap_scores(float* scores, long count, float scale, float cap) {
 }
 
 template <class T> struct BlockAttention {
-    using Element = typename T::Element;
+    using Operand = typename T::Operand;
     using Unit = Products<T>;
     const Store& store;
     long head, shared_end;
     float scale;  // of scores in base 2: log2(e) / sqrt(dim)
 
     // Add the positions [start, start + BLOCK) to the rows' states. At least one row must see one of them.
-    void add(const RowBatch& b, long start, Ahead ahead) const {
+    void add(const RowBatch<T>& b, long start, Ahead ahead) const {
         alignas(64) float scores[Unit::BATCH][BLOCK];
-        alignas(64) Element weights[Unit::BATCH][BLOCK];
+        alignas(64) Operand weights[Unit::BATCH][BLOCK / T::PER_WORD];
         const long padded = store.padded, steps = padded / T::PER_WORD, place = start % SPLIT;
         long reach = 0;
         for (int r = 0; r < b.count; r++) reach = std::max(reach, b.end[r] - start);
         // `shared` positions of the block are read in the store by all rows, `own[r]` more in the row's tail.
         const long shared = std::clamp(shared_end - start, 0L, std::min(BLOCK, round_up(reach, POSITION_GROUP)));
         if (shared)
-            Unit::score(b.count, b.queries, steps, store.key(start / SPLIT, head) + place * steps, shared, steps, scores,
+            Unit::score(b.count, b.queries, store.key(start / SPLIT, head) + place * steps, shared, steps, scores,
                         ahead);
         const long in_tail = start + shared - shared_end;
         long own[Unit::BATCH];
@@ -59,7 +59,7 @@ template <class T> struct BlockAttention {
             const long from = std::clamp(b.first[r] - start, 0L, BLOCK), to = std::clamp(b.end[r] - start, 0L, BLOCK);
             own[r] = std::max(0L, round_up(to, POSITION_GROUP) - shared);
             if (own[r])
-                Unit::score(1, b.queries + r * steps, steps, b.tail_keys[r] + in_tail * steps, own[r], steps,
+                Unit::score(1, b.queries + r * steps, b.tail_keys[r] + in_tail * steps, own[r], steps,
                             reinterpret_cast<float(*)[BLOCK]>(scores[r] + shared), none);
             online_softmax(b.state(r), scores[r], from, to, shared + own[r], weights[r], ahead);
         }
@@ -68,17 +68,17 @@ template <class T> struct BlockAttention {
                              padded, b.states, b.stride, ahead);
         for (int r = 0; r < b.count; r++)
             if (own[r])
-                Unit::accumulate(1, weights[r] + shared,
+                Unit::accumulate(1, weights[r] + shared / T::PER_WORD,
                                  b.tail_keys[r] + b.tail_words[r] + in_tail / T::PER_WORD * padded, own[r], padded,
                                  b.state(r), b.stride, none);
     }
 
     // One step of the online softmax (Milakov and Gimelshein 2018): `count` scores become weights
     // 2^(scale * score - maximum), and the state is rescaled to the new maximum. Outside [from, to) a weight is 0.
-    void online_softmax(float* state, float* scores, long from, long to, long count, Element* weights,
+    void online_softmax(float* state, float* scores, long from, long to, long count, Operand* weights,
                         Ahead& ahead) const {
         if (from >= to) {
-            std::fill_n(weights, count, Element{});
+            std::fill_n(weights, count / T::PER_WORD, Operand{});
             return;
         }
         float &max_score = state[store.padded], &weight_sum = state[store.padded + 1];
@@ -98,7 +98,7 @@ template <class T> struct BlockAttention {
             for (int v = 0; v < 2; v++) {
                 Floats weight = exp2(fma(load(scores + i + v * LANES), factor, shift));
                 sums[v] = sums[v] + weight;
-                T::narrow(weights + i + v * LANES, weight);
+                T::narrow_operands(weights + (i + v * LANES) / T::PER_WORD, weight);
             }
         }
         const float rescale = before == max_score ? 1.0f : exp2(before - max_score);

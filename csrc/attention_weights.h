@@ -22,18 +22,18 @@ void weights_as(const Store& s, long length, const void* q, long rows, long head
     const long steps = s.padded / T::PER_WORD, width = round_up(length, BLOCK);
     parallel(s.heads, [&](long head) {
         [[maybe_unused]] Products<T> unit;  // sets up the matrix unit for this thread
-        std::vector<Element> queries(static_cast<size_t>(padded_rows * s.padded));
+        std::vector<typename T::Operand> queries(static_cast<size_t>(padded_rows * steps));
         for (long i = 0; i < query_rows; i++)
-            std::copy_n(static_cast<const Element*>(q) + (i / group * heads + head * group + i % group) * s.dim, s.dim,
-                        queries.data() + i * s.padded);
+            copy_operands<T>(static_cast<const Element*>(q) + (i / group * heads + head * group + i % group) * s.dim, s.dim,
+                             queries.data() + i * steps, steps);
         std::vector<float> scores(static_cast<size_t>(query_rows * width));
         alignas(64) float block[BATCH][BLOCK];
         Ahead none;
         for (long start = 0; start < length; start += BLOCK)
             for (long first = 0; first < query_rows; first += BATCH) {
                 int count = static_cast<int>(std::min(BATCH, query_rows - first));
-                Products<T>::score(count, reinterpret_cast<const uint32_t*>(queries.data()) + first * steps, steps,
-                                   s.key(start / SPLIT, head) + start % SPLIT * steps, BLOCK, steps, block, none);
+                Products<T>::score(count, queries.data() + first * steps, s.key(start / SPLIT, head) + start % SPLIT * steps,
+                                   BLOCK, steps, block, none);
                 for (int r = 0; r < count; r++)
                     std::copy_n(block[r], BLOCK, scores.data() + (first + r) * width + start);
             }

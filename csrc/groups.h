@@ -26,13 +26,17 @@ constexpr int WORDS = GROUP / 8;   // 32-bit words of half of a group's bytes
 constexpr long BLOCK_GROUPS = 16;  // groups that all rows read while they are in the cache near the processor (19 KB)
 #if defined(__AVX512F__)
 constexpr int ROWS = 4;
-#else
+#elif defined(__AVX2__)
 constexpr int ROWS = 2;
+#else
+constexpr int ROWS = 1;
 #endif
 
-typedef uint8_t Raw __attribute__((vector_size(64)));
-
+#if !defined(__AVX2__) || defined(__AVX512F__)
 inline int32_t word_at(const int8_t* p) { int32_t word; std::memcpy(&word, p, 4); return word; }
+
+// Byte i of each word.
+inline Ints bytes_of(Raw line, int i) { return as<Ints>(as<Words>(line) >> (8 * i) & 0xffu); }
 
 // Sums of 16 outputs over four lines, for one row: `start` plus the products of the lines' bytes (up to 6 bits) with 16 values.
 inline Ints dot_codes(const Raw* lines, const int8_t* values, Ints start) {
@@ -43,7 +47,7 @@ inline Ints dot_codes(const Raw* lines, const int8_t* values, Ints start) {
     return (Ints)total;
 #else
     for (int j = 0; j < WORDS; j++)
-        for (int i = 0; i < 4; i++) start += (Ints)((Words)lines[j] >> (8 * i) & 0xffu) * values[4 * j + i];
+        for (int i = 0; i < 4; i++) start += bytes_of(lines[j], i) * int32_t{values[4 * j + i]};
     return start;
 #endif
 }
@@ -59,24 +63,12 @@ inline Ints dot_bytes(const Raw* lines, const int8_t* values, [[maybe_unused]] i
 #else
     Ints total = Ints{} - 128 * sum;
     for (int j = 0; j < WORDS; j++)
-        for (int i = 0; i < 4; i++) total += (Ints)((Words)lines[j] >> (8 * i) & 0xffu) * values[4 * j + i];
+        for (int i = 0; i < 4; i++) total += bytes_of(lines[j], i) * int32_t{values[4 * j + i]};
     return total;
 #endif
 }
 
-// 16 zero points as whole numbers, and their products with a sum of values: both fit in 16 bits, which is faster.
-inline Ints zeros_of(const uint8_t* p) {
-    Ints zeros;
-#if defined(__AVX512F__)
-    zeros = (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-    typedef uint8_t Sixteen __attribute__((vector_size(16)));
-    Sixteen bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    zeros = __builtin_convertvector(bytes, Ints);
-#endif
-    return zeros;
-}
+// The products of 16 zero points with a sum of values: both fit in 16 bits, which is faster.
 inline Ints minus_products(Ints zeros, int32_t sum) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpwssd_epi32(_mm512_setzero_si512(), (__m512i)zeros, _mm512_set1_epi32(-sum & 0xffff));
@@ -84,8 +76,6 @@ inline Ints minus_products(Ints zeros, int32_t sum) {
     return zeros * -sum;
 #endif
 }
-
-inline Floats as_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 // What follows the sums of a group, for 16 outputs.
 struct Factors {
@@ -99,7 +89,7 @@ template <Groups KIND> Factors factors(const uint8_t* tile, long g, int v) {
     const uint8_t* group = tile + E::group(g);
     Factors found = {};
     auto halves = [&](const uint8_t* from) { return from_halves(reinterpret_cast<const uint16_t*>(from) + v * LANES); };
-    if constexpr (E::SHAPE.has_zero) found.zeros = zeros_of(group + E::MIDDLE + v * LANES);
+    if constexpr (E::SHAPE.has_zero) found.zeros = convert<Ints>(load_as<UnsignedBytes>(group + E::MIDDLE + v * LANES));
     if constexpr (E::SHAPE.common) {
         auto numbers = [&](int at) { return from_int8(reinterpret_cast<const int8_t*>(group + at) + v * LANES); };
         const uint8_t* common = tile + E::common(g);
@@ -119,22 +109,21 @@ template <Groups KIND> Factors factors(const uint8_t* tile, long g, int v) {
 template <Groups KIND> void unpack_codes(const uint8_t* values, Raw* lines) {
     constexpr int BITS = shape_of(KIND).bits;
     if constexpr (BITS == 8) {
-        std::memcpy(lines, values, 2 * WORDS * sizeof *lines);
+        UNROLLED for (int j = 0; j < 2 * WORDS; j++) lines[j] = load_as<Raw>(values + j * 64);
         return;
     }
-    for (int j = 0; j < WORDS; j++) {
-        std::memcpy(&lines[j], values + j * 64, 64);
-        lines[WORDS + j] = (Raw)((Words)lines[j] >> 4) & 15;
-        lines[j] &= 15;
+    UNROLLED for (int j = 0; j < WORDS; j++) {
+        const Words both = load_as<Words>(values + j * 64);
+        lines[WORDS + j] = as<Raw>(both >> 4 & 0x0f0f0f0fu);
+        lines[j] = as<Raw>(both & 0x0f0f0f0fu);
     }
     if constexpr (BITS > 4) {
         constexpr int STEP = BITS - 4;  // further bits of a code, which follow those of the line before in a word
-        Words further[2];
-        std::memcpy(further, values + Encoding<KIND>::EXTRA, STEP * 64);
-        for (int j = 0; j < 2 * WORDS; j++) {
+        UNROLLED for (int j = 0; j < 2 * WORDS; j++) {
             const int from = STEP * j % 8;
-            const Words x = further[STEP * j / 8], moved = from < 4 ? x << (4 - from) : x >> (from - 4);
-            lines[j] |= (Raw)moved & static_cast<uint8_t>(BITS == 5 ? 0x10 : 0x30);
+            const Words x = load_as<Words>(values + Encoding<KIND>::EXTRA + STEP * j / 8 * 64);
+            const Words moved = from < 4 ? x << (4 - from) : x >> (from - 4);
+            lines[j] = as<Raw>(as<Words>(lines[j]) | (moved & (BITS == 5 ? 0x10101010u : 0x30303030u)));
         }
     }
 }
@@ -150,22 +139,21 @@ Floats add_group(Floats total, const Raw* lines, const Factors& by, const int8_t
         const int32_t sum = sums[0] + sums[1];
         first = last = Ints{};
         if constexpr (SHAPE.has_zero) first = minus_products(by.zeros, sum);
-        if constexpr (SHAPE.offset) first -= SHAPE.offset * (SHAPE.halves ? sums[0] : sum);
-        if constexpr (SHAPE.offset && SHAPE.halves) last -= SHAPE.offset * sums[1];
+        if constexpr (SHAPE.offset) first = first - SHAPE.offset * (SHAPE.halves ? sums[0] : sum);
+        if constexpr (SHAPE.offset && SHAPE.halves) last = last - SHAPE.offset * sums[1];
         first = dot_codes(lines, values, first);
         last = dot_codes(lines + WORDS, values + 16, last);
     }
     if constexpr (SHAPE.halves) {
-        total = fma(as_floats(first) * step, by.scale, total);
-        total = fma(as_floats(last) * step, by.second, total);
+        total = fma(convert<Floats>(first) * step, by.scale, total);
+        total = fma(convert<Floats>(last) * step, by.second, total);
     } else {
-        total = fma(as_floats(first + last) * step, by.scale, total);
+        total = fma(convert<Floats>(first + last) * step, by.scale, total);
     }
     if constexpr (SHAPE.has_least) total = fma(broadcast(step * static_cast<float>(sums[0] + sums[1])), by.least, total);
     return total;
 }
 
-#if !defined(__AVX2__) || defined(__AVX512F__)
 // Groups [from, to) of one tile, added to the sums of COUNT rows. The tile is read in order, which is what the
 // processor's own fetching ahead wants.
 template <Groups KIND, int COUNT>
@@ -173,26 +161,26 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
     using E = Encoding<KIND>;
     constexpr int VECTORS = COLUMNS / LANES;
     Floats totals[COUNT][VECTORS];
-    for (int r = 0; r < COUNT; r++)
-        for (int v = 0; v < VECTORS; v++) totals[r][v] = load(sums[r] + v * LANES);
+    UNROLLED for (int r = 0; r < COUNT; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) totals[r][v] = load(sums[r] + v * LANES);
     for (long g = from; g < to; g++) {
         const uint8_t* group = tile + E::group(g);
         prefetch<0>(group, E::VALUES);  // used after the first values
         if constexpr (E::SHAPE.common && E::SHAPE.bits == 4)  // measured: 15 % less time; with 5 and 6 bits 40 % more
             if (g % COMMON_GROUPS == COMMON_GROUPS - 1) prefetch<0>(tile + E::common(g + 1), E::SHAPE.common);
-        for (int v = 0; v < VECTORS; v++) {
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
             prefetch<FETCHES_ASCENDING_LINES ? 8192 : PREFETCH_DISTANCE>(group + v * E::QUARTER * 64, E::QUARTER * 64);
             Raw lines[2 * WORDS];
             unpack_codes<KIND>(group + E::VALUES + v * E::OF_VECTOR, lines);
             const Factors by = factors<KIND>(tile, g, v);
-            for (int r = 0; r < COUNT; r++) {
+            UNROLLED for (int r = 0; r < COUNT; r++) {
                 const long at = (row + r) * x.groups + g;
                 totals[r][v] = add_group<KIND>(totals[r][v], lines, by, x.values + at * GROUP, x.steps[at], x.sums + 2 * at);
             }
         }
     }
-    for (int r = 0; r < COUNT; r++)
-        for (int v = 0; v < VECTORS; v++) store(sums[r] + v * LANES, totals[r][v]);
+    UNROLLED for (int r = 0; r < COUNT; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) store(sums[r] + v * LANES, totals[r][v]);
 }
 #endif
 
@@ -240,7 +228,7 @@ void add_groups_by_unit(int rows, const uint8_t* tile, long from, long to, const
                 Ints whole = found[g % 2][v][r];
                 if constexpr (E::SHAPE.has_zero) whole += minus_products(by.zeros, sum);
                 if constexpr (E::SHAPE.offset) whole -= E::SHAPE.offset * sum;
-                Floats total = fma(as_floats(whole) * x.steps[at], by.scale, load(sums[r] + v * LANES));
+                Floats total = fma(convert<Floats>(whole) * x.steps[at], by.scale, load(sums[r] + v * LANES));
                 if constexpr (E::SHAPE.has_least) total = fma(broadcast(x.steps[at] * static_cast<float>(sum)), by.least, total);
                 store(sums[r] + v * LANES, total);
             }

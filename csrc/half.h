@@ -6,21 +6,24 @@
 
 namespace longdraft::LONGDRAFT_VARIANT {
 
-inline Floats from_halves(const uint16_t* p) {
+// Sixteen numbers, register by register.
+template <class V> INLINED V from_halves_as(const uint16_t* p) {
+    if constexpr (IS_PAIR<V>) {
+        using Half = typename V::HalfType;
+        return {from_halves_as<Half>(p), from_halves_as<Half>(p + sizeof(Half) / 4)};
+    } else {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        return (V)_mm512_cvtph_ps(load_as<__m256i>(p));
 #elif defined(__F16C__)
-    Floats x;
-    for (int half = 0; half < 2; half++) {
-        const __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + half));
-        std::memcpy(reinterpret_cast<char*>(&x) + 32 * half, &eight, sizeof eight);
-    }
-    return x;
+        return (V)_mm256_cvtph_ps(load_as<__m128i>(p));
 #else
-    Floats x;
-    for (int i = 0; i < LANES; i++) x[i] = from_half(p[i]);
-    return x;
+        V x;
+        for (size_t i = 0; i < sizeof x / 4; i++) x[i] = from_half(p[i]);
+        return x;
 #endif
+    }
 }
+
+inline Floats from_halves(const uint16_t* p) { return from_halves_as<Floats>(p); }
 
 }  // namespace

@@ -22,8 +22,8 @@ struct Clipping {
     // 0 to 15 as floats. The quotient is clamped before it is rounded as well: `nearest` is right for small numbers only.
     Floats values(Floats weights) const {
         Floats quotient = step > 0 ? weights / step : Floats{};
-        quotient = quotient < -16 ? broadcast(-16.0f) : quotient;
-        quotient = quotient > 16 ? broadcast(16.0f) : quotient;
+        quotient = select(quotient < -16.0f, broadcast(-16.0f), quotient);
+        quotient = select(quotient > 16.0f, broadcast(16.0f), quotient);
         return clamp(nearest(quotient) + zero);
     }
 
@@ -35,8 +35,8 @@ struct Clipping {
   private:
     static Floats nearest(Floats x) { return (x + broadcast(12582912.0f)) - broadcast(12582912.0f); }
     static Floats clamp(Floats x) {
-        x = x < 0 ? Floats{} : x;
-        return x > 15 ? broadcast(15.0f) : x;
+        x = select(x < 0.0f, Floats{}, x);
+        return select(x > 15.0f, broadcast(15.0f), x);
     }
 };
 

@@ -3,7 +3,6 @@
 
 #include "amx.h"
 #include "layout.h"
-#include "multiply_avx2.h"
 #include "mxfp4.h"
 #include "simd.h"
 
@@ -16,19 +15,24 @@ constexpr int VECTORS = COLUMNS / LANES;
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6;         // 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
 constexpr int CONVERTING_ROWS = 18;  // up to which each pass converts codes anew; for more, a chunk is converted once
+constexpr bool IN_TURN = false;      // whether several rows take one vector of columns after another
+constexpr int TURN_VECTORS = 4;
+constexpr bool BYTES_IN_TURN = false;  // the same for any number of rows, of int8
 #elif defined(__AVX2__)
-#define LONGDRAFT_IN_TURN  // several rows, and int8, take one vector of columns after another (multiply_avx2.h)
-constexpr int TILE_ROWS = 5;         // 5 x 2 sums of half a vector, 4 halves of weights and a broadcast fill the 16 registers
+constexpr int TILE_ROWS = 5;  // 5 x 2 registers of sums, 4 of weights and a broadcast fill all 16
 constexpr int CONVERTING_ROWS = 1;
+constexpr int TURN_VECTORS = 4;  // of sums that one turn holds
+constexpr bool IN_TURN = true, BYTES_IN_TURN = true;
 #else
-constexpr int TILE_ROWS = 2, CONVERTING_ROWS = 2;
+constexpr int TILE_ROWS = 2, CONVERTING_ROWS = 1;
+constexpr int TURN_VECTORS = 2;
+constexpr bool IN_TURN = true, BYTES_IN_TURN = false;
 #endif
 
 // Convert the int8 of `steps` steps of a tile to words.
 template <class T> void unpack(const int8_t* bytes, long steps, uint32_t* words) {
     for (long i = 0; i < steps * COLUMNS; i += LANES) {
-        const Words made = T::unpack(bytes + i * T::PER_WORD);
-        std::memcpy(words + i, &made, sizeof made);
+        store_as(words + i, T::unpack(bytes + i * T::PER_WORD));
     }
 }
 
@@ -38,7 +42,7 @@ template <class T> struct Int8Codes {
     void unpack(long step, long count, uint32_t* words) const {
         longdraft::LONGDRAFT_VARIANT::unpack<T>(tile + step * COLUMNS * T::PER_WORD, count, words);
     }
-    template <long DISTANCE> PREFETCHING void fetch(long step, long count) const {
+    template <long DISTANCE> INLINED void fetch(long step, long count) const {
         prefetch<DISTANCE>(tile + step * COLUMNS * T::PER_WORD, count * COLUMNS * T::PER_WORD);
     }
 };
@@ -51,43 +55,51 @@ template <class T, class F> void with_source(const Linear& w, long tile, F f) {
 }
 
 // Several passes read a chunk of so many steps while it is in the cache near the processor, where the next one, which they
-// fetch meanwhile, has room too: 16 KB of words each.
-constexpr long CHUNK = 64;
+// fetch meanwhile, has room too: 8 KB of words each.
+constexpr long CHUNK = 32;
 constexpr long CHUNKED_PASSES = 10;  // with more, as for a prompt, loading sums for each chunk costs more than it gains
+constexpr long MOST_IN_TURN = 64;    // steps whose operands are prepared together
 
-// The parts of a step's successor in the next chunk that a pass fetches, of VECTORS parts for all passes. They are spread
-// between other instructions, which the whole at once would delay.
-struct Share {
-    int from, to;
-    Share(long pass, long passes)
-        : from(static_cast<int>(VECTORS * pass / passes)), to(static_cast<int>(VECTORS * (pass + 1) / passes)) {}
-    bool has(int part) const { return part >= from && part < to; }
-};
+// One of several passes over a chunk, which share the fetching of the next one.
+struct Share { long pass, passes; };
 
-// A pass over a tile reads one of the following. `at` returns the words of a step, `ahead` fetches a part of a later one.
+// A pass over a tile reads one of the following. `at` returns the words of a step. `ahead` is called for each vector of them, and
+// fetches something now and then: the processor would stop at a burst of lines.
 
 // The words as they are in memory.
-struct StoredPass {
+class StoredPass {
+  public:
     static constexpr bool HAS_BYTES = false;
-    const uint32_t* words;
-    Share share;
-    const uint32_t* at(long step) const { return words + step * COLUMNS; }
-    template <int ROWS> PREFETCHING void ahead(long step, int part) const {
+    //   count  steps of the chunk that begins with step `first`
+    StoredPass(const uint32_t* words, long first, long count, Share share)
+        : words_(words), next_(reinterpret_cast<const char*>(words + (first + CHUNK) * COLUMNS)
+                               + count * COLUMNS * 4 * share.pass / share.passes),
+          by_(LANES * 4 / share.passes) {}
+    const uint32_t* at(long step) const { return words_ + step * COLUMNS; }
+    // Lines are fetched in ascending order, even where they are not read so: memory is slower otherwise. One of several passes
+    // asks for each line more than once, which costs less than a branch.
+    template <int ROWS> INLINED void ahead(long, int) {
         if (ROWS <= 2 && FETCHES_ASCENDING_LINES) return;
-        if (share.has(part)) prefetch<CHUNK * COLUMNS * 4>(at(step) + part * LANES, 64);
+        __builtin_prefetch(next_);
+        next_ += by_;
     }
+
+  private:
+    const uint32_t* words_;
+    const char* next_;
+    long by_;  // bytes
 };
 
 // Words that were converted from codes, from step `first` on.
 template <class Codes> struct ConvertedPass {
     static constexpr bool HAS_BYTES = false;
     Codes codes;
-    Share share;
     const uint32_t* words;
     long first;
+    bool fetches;
     const uint32_t* at(long step) const { return words + (step - first) * COLUMNS; }
-    template <int> PREFETCHING void ahead(long step, int part) const {
-        if (part == 0 && share.has(0)) codes.template fetch<0>(step + CHUNK, 1);
+    template <int> INLINED void ahead(long step, int part) const {
+        if (part == 0 && fetches) codes.template fetch<0>(step + CHUNK, 1);
     }
 };
 
@@ -101,7 +113,7 @@ template <class T, class Codes> struct ConvertingPass {
         if (step % Codes::CHUNK == 0) codes.unpack(step, Codes::CHUNK, words);
         return words + step % Codes::CHUNK * COLUMNS;
     }
-    template <int> PREFETCHING void ahead(long step, int part) const {
+    template <int> INLINED void ahead(long step, int part) const {
         if (part == 0) codes.template fetch<PREFETCH_DISTANCE>(step, 1);
     }
 };
@@ -116,44 +128,71 @@ template <class T> struct ConvertingPass<T, Int8Codes<T>> {
         unpack<T>(bytes + step * COLUMNS * T::PER_WORD, 1, words);
         return words;
     }
-    template <int> PREFETCHING void ahead(long step, int part) const {
+    template <int> INLINED void ahead(long step, int part) const {
         if (part < T::PER_WORD) prefetch(bytes + (step * T::PER_WORD + part) * COLUMNS, COLUMNS);
     }
 };
 
 // Add steps [first, last) of a tile to the sums of ROWS rows. The instructions for a row are the same for every ROWS, and for
 // every way to cut the steps.
-template <class T, int ROWS, class Pass>
-void add_steps(const uint32_t* x, long stride, Pass& pass, long first, long last, float (*sums)[COLUMNS]) {
+//   make_pass  returns the pass over them
+template <class T, int ROWS, class MakePass>
+void add_steps(const uint32_t* x, long stride, MakePass make_pass, long first, long last, float (*sums)[COLUMNS]) {
+    auto pass = make_pass();
     Floats held[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) held[r][v] = load(sums[r] + v * LANES);
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) held[r][v] = load(sums[r] + v * LANES);
     for (long s = first; s < last; s++) {
         const uint32_t* w = pass.at(s);
         for (int v = 0; v < VECTORS; v++) pass.template ahead<ROWS>(s, v);
-        for (int r = 0; r < ROWS; r++) {
-            uint32_t word = x[r * stride + s];
-            for (int v = 0; v < VECTORS; v++) held[r][v] = T::mac(held[r][v], w + v * LANES, word);
+        UNROLLED for (int r = 0; r < ROWS; r++) {
+            const auto by = T::operand(x[r * stride + s]);
+            UNROLLED for (int v = 0; v < VECTORS; v++) held[r][v] = T::mac(held[r][v], w + v * LANES, by);
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(sums[r] + v * LANES, held[r][v]);
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) store(sums[r] + v * LANES, held[r][v]);
 }
 
-template <class T, int ROWS = TILE_ROWS, class Pass>
-void add_some(long rows, const uint32_t* x, long stride, Pass& pass, long first, long last, float (*sums)[COLUMNS]) {
+// The same for at most MOST_IN_TURN steps, WIDE vectors of columns after WIDE others: the sums of all columns would not fit in
+// sixteen registers.
+template <class T, int ROWS, class MakePass>
+void add_in_turn(const uint32_t* x, long stride, MakePass make_pass, long first, long last, float (*sums)[COLUMNS]) {
+    auto pass = make_pass();
+    constexpr int WIDE = 2 * ROWS > TURN_VECTORS ? 1 : VECTORS * ROWS > TURN_VECTORS ? 2 : VECTORS;
+    typename T::Operand operands[ROWS][MOST_IN_TURN];
+    for (int r = 0; r < ROWS; r++)
+        for (long s = first; s < last; s++) operands[r][s - first] = T::operand(x[r * stride + s]);
+    for (int turn = 0; turn < VECTORS; turn += WIDE) {
+        Floats held[ROWS][WIDE];
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < WIDE; v++) held[r][v] = load(sums[r] + (turn + v) * LANES);
+        for (long s = first; s < last; s++)
+            UNROLLED for (int v = 0; v < WIDE; v++) {
+                pass.template ahead<ROWS>(s, turn + v);
+                const auto* row = &operands[0][s - first];
+                asm volatile("" : "+r"(row));  // operands are read for each vector: there are no registers for them
+                UNROLLED for (int r = 0; r < ROWS; r++) {
+                    const auto by = row[r * MOST_IN_TURN];
+                    if constexpr (decltype(pass)::HAS_BYTES)
+                        held[r][v] = T::mac_bytes(held[r][v], pass.bytes + (s * COLUMNS + (turn + v) * LANES) * T::PER_WORD, by);
+                    else
+                        held[r][v] = T::mac(held[r][v], pass.at(s) + (turn + v) * LANES, by);
+                }
+            }
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int v = 0; v < WIDE; v++) store(sums[r] + (turn + v) * LANES, held[r][v]);
+    }
+}
+
+template <class T, int ROWS = TILE_ROWS, class MakePass>
+void add_some(long rows, const uint32_t* x, long stride, MakePass make_pass, long first, long last, float (*sums)[COLUMNS]) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return add_some<T, ROWS - 1>(rows, x, stride, pass, first, last, sums);
-#if defined(LONGDRAFT_IN_TURN)
-    if constexpr (ROWS > 1 || Pass::HAS_BYTES)
-        return add_in_turn<T, ROWS, CHUNK>(x, stride, first, last, sums, [&](long step, int v, int half, __m256* parts) {
-            if (half == 0) pass.template ahead<ROWS>(step, v);
-            const long place = step * COLUMNS + v * LANES;
-            if constexpr (Pass::HAS_BYTES) widen_bytes<T>(pass.bytes + place * T::PER_WORD + 8 * half, parts);
-            else widen_words<T>(pass.at(step) + v * LANES + 8 * half, parts);
-        });
-#endif
-    add_steps<T, ROWS>(x, stride, pass, first, last, sums);
+        if (rows < ROWS) return add_some<T, ROWS - 1>(rows, x, stride, make_pass, first, last, sums);
+    if constexpr (decltype(make_pass())::HAS_BYTES ? BYTES_IN_TURN : IN_TURN && ROWS > 1)
+        add_in_turn<T, ROWS>(x, stride, make_pass, first, last, sums);
+    else
+        add_steps<T, ROWS>(x, stride, make_pass, first, last, sums);
 }
 
 // How a variant multiplies. An object is the set-up of a thread.
@@ -173,33 +212,30 @@ template <class T> struct Multiply {
                            PassOf pass_of) {
         const long some = (rows + passes - 1) / passes;
         for (long r = 0, i = 0; r < rows; r += some, i++) {
-            auto pass = pass_of(Share(i, passes));
-            add_some<T>(std::min(some, rows - r), x + r * steps, steps, pass, first, last, sums + r);
+            auto make_pass = [&] { return pass_of(Share{i, passes}); };
+            add_some<T>(std::min(some, rows - r), x + r * steps, steps, make_pass, first, last, sums + r);
         }
     }
 
     template <class Source> static void add(long rows, const uint32_t* x, long steps, Source source, float (*sums)[COLUMNS]) {
         constexpr bool IS_STORED = std::is_pointer_v<Source>;
-#if defined(LONGDRAFT_IN_TURN)
         constexpr bool IN_BYTES = std::is_same_v<Source, Int8Codes<T>>;
-        const bool in_turn = rows > 1 || IN_BYTES, converts = IN_BYTES || rows <= CONVERTING_ROWS;
-#else
-        const bool in_turn = false, converts = rows <= CONVERTING_ROWS;
-#endif
+        const bool converts = (IN_BYTES && BYTES_IN_TURN) || rows <= CONVERTING_ROWS;
+        const bool in_turn = IN_BYTES && converts ? BYTES_IN_TURN : IN_TURN && rows > 1;
         const long passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
-        const bool chunked = IS_STORED ? passes > 1 && passes <= CHUNKED_PASSES : !converts;
-        const long chunk = in_turn || chunked ? CHUNK : steps;
+        const bool chunked = IS_STORED ? (in_turn || passes > 1) && passes <= CHUNKED_PASSES : !converts;
+        const long chunk = chunked ? CHUNK : in_turn ? MOST_IN_TURN : steps;
         for (long first = 0; first < steps; first += chunk) {
             const long last = std::min(steps, first + chunk);
             auto add_chunk = [&](auto pass_of) { add_passes(rows, passes, x, steps, first, last, sums, pass_of); };
             if constexpr (IS_STORED) {
-                add_chunk([&](Share share) { return StoredPass{source, share}; });
+                add_chunk([&](Share share) { return StoredPass(source, first, last - first, chunked ? share : Share{0, 1}); });
             } else if (converts) {
                 add_chunk([&](Share) { return ConvertingPass<T, Source>(source); });
             } else {
                 alignas(64) uint32_t words[CHUNK * COLUMNS];
                 source.unpack(first, last - first, words);
-                add_chunk([&](Share share) { return ConvertedPass<Source>{source, share, words, first}; });
+                add_chunk([&](Share share) { return ConvertedPass<Source>{source, words, first, share.pass == 0}; });
             }
         }
     }
@@ -210,7 +246,7 @@ template <class T> struct Multiply {
 struct StoredSteps {
     const uint32_t* words;
     const uint32_t* at(long step) const { return words + step * COLUMNS; }
-    template <int STEPS> PREFETCHING void ahead(long step, int part) const {
+    template <int STEPS> INLINED void ahead(long step, int part) const {
         for (int i = 0; i < STEPS; i++) prefetch(at(step + i) + part * LANES, 64);
     }
 };
@@ -221,7 +257,7 @@ template <class Codes> class ConvertedSteps {
   public:
     ConvertedSteps(Codes codes, long steps) : codes_(codes), steps_(steps) { codes_.unpack(0, STEPS, words_[0]); }
     const uint32_t* at(long step) { return words_[step / STEPS % 2]; }
-    template <int> PREFETCHING void ahead(long step, int part) {
+    template <int> INLINED void ahead(long step, int part) {
         constexpr int SOME = STEPS / VECTORS;
         const long next = step + STEPS;
         if (next == steps_) return;

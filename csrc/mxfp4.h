@@ -35,18 +35,16 @@ inline Floats numbers(const uint8_t* codes, bool high, Floats powers) {
 // The words of steps [step, step + count) of one group.
 template <class T> void unpack_in_group(const uint8_t* group, long step, long count, uint32_t* words) {
     for (long v = 0; v < COLUMNS; v += LANES) {
-        Ints exponents;
-        for (int i = 0; i < LANES; i++) exponents[i] = group[v + i];
-        const Floats powers = (Floats)((exponents - 1) << 23);  // 2^(exponent - 128)
+        const Floats powers = as<Floats>((convert<Ints>(load_as<UnsignedBytes>(group + v)) - 1) << 23);  // 2^(exponent - 128)
         for (long s = 0; s < count; s++) {
             Words made;
             if constexpr (T::PER_WORD == 1) {
-                made = (Words)numbers(group + (1 + (step + s) / 2) * COLUMNS + v, (step + s) % 2, powers);
+                made = as<Words>(numbers(group + (1 + (step + s) / 2) * COLUMNS + v, (step + s) % 2, powers));
             } else {
                 const uint8_t* codes = group + (1 + step + s) * COLUMNS + v;
-                made = (Words)numbers(codes, false, powers) >> 16 | ((Words)numbers(codes, true, powers) & 0xffff0000u);
+                made = as<Words>(numbers(codes, false, powers)) >> 16 | (as<Words>(numbers(codes, true, powers)) & 0xffff0000u);
             }
-            std::memcpy(words + s * COLUMNS + v, &made, sizeof made);
+            store_as(words + s * COLUMNS + v, made);
         }
     }
 }
@@ -84,7 +82,7 @@ template <class T> struct Codes {
             unpack_in_group<T>(tile + step / CHUNK * MXFP4_GROUP_BYTES, step % CHUNK, some, words);
         }
     }
-    template <long DISTANCE> PREFETCHING void fetch(long step, long count) const {
+    template <long DISTANCE> INLINED void fetch(long step, long count) const {
         prefetch<DISTANCE>(tile + step / CHUNK * MXFP4_GROUP_BYTES + (1 + step % CHUNK * T::PER_WORD / 2) * COLUMNS,
                            std::max<long>(64, count * COLUMNS * T::PER_WORD / 2));
     }

@@ -21,17 +21,16 @@ struct Quantised {
 
 // One group of a row: 32 floats. Rounds to nearest even by adding 1.5 * 2^23.
 inline void quantise_group(Floats low, Floats high, int8_t* values, float* step, int32_t* sums) {
-    const Floats positive_low = low < 0 ? -low : low, positive_high = high < 0 ? -high : high;
+    const Floats positive_low = select(low < 0.0f, -low, low), positive_high = select(high < 0.0f, -high, high);
     const float largest = max(max(positive_low, positive_high));
     const float damage = sum((low - low) + (high - high));  // NaN where anything is not finite, else 0
     const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
     const Floats shifter = broadcast(12582912.0f);
     for (int half = 0; half < 2; half++) {
-        Ints whole = (Ints)((half ? high : low) * inverse + shifter) - (Ints)shifter;
+        Ints whole = as<Ints>((half ? high : low) * inverse + shifter) - as<Ints>(shifter);
         whole = damage == 0 ? whole : Ints{};
-        const Bytes bytes = __builtin_convertvector(whole, Bytes);
-        std::memcpy(values + half * LANES, &bytes, sizeof bytes);
-        sums[half] = static_cast<int32_t>(sum(__builtin_convertvector(whole, Floats)));  // below 2^11: exact
+        store_as(values + half * LANES, convert<Bytes>(whole));
+        sums[half] = static_cast<int32_t>(sum(convert<Floats>(whole)));  // below 2^11: exact
     }
     *step = largest / 127.0f + damage;
 }

@@ -113,8 +113,8 @@ void clamped_swiglu_as(const void* gate_up, long rows, long width, float alpha, 
         for (long i = 0; i < width; i += LANES) {
             const long some = std::min<long>(LANES, width - i);
             Floats gate = widen_some<T>(from + i, some), up = widen_some<T>(from + width + i, some);
-            gate = gate > highest ? highest : gate;  // NaN stays NaN
-            up = up > highest ? highest : up < lowest ? lowest : up;
+            gate = select(gate > highest, highest, gate);  // NaN stays NaN
+            up = select(up > highest, highest, select(up < lowest, lowest, up));
             Element lanes[LANES];
             T::narrow(lanes, (up + 1.0f) * (gate / one_plus_exp_minus(alpha * gate)));
             std::copy_n(lanes, some, to + i);

@@ -155,6 +155,22 @@ def test_the_memory_bandwidth_is_measured():
     assert 1e8 < machine.read_bandwidth(1 << 24) < 1e13
 
 
+def test_the_peak_is_measured_where_pytorch_is_slow_in_bfloat16(monkeypatch):
+    """Then products in float32 are the peak of both, and no large product in bfloat16 is waited for."""
+    shapes = []
+
+    def multiply(a, b):
+        shapes.append((a.dtype, len(a)))
+        time.sleep(0.1 if a.dtype == torch.bfloat16 else 0.0)
+        return a
+
+    monkeypatch.setattr(torch, "matmul", multiply)
+    found = machine.limits(1 << 22, 1)
+    assert {size for dtype, size in shapes if dtype == torch.bfloat16} == {256}
+    assert {size for dtype, size in shapes if dtype == torch.float32} == {256, 512}
+    assert found.peak["bfloat16"] == found.peak["float32"]
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give memory back on their own")
 def test_freed_memory_between_blocks_in_use_is_given_back():
     blocks = [torch.ones(1 << 14) for _ in range(1600)]  # 64 KiB each: below glibc's least size for pages of their own
