@@ -16,6 +16,7 @@ from longdraft.kernels import Kernels, Taps
 
 LATEST = 4096  # rows of the text that are held until they are taken, at least
 FIRST = 64  # first rows of the text that are held as well
+_SPARE = 64  # single rows that are allocated together: an allocation takes as long as all else that a row needs
 
 
 class TappedRows(NamedTuple):
@@ -41,14 +42,25 @@ class TapLog:
         self._kernels, self._width = kernels, width
         self._first: list[TappedRows] = []
         self._runs: list[TappedRows] = []
+        self._spare: list[Tensor] = []  # each [layers, 1, width]
         self._end = 0
         self._tail: Taps | None = None
+        self._count = 0  # rows of the tail
 
     def append(self, count: int) -> Taps:
         """Provisional rows, for a forward to fill."""
-        shape = (len(self.layers), count, self._width)
-        self._tail = Taps(self.layers, torch.empty(shape, dtype=self._kernels.dtype, device=self._kernels.device))
+        if count > 1 or self._kernels.is_device:
+            rows = self._allocate(count)
+        else:
+            if not self._spare:
+                self._spare = list(self._allocate(1, _SPARE).unbind())
+            rows = self._spare.pop()
+        self._tail, self._count = Taps(self.layers, rows), count
         return self._tail
+
+    def _allocate(self, count: int, *times: int) -> Tensor:
+        shape = (*times, len(self.layers), count, self._width)
+        return torch.empty(shape, dtype=self._kernels.dtype, device=self._kernels.device)
 
     def fill(self, count: int) -> None:
         """Commit `count` rows of zeros."""
@@ -60,8 +72,7 @@ class TapLog:
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
         if self._tail is not None and len(rows):
-            states = self._tail.rows
-            count = states.shape[1]
+            states, count = self._tail.rows, self._count
             if len(rows) != count or (count > 1 and list(rows) != list(range(count))):  # selecting takes long
                 states = states[:, list(rows)]
             self._runs.append(TappedRows(self._end, states))
