@@ -56,8 +56,8 @@ class DeviceSampler:
         from longdraft.kernels.cuda.choice import ChoiceRules, TokenChooser  # needs Triton
         from longdraft.kernels.cuda.drafting import MAX_CHAINS
         from longdraft.kernels.cuda.launch import RecentlyUsed
-        from longdraft.kernels.cuda.shared_choice import can_share
         from longdraft.kernels.cuda.support import FilterRules
+        from longdraft.kernels.cuda.text_rows import can_share
 
         least, eta = (math.log(value) if value > 0 else None for value in (params.min_p, params.eta_cutoff))
         filters = FilterRules(process.filter_temperature(params), params.top_k, params.top_p, least, eta,
@@ -96,13 +96,15 @@ class DeviceSampler:
         return self._chooser.choose_behind(*given, tree.tokens, tree.parents, *place)
 
     def tree_choice(self, tree: Tree, context: Context) -> TreeChoice | None:
-        """A choice that can be made together with those of other texts; None for settings that need more launches."""
+        """A choice that can be made together with those of other texts; None for a penalty whose window
+        is too long."""
         return TreeChoice(self, tree, context) if self._can_share else None
 
     def tree_of_text(self, tree: Tree, context: Context, stores: Sequence[KVStore]) -> TextTree:
         """As `launch`, for `SharedChoices`. stores: of the text's cache, where it keeps the path's rows."""
         from longdraft.kernels.cuda.kv_store import cuda_stores
-        from longdraft.kernels.cuda.shared_choice import MAX_FRESH, TextTree
+        from longdraft.kernels.cuda.shared_choice import TextTree
+        from longdraft.kernels.cuda.text_rows import MAX_FRESH
 
         chooser = self._chooser
         if len(context) - chooser.length > MAX_FRESH:

@@ -163,7 +163,11 @@ def choices_of_texts():
     yield jit_shared_choice.read_windows_kernel, window, dict(BLOCK=1024), UNFUSED
     yield jit_shared_choice.penalise_texts_kernel, window, dict(BLOCK=1024), UNFUSED
     yield jit_shared_choice.ban_texts_kernel, rows | VOCABULARY, dict(BLOCK=16), UNFUSED
-    yield jit_shared_choice.noisy_maxima_of_texts_kernel, blocks, IN_BLOCKS, UNFUSED
+    yield jit_shared_choice.add_biases_kernel, rows | VOCABULARY, dict(BLOCK=1024), UNFUSED
+    yield (jit_shared_choice.read_filters_kernel, rows | dict(settings=F64, most=I64, fewest=I64), {},
+           dict(num_warps=1))
+    for filters in (FILTERS, dict.fromkeys(FILTERS, False) | dict(HAS_MIN_P=True)):
+        yield jit_shared_choice.noisy_maxima_of_texts_kernel, blocks | LIMITS, IN_BLOCKS | filters, UNFUSED
     yield (jit_shared_choice.walk_trees_kernel, dict(choices=I32, tokens=I32, parents=I32, entries=I64, path=I32,
                                                      targets=I64, outcome=I32, num_rows="i32"),
            dict(BLOCK=64), dict(num_warps=1))
@@ -171,7 +175,7 @@ def choices_of_texts():
 
 def drafting():
     state = dict(state=I64, settings=F64, scores=F64, ids=I32)
-    for stride in (0, 20):  # of a single text, and of several
+    for stride in (0, jit_shared_choice.ENTRY.value):  # of a single text, and of several
         yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | state | VOCABULARY,
                IN_BLOCKS | FILTERS | dict(WIDTH=2, STRIDE=stride, HAS_NOISE=True), UNFUSED)
         yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32") | state,
@@ -187,13 +191,15 @@ def drafting():
 
 def support():
     rows = dict(logits=F32, goals=I64, keys=I64, before=I64, sums=I64) | LIMITS | VOCABULARY
-    search = IN_BLOCKS | dict(BY_MASS=True, HAS_CUT=True)
-    yield jit_support.search_level_kernel, rows, search | dict(LEVEL=3), UNFUSED
-    yield jit_support.end_search_kernel, rows | dict(found=I64), search, UNFUSED
-    yield jit_support.support_sums_kernel, rows, IN_BLOCKS | FILTERS | dict(DIVISOR=2), UNFUSED
-    yield jit_support.support_orders_kernel, rows | dict(orders=I64), IN_BLOCKS | FILTERS, UNFUSED
-    yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128), UNFUSED
-    yield jit_support.eta_kernel, rows, dict(BLOCKS=128), UNFUSED
+    for stride in (0, 6):  # of rows that have the same settings, and settings of their own
+        search = IN_BLOCKS | dict(BY_MASS=True, HAS_CUT=True, STRIDE=stride)
+        filters = IN_BLOCKS | FILTERS | dict(STRIDE=stride)
+        yield jit_support.search_level_kernel, rows, search | dict(LEVEL=3), UNFUSED
+        yield jit_support.end_search_kernel, rows | dict(found=I64), search, UNFUSED
+        yield jit_support.support_sums_kernel, rows, filters | dict(DIVISOR=2), UNFUSED
+        yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128, STRIDE=stride), UNFUSED
+        yield jit_support.eta_kernel, rows, dict(BLOCKS=128, STRIDE=stride), UNFUSED
+    yield jit_support.support_orders_kernel, rows | dict(orders=I64), filters, UNFUSED
 
 
 def hybrid():

@@ -266,7 +266,8 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     for name in ("attend_split_kernel", "finish_qkv_kernel"):
         fetched = [int(line[-1]) > 0 for line in found if line[0] == name]
         assert sum(fetched) == 1, f"one form of {name} fetches what a later kernel reads"
-    for name in ("map_remainder_kernel", "best_in_blocks_kernel", "rank_kernel"):
+    for name in ("map_remainder_kernel", "best_in_blocks_kernel", "rank_kernel", "search_level_kernel",
+                 "end_search_kernel", "support_sums_kernel", "top_p_goal_kernel", "eta_kernel"):
         alone, together = ((line[1], line[-2]) for line in found if line[0] == name)
         assert alone == together, f"{name} of several texts computes another way"
     for kernel, shared, fused, spilt, _, is_paired, *_ in found:
@@ -277,5 +278,5 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         assert int(spilt) == 0, f"{kernel} spills registers"
         if kernel in ("attend_split_kernel", "merge_splits_kernel", "add_and_norm_kernel", "noisy_block_maxima_kernel",
                       "penalise_kernel", "search_level_kernel", "end_search_kernel", "support_sums_kernel",
-                      "eta_kernel", "best_in_blocks_kernel"):
+                      "eta_kernel", "best_in_blocks_kernel", "noisy_maxima_of_texts_kernel"):
             assert int(fused) == 0, f"{kernel} has multiply-adds that round once"

@@ -39,6 +39,9 @@ LAWS: dict[str, dict[str, Any]] = {
     "all tokens": dict(temperature=1.3),
     "paper": dict(min_p=0.1, repetition_penalty=1.2, penalty_window=1024),
     "short window": dict(min_p=0.3, temperature=0.7, repetition_penalty=1.4, penalty_window=3, min_new_tokens=3),
+    "top-p": dict(temperature=1.2, top_p=0.8),
+    "qwen": dict(temperature=0.9, top_k=6, top_p=0.7, repetition_penalty=1.05, logit_bias=((7, 2.5), (3, -1.0))),
+    "eta": dict(eta_cutoff=0.05, min_p=0.2, min_tokens_to_keep=3),
 }
 
 
@@ -56,6 +59,8 @@ class Case(NamedTuple):
 
 CASES = [Case("paper", 60, 5), Case("greedy", 9, 1, 1, math.inf), Case("short window", 31, 3, 3, 1.5, (4,)),
          Case("all tokens", 45, 6, end=ChainEnd((0.5,), (0.3, 0.9), 0.5)), Case("paper", 26, 2, 1)]
+FILTERED = [Case("qwen", 28, 3, 3), Case("greedy", 34, 2, 1, math.inf), Case("top-p", 9, 5, 4, math.inf),
+            Case("eta", 30, 4, 3, 1.5), Case("paper", 40, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -146,16 +151,27 @@ def test_a_text_drafts_the_chain_that_it_drafts_alone(folder, model, weights, mo
     assert {len(places) for places, _ in found} >= {2, 3, 5}, "chains of unlike lengths, whose end one text sets"
 
 
-def test_a_graph_serves_shuffled_texts_and_those_that_are_left(model, monkeypatch):
+def test_a_text_among_texts_with_filters_drafts_the_chain_that_it_drafts_alone(model, monkeypatch):
+    """Top-k, top-p, eta and `logit_bias` of some texts, of which others have some or none."""
+    alone, together = ([Text(case, model, model) for case in FILTERED] for _ in range(2))
+    expected = [text.state(finished(text.drafts())) for text in alone]
+    counted = count_launches(monkeypatch)
+    assert drafted_together(together) == expected
+    assert counted == {"together": [5], "alone": [], "waits": [16]}
+    assert max(len(place.tokens) for place in expected[2][0]) == 4, "the filter leaves several guesses"
+
+
+@pytest.mark.parametrize("cases", [[CASES[0], CASES[3], CASES[4]], [FILTERED[0], CASES[3], FILTERED[4]]])
+def test_a_graph_serves_shuffled_texts_and_those_that_are_left(model, cases, monkeypatch):
     """Tokens that were written meanwhile are uploaded with the settings. A newcomer needs no graph of its own."""
-    cases = [CASES[place] for place in (0, 3, 4)]
     texts, alone = ([Text(case, model, model) for case in cases] for _ in range(2))
     keys: list[object] = []
     run = model.kernels.graphs.run
     written = [[5, 7], [3], [8, 2, 6]]
     for place, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2], [0, 1])):
         if place == 3:  # the first text has left, and another one begins
-            texts[0], alone[0] = (Text(Case("greedy", 33, 4), model, model) for _ in range(2))
+            newcomer = Case("greedy" if cases[0] in CASES else "qwen", 33, 4)
+            texts[0], alone[0] = (Text(newcomer, model, model) for _ in range(2))
         expected = [alone[text].state(finished(alone[text].drafts())) for text in order]
         with monkeypatch.context() as patch:
             patch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
@@ -165,7 +181,8 @@ def test_a_graph_serves_shuffled_texts_and_those_that_are_left(model, monkeypatc
                 group[text].accept(written[text])
     serials = [key[1] for key in keys]
     assert {key[0] for key in keys} == {"chains"} and len(set(serials)) == 2, "of four texts, and of two"
-    assert {key[2:] for key in keys} == {(4, 0), (1, 0)}
+    assert {key[2] for key in keys} == {4, 1}
+    assert len({key[3] for key in keys}) == 1 + (cases[0] not in CASES), "with the filters, and once without them"
 
 
 def test_texts_that_do_not_fit_take_several_graphs_and_one_wait(model, monkeypatch):
@@ -240,12 +257,17 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
-@pytest.mark.parametrize("num", [2, 5])
-def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model, num, monkeypatch):
-    """Beside the graphs. The graph of a place has as many kernels as that of one text with a penalty."""
+@pytest.mark.parametrize("num, filters, more", [(2, [], 0), (5, [], 0), (2, FILTERED[2:3], 1 + 11),
+                                                (4, [FILTERED[0], FILTERED[3]], 1 + 1 + 20 + 9 + 2)])
+def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model, num, filters, more, monkeypatch):
+    """Beside the graphs. The graph of a place has as many kernels as that of one text with a penalty.
+
+    more  kernels of a place for texts with filters: settings, `logit_bias`, top-k and top-p, tokens left at least, eta
+    """
     from triton.runtime import interpreter
 
-    texts = [Text(CASES[place]._replace(path=()), model, model) for place in range(num)]
+    cases = [*filters, *CASES][:num]
+    texts = [Text(case._replace(path=()), model, model) for case in cases]
     drafted_together(texts)
     for text in texts:
         text.accept([5, 7])
@@ -273,9 +295,10 @@ def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model,
     with recorder:
         read_together([next(routine) for routine in routines])
     assert waits == [1] and launches == ["append_tokens_kernel"]
-    assert ran == ([4, 1] if num == 2 else [4, 1, 1]), "of the longest chain"
+    longest = max(case.count for case in cases)
+    assert ran == [4] * (longest // 4) + [1] * (longest % 4)
     assert recorder.names == ["copy_", "copy_", "cat"], "two uploads, and the guesses of all texts"
     layer = 11  # rotation, remainder, attention twice, four products, activation, sum and norm twice
     # Begin; paths, norm; head; penalty; largest logits; ranking; end. A text of the five may not end yet: bans.
-    kernels = 1 + 2 + 2 * layer + 3 + 2 + 1 + 2 + 1 + (num == 5)
+    kernels = 1 + 2 + 2 * layer + 3 + 2 + 1 + 2 + 1 + (num == 5) + more
     assert [len(each) for each in inside] == [size * kernels for size in ran]

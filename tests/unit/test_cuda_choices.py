@@ -40,6 +40,11 @@ LAWS = {
     "not ended early": replace(PARAMS, seed=2**64 - 59, temperature=0.7, repetition_penalty=1.3, penalty_window=7,
                                min_new_tokens=6),
     "all tokens": replace(PARAMS, seed=8, temperature=1.3),
+    "top-p": replace(PARAMS, seed=4, temperature=1.2, top_p=0.8),
+    "qwen": replace(PARAMS, seed=5, temperature=0.9, top_k=6, top_p=0.7, repetition_penalty=1.05,
+                    logit_bias=((7, 2.5), (3, -1.0))),
+    "eta": replace(PARAMS, seed=6, eta_cutoff=0.05, min_p=0.2, min_tokens_to_keep=3),
+    "greedy, bias": replace(PARAMS, temperature=0.0, logit_bias=((21, 9.0),)),
 }
 TREES = [Tree((7,), (-1,), ("",)), Tree((3, 9, 4, 9), (-1, 0, 0, 1), ("", "a", "a", "a")),
          Tree((5, 1), (-1, 0), ("", "a"))]
@@ -95,7 +100,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("laws", [["paper", "greedy", "not ended early"], ["all tokens", "greedy"],
-                                  ["greedy, penalty", "paper", "all tokens", "not ended early", "paper"]])
+                                  ["greedy, penalty", "paper", "all tokens", "not ended early", "paper"],
+                                  ["top-p", "greedy"], ["qwen", "paper", "eta", "greedy, bias", "top-p"]])
 def test_a_text_has_the_tokens_and_rows_that_it_has_alone(model, laws, monkeypatch):
     """Whatever the other texts' settings are, over several rounds with the same graph."""
     counts = shared(monkeypatch)
@@ -107,6 +113,29 @@ def test_a_text_has_the_tokens_and_rows_that_it_has_alone(model, laws, monkeypat
             run_alone(text.step.run(1))
     assert len(counts) == 3
     assert [text.state for text in together] == [text.state for text in alone]
+
+
+def test_a_graph_serves_shuffled_texts_with_filters_and_those_that_are_left(model, monkeypatch):
+    """A newcomer needs no graph of its own; where the last text with a filter leaves, the round has no search."""
+    laws = ["top-p", "paper", "qwen"]
+    texts, alone = texts_of(model, laws), texts_of(model, laws)
+    keys, run = [], model.kernels.graphs.run
+    for place, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2], [0, 1], [1, 3])):
+        if place == 3:  # the first text has left, and another one begins
+            texts[0], alone[0] = (Text(model, LAWS["qwen"], 23) for _ in range(2))
+        for group in (texts, alone):
+            group += [Text(model, LAWS["greedy"], 11)] if place == 4 else []
+        with monkeypatch.context() as patch:
+            patch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+            run_together([texts[text] for text in order], 1)
+        for text in order:
+            run_alone(alone[text].step.run(1))
+        assert [text.state for text in texts] == [text.state for text in alone]
+    found = [key for key in keys if isinstance(key, tuple) and key[0] == "choices"]
+    assert len(found) == 5 and found[0] == found[1] and found[2] == found[3]
+    kinds = [key[2].filters for key in found]
+    assert kinds[0] == kinds[2] == kinds[0]._replace(top_k=True, top_p=True, min_p=True, eta=False)
+    assert sum(kinds[4]) == 1 and kinds[4].min_p
 
 
 def walk(text: Text, model: Transformer, result: object, tree: Tree) -> list[object]:
@@ -159,14 +188,14 @@ def test_trees_of_unlike_sizes_are_walked_as_alone(model, most, monkeypatch):
 
 
 def test_other_requests_of_a_forward_get_their_logits(model, monkeypatch):
-    """Settings that need sums, log-probabilities and a grammar are decided as before."""
+    """Settings of the host and log-probabilities are decided as before."""
     counts = shared(monkeypatch)
-    texts = texts_of(model, ["paper", "greedy", "all tokens"])
-    texts.insert(1, Text(model, replace(PARAMS, top_p=0.8), 30))
+    texts = texts_of(model, ["paper", "greedy", "top-p"])
+    texts.insert(1, Text(model, replace(PARAMS, typical_p=0.8), 30))
     texts.append(Text(model, LAWS["paper"], 9))
     texts[-1].step = texts[-1].step._replace(num_logprobs=2)
-    alone = texts_of(model, ["paper", "greedy", "all tokens"])
-    alone.insert(1, Text(model, replace(PARAMS, top_p=0.8), 30))
+    alone = texts_of(model, ["paper", "greedy", "top-p"])
+    alone.insert(1, Text(model, replace(PARAMS, typical_p=0.8), 30))
     alone.append(Text(model, LAWS["paper"], 9))
     run_together(texts, 2)
     assert counts == [3, 3]
@@ -204,7 +233,8 @@ def test_a_batch_of_an_engine_writes_the_texts_that_each_writes_alone(tmp_path, 
     folder = tmp_path / "model"
     make_checkpoint(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=2,
                     num_key_value_heads=1)
-    params = [replace(params, max_new_tokens=4 + place, ignore_eos=True) for place, params in enumerate(LAWS.values())]
+    laws = "paper", "greedy", "top-p", "not ended early", "qwen"
+    params = [replace(LAWS[law], max_new_tokens=4 + place, ignore_eos=True) for place, law in enumerate(laws)]
     for drafter in ("plain", "suffix"):
         engine = longdraft.load(str(folder), drafter=drafter, device=DEVICE, dtype="float32")
         prompts = [prompt_of(length) for length in (9, 30, 12, 17, 8)]
@@ -218,13 +248,22 @@ def test_a_batch_of_an_engine_writes_the_texts_that_each_writes_alone(tmp_path, 
         counts.clear()
 
 
+SETTINGS, SEARCH = ["read_filters_kernel"], 8 * ["search_level_kernel"] + ["end_search_kernel"]
+BY_SUM = ["support_sums_kernel", "top_p_goal_kernel", *SEARCH]
+
+
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
-@pytest.mark.parametrize("num", [2, 5])
-def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model, num, monkeypatch):
-    """Layers, then norm, head, choices and walks. Beside them rows are kept in the caches, and inputs are copied."""
+@pytest.mark.parametrize("num, filters, searched", [
+    (2, [], []), (5, [], []), (2, ["top-p"], SETTINGS + BY_SUM), (5, ["top-p"], SETTINGS + BY_SUM),
+    (5, ["qwen", "eta"], SETTINGS + SEARCH + SEARCH + BY_SUM + ["support_sums_kernel", "eta_kernel"])])
+def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model, num, filters, searched, monkeypatch):
+    """Layers, then norm, head, choices and walks. Beside them rows are kept in the caches, and inputs are copied.
+
+    Texts with filters add launches to the second graph only.
+    """
     from triton.runtime import interpreter
 
-    texts = texts_of(model, ["paper", "greedy", "paper", "all tokens", "paper"][:num])
+    texts = texts_of(model, [*filters, "paper", "greedy", "paper", "all tokens", "paper"][:num])
     run_together(texts, 1)  # allocates buffers, and records graphs
     graphs, recorder = model.kernels.graphs, OperationRecorder()
     replays, launches, waits, inside = list[object](), list[str](), list[int](), list[str]()
@@ -256,7 +295,8 @@ def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model,
     # The block of the forward's inputs, that of the choices', and the hidden rows between the two graphs.
     assert counted.count("copy_") == 3
     assert inside == ["rms_norm_kernel", "few_rows_kernel", "sum_parts_kernel", "append_tokens_kernel",
-                      "tree_paths_kernel", "read_windows_kernel", "penalise_texts_kernel", "block_maxima_kernel",
+                      "tree_paths_kernel", *["add_biases_kernel"][: filters.count("qwen")], "read_windows_kernel",
+                      "penalise_texts_kernel", "block_maxima_kernel", *searched,
                       "noisy_maxima_of_texts_kernel", "choose_tokens_kernel", "walk_trees_kernel"]
     assert counted.count("cat") == 2 + 2 + 5, "of rotations, keys, values, hidden rows, and what attention computed"
     assert len(counted) == 3 + 9 + 1, "and no logits for other requests"

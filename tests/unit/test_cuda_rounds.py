@@ -146,11 +146,33 @@ def test_chains_that_lie_change_no_text(folder, plain, drafter, monkeypatch):
     assert lies.count(2) >= 2
 
 
-def test_texts_that_decide_with_sums_share_the_forwards_of_their_drafts(folder, monkeypatch):
+@pytest.mark.parametrize("drafter", SHARED)
+def test_texts_with_filters_draft_and_choose_together(folder, drafter, monkeypatch):
+    """Top-k, top-p, eta and `logit_bias` of some texts: all chains in one graph, all choices in another."""
+    laws = dict(top_p=0.9), dict(top_k=12, logit_bias=((5, 2.0),)), dict(eta_cutoff=0.02), dict(temperature=0.0)
+    params = [SamplingParams(max_new_tokens=5, seed=seed, ignore_eos=True, **law) for seed, law in enumerate(laws)]
+    lengths, drafted, chosen = (30, 9, 41, 22), list[int](), list[int]()
+    launch, run = SharedDrafts.launch, shared_choice.SharedChoices.run
+    monkeypatch.setattr(SharedDrafts, "launch", lambda self, chains: (
+        drafted.append(len(chains)), launch(self, chains))[1])
+    monkeypatch.setattr(shared_choice.SharedChoices, "run", lambda self, hidden, k, v, trees: (
+        chosen.append(len(trees)), run(self, hidden, k, v, trees))[1])
+    batch = engine_of(folder, drafter, monkeypatch).batch()
+    texts = {batch.add(prompt_of(length), each): list[int]() for length, each in zip(lengths, params, strict=True)}
+    while batch:
+        for text, event in batch.step():
+            texts[text].extend(event.tokens)
+    engine = engine_of(folder, "plain", monkeypatch)
+    assert list(texts.values()) == [[token for event in engine.generate(prompt_of(length), each)
+                                     for token in event.tokens] for length, each in zip(lengths, params, strict=True)]
+    assert 4 in drafted and 4 in chosen
+
+
+def test_texts_that_the_host_decides_share_the_forwards_of_their_drafts(folder, monkeypatch):
     """With remainders, which are read from a table. Another text, which could share its chain, drafts alone."""
     monkeypatch.setattr(chain, "_SMALL_BYTES", 0)
     params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **law)
-              for seed, law in enumerate((dict(top_p=0.9), dict(top_k=12), dict(temperature=0.7)))]
+              for seed, law in enumerate((dict(typical_p=0.9), dict(typical_p=0.7), dict(temperature=0.7)))]
     shared: list[int] = []
     run = SharedForwards.run
     monkeypatch.setattr(SharedForwards, "run", lambda self, decoder, rows, texts, parents: (

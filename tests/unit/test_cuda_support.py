@@ -22,6 +22,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.kernels.cuda import jit_support
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div
 from longdraft.kernels.cuda.support import BLOCK, FilterRules, SupportSearch
+from longdraft.kernels.cuda.text_rows import TextNeeds, TextRows, TextSupport, entry_of
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.logprobs import path_logprobs
@@ -55,13 +56,21 @@ def support_of(logits: torch.Tensor, params: SamplingParams) -> list[list[int]]:
     rules = FilterRules(process.filter_temperature(params), params.top_k, params.top_p, least, eta,
                         params.min_tokens_to_keep)
     settings = torch.tensor([params.temperature, *rules.settings, 0.0], dtype=torch.float64, device=DEVICE)
-    blocks = ceil_div(logits.shape[1], BLOCK)
-    padded = torch.nn.functional.pad(logits, (0, blocks * BLOCK - logits.shape[1]), value=-math.inf)
-    bests = padded.view(len(logits), blocks, BLOCK).amax(2).contiguous().to(DEVICE)
-    found, on_it = SupportSearch(rules, *logits.shape, settings), logits.to(DEVICE)
+    found, on_it, bests = SupportSearch.of_text(rules, *logits.shape, settings), logits.to(DEVICE), bests_of(logits)
     with np.errstate(all="ignore"):
         found.find(on_it, bests)
-        orders = found.orders(on_it, bests)
+        return tokens_of(found.orders(on_it, bests))
+
+
+def bests_of(logits: torch.Tensor) -> torch.Tensor:
+    """The largest logit of each block."""
+    blocks = ceil_div(logits.shape[1], BLOCK)
+    padded = torch.nn.functional.pad(logits, (0, blocks * BLOCK - logits.shape[1]), value=-math.inf)
+    return padded.view(len(logits), blocks, BLOCK).amax(2).contiguous().to(DEVICE)
+
+
+def tokens_of(orders: torch.Tensor) -> list[list[int]]:
+    """The tokens that the filters leave of each row."""
     return [(row > jit_support.NO_CUT.value).nonzero()[:, 0].tolist() for row in orders.cpu()]
 
 
@@ -78,6 +87,29 @@ def test_the_filters_leave_the_tokens_that_they_leave_on_the_host(settings):
 def test_a_small_vocabulary_is_filtered_as_on_the_host(settings):
     params, logits = SamplingParams(**settings), rows(7)[[1, 3, 5, 6]]
     assert support_of(logits, params) == [process.filtered(row, params).ids.tolist() for row in logits.numpy()]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1500])
+def test_rows_with_settings_of_their_own_keep_the_tokens_that_they_keep_alone(vocabulary):
+    """A filter that only other rows have leaves all tokens of a row, whatever these others are."""
+    settings = [SamplingParams(seed=1, **each) for each in (dict(temperature=0.0), {}, *PARAMS[1::9], *EXTREME)]
+    logits, device = rows(vocabulary)[[1, 3, 6]], kernels.choose(DEVICE, "float32", "triton-16")
+    alone = [[row.isfinite().nonzero()[:, 0].tolist() for row in logits] if each.temperature == 0 else
+             support_of(logits, each) for each in settings]
+    for company in (range(len(settings)), [1, -1, 0], [1, 2, -4], [-3, 0]):
+        choosers = [Sampler(settings[place], kernels=device).on_device._chooser for place in company]
+        entries = np.stack([entry_of(chooser, 0, 1, 0) for chooser in choosers])
+        texts = torch.arange(len(choosers), dtype=torch.int32, device=DEVICE).repeat_interleave(len(logits))
+        of_text = texts[:, None]
+        support = TextSupport(TextRows(texts, of_text, texts, texts, torch.from_numpy(entries).to(DEVICE).view(-1),
+                                       of_text, of_text), vocabulary)
+        given, needs = logits.repeat(len(choosers), 1).to(DEVICE), TextNeeds.of([(each, 0) for each in choosers])
+        bests = bests_of(given)
+        with np.errstate(all="ignore"):
+            _, flags = support.find(given, bests, needs.filters)
+            found = tokens_of(support._searches[needs.filters].orders(given, bests))
+        assert flags == needs.filters.flags
+        assert found == [kept for place in company for kept in alone[place]]
 
 
 @triton.jit

@@ -17,32 +17,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.kernels.cuda import jit_choice, jit_shared_choice
+from longdraft.kernels.cuda import jit_choice
 from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
 from longdraft.kernels.cuda.drafting import embed_place, end_place, new_outcome, new_rotations, rank_rows
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.launch import ceil_div, chained, padded_size, require, staged_parts
 from longdraft.kernels.cuda.linear import CudaLinear
-from longdraft.kernels.cuda.shared_choice import (
+from longdraft.kernels.cuda.support import BLOCK
+from longdraft.kernels.cuda.text_rows import (
+    ENTRY,
     MAX_FRESH,
+    TextNeeds,
     TextRows,
+    TextSupport,
     append_tokens,
+    empty_entry,
     entry_of,
     longest_window,
-    most_banned,
 )
-from longdraft.kernels.cuda.support import BLOCK
 
 MAX_TEXTS = 64  # of a graph
 MAX_BUFFERS = 4  # numbers of texts: the logits of 64 take up to 65 MB
-_ENTRY = jit_shared_choice.ENTRY.value
-_FILTERS = dict(HAS_CUT=False, HAS_MIN_P=True, HAS_ETA=False, HAS_FLOOR=False)
 
 
 class TextDraft(NamedTuple):
     """What a text's chain is drafted by, besides what computes its logits.
 
-    chooser    of the request, whose rules `shared_choice.can_share`
+    chooser    of the request, whose rules `text_rows.can_share`
     fresh      the request's tokens that the chooser does not hold yet
     path       drafted tokens after the text, which the chain continues
     places     tokens of the chain
@@ -92,9 +93,9 @@ class RowsShape(NamedTuple):
         return cls(padded_size(len(drafts), 2), vocabulary, longest_window([draft.chooser for draft in drafts]), width)
 
 
-def bans_of(drafts: Sequence[TextDraft]) -> int:
+def needs_of(drafts: Sequence[TextDraft]) -> TextNeeds:
     """See `ChainRows.rank`."""
-    return most_banned([(draft.chooser, draft.required) for draft in drafts])
+    return TextNeeds.of([(draft.chooser, draft.required) for draft in drafts])
 
 
 class ChainRows:
@@ -111,7 +112,7 @@ class ChainRows:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
         self.texts, self.serial = texts, new_owner()
-        self._parts = staged_parts(2 * _ENTRY * texts, MAX_FRESH * texts, (MAX_CHAIN + 1) * texts * 2 * half)
+        self._parts = staged_parts(2 * ENTRY * texts, MAX_FRESH * texts, (MAX_CHAIN + 1) * texts * 2 * half)
         self._staged = zeros(self._parts[-1].stop, dtype=int32)
         entries, self._fresh, rotations = (self._staged[part] for part in self._parts)
         self._rotations = rotations.view(torch.float32).view(new_rotations(texts, half, torch.device("meta")).shape)
@@ -119,6 +120,7 @@ class ChainRows:
         self._rows = TextRows(zeros(texts, dtype=int32), zeros(texts, 1, dtype=int32), zeros(texts, dtype=int32),
                               self.order, entries.view(torch.int64), zeros(texts, window, dtype=int32),
                               zeros(texts, window))
+        self._support = TextSupport(self._rows, vocabulary)
         self._padding = zeros(1, dtype=int32)  # the text of padding rows
         self._state, self._settings = self._rows.entries[1:], self._rows.entries.view(torch.float64)[13:]
         self._bests, self._best_ids = zeros(texts, blocks), zeros(texts, blocks, dtype=int32)
@@ -130,8 +132,9 @@ class ChainRows:
         """What `load` gets, as far as the longest chain goes. A padding text has no places."""
         staged = np.zeros(len(self._staged), dtype=np.int32)
         settings, new, turns = (staged[part] for part in self._parts)
-        entries, fresh = settings.view(np.int64).reshape(-1, _ENTRY), new.reshape(-1, MAX_FRESH)
+        entries, fresh = settings.view(np.int64).reshape(-1, ENTRY), new.reshape(-1, MAX_FRESH)
         rotations = turns.view(np.float32).reshape(self._rotations.shape)
+        entries[:] = empty_entry()
         entries[:, 0], entries[:, 1] = self._padding.data_ptr(), 1
         for text, draft in enumerate(drafts):
             tokens, length = draft.new_tokens, draft.chooser.length + len(draft.fresh) + len(draft.path)
@@ -151,20 +154,21 @@ class ChainRows:
 
     def embed(self, table: CudaLinear, factor: float, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Write the embeddings x [T, hidden] of the texts' last tokens, and the rotations of their places."""
-        embed_place(self._fresh, self._state, table, factor, self._rotations, x, cos, sin, _ENTRY)
+        embed_place(self._fresh, self._state, table, factor, self._rotations, x, cos, sin, ENTRY)
 
-    def rank(self, logits: Tensor, bans: int) -> None:
-        """Rank the guesses of logits [T, V], which are overwritten. bans: tokens that may not end a text, at most."""
-        (rows, vocabulary), blocks, entries = logits.shape, self._bests.shape[1], self._rows.entries
-        self._rows.edit(logits, bans)
+    def rank(self, logits: Tensor, needs: TextNeeds) -> None:
+        """Rank the guesses of logits [T, V], which are overwritten."""
+        (rows, vocabulary), blocks = logits.shape, self._bests.shape[1]
+        self._rows.edit(logits, needs)
         jit_choice.block_maxima_kernel[(rows, blocks)](logits, self._bests, self._best_ids, vocabulary, blocks,
                                                        BLOCK=BLOCK, **chained(logits.device))
-        rank_rows(logits, self._bests, self._state, self._settings, (entries, entries, entries), self._scores,
-                  self._ids, self.outcome, _ENTRY, HAS_NOISE=True, **_FILTERS)
+        limits, flags = self._support.find(logits, self._bests, needs.filters)
+        rank_rows(logits, self._bests, self._state, self._settings, limits, self._scores, self._ids, self.outcome,
+                  ENTRY, HAS_NOISE=True, **flags)
 
     def end(self, where: Tensor) -> None:
         """Append the best guesses to the texts, and go on to the next places. where: int64 [2 T]."""
-        end_place(self._fresh, self._state, where, self.outcome, _ENTRY)
+        end_place(self._fresh, self._state, where, self.outcome, ENTRY)
 
 
 class _Part(Protocol):

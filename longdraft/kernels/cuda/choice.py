@@ -132,8 +132,8 @@ class TokenChooser:
                                       device=device)
         self.banned = torch.tensor([*rules.banned, 0], dtype=torch.int32, device=device)
         biased, values = zip(*rules.bias, strict=True) if rules.bias else ((), ())
-        self._biased = torch.tensor(biased, dtype=torch.int32, device=device)
-        self._bias_values = torch.tensor(values, dtype=torch.float32, device=device)
+        self.biased = torch.tensor(biased, dtype=torch.int32, device=device)
+        self.bias_values = torch.tensor(values, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(_FIRST_CAPACITY, dtype=torch.int32, device=device)
         self._length = 0
         self.place_serial = 0  # of the memory of `text`; graphs are valid for one only
@@ -228,7 +228,8 @@ class TokenChooser:
         key = (rows, vocabulary, window, None if source is None else id(source.head))
 
         def make() -> ChoiceBuffers:
-            support = SupportSearch(rules.filters, rows, vocabulary, self._settings) if rules.temperature > 0 else None
+            given = rules.filters, rows, vocabulary, self._settings
+            support = SupportSearch.of_text(*given) if rules.temperature > 0 else None
             return ChoiceBuffers(rows, vocabulary, window, support, self._device, source)
 
         return self._buffers.get(key, make)
@@ -274,7 +275,7 @@ class TokenChooser:
         rules = self.rules
         if rules.bias:
             num = len(rules.bias)
-            jit_choice.add_bias_kernel[(rows, ceil_div(num, BLOCK))](logits, self._biased, self._bias_values, num,
+            jit_choice.add_bias_kernel[(rows, ceil_div(num, BLOCK))](logits, self.biased, self.bias_values, num,
                                                                      vocabulary, BLOCK=BLOCK, **chained(self._device))
         if rules.penalty != 1:
             found, values = buffers

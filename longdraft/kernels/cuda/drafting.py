@@ -56,7 +56,7 @@ class DraftRanking:
         self._window = rules.window if rules.penalty != 1 else 0
         self._within: float | None = None
         self._settings = torch.zeros(6, dtype=torch.float64, device=device)
-        self._support = SupportSearch(rules.filters, 1, vocabulary, self._settings)
+        self._support = SupportSearch.of_text(rules.filters, 1, vocabulary, self._settings)
         self._root = torch.zeros(1, 1, dtype=torch.int32, device=device)  # tokens, path and depths of a single node
         self._bests = torch.empty(1, self._blocks, device=device)
         self._best_ids = torch.empty(1, self._blocks, dtype=torch.int32, device=device)

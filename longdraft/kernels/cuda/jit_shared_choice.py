@@ -10,10 +10,14 @@
          4  committed rows of the cache                    13  the temperature; 1 where the likeliest token is chosen
          5  the first of its rows                          14  log(min_p)
          6  their number                                   15  the filters' temperature
-         7  the penalty's window; 0: no penalty            18  of guesses: the largest gap to the best one's score
-         8  the penalty
+         7  the penalty's window; 0: no penalty            16  log(eta_cutoff)
+         8  the penalty                                    17  top_p
+        18  of guesses: the largest gap to the best one's score
+        19  top_k, and                                     21  the address of tokens with a bias, int32
+        20  tokens that are left at least: see             22  the address of the biases, float32
+            `support.FilterRules.goals`                    23  their number
 
-    8 and from 13 on are float64, which `numbers` points to. From 13 on an entry is the `settings` of `jit_support` and
+    8 and 13 to 18 are float64, which `numbers` points to. From 13 on an entry is the `settings` of `jit_support` and
     `jit_drafting`. A chain of drafts has one row for each text. From 1 on its entry is the `state` of `jit_drafting`: 4
     is the place in the chain, 5 the number of its places, 6 the number of guesses.
 
@@ -26,7 +30,8 @@ import triton.language as tl
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_choice import _NONE, best_and_first_id, noisy_scores, penalised, token_before
 
-ENTRY = tl.constexpr(20)
+ENTRY = tl.constexpr(24)
+_SETTINGS = tl.constexpr(6)
 
 
 @triton.jit
@@ -44,6 +49,32 @@ def append_tokens_kernel(entries, fresh, BLOCK: tl.constexpr, IS_CHAINED: tl.con
     place, count = tl.arange(0, BLOCK), tl.load(entry + 11)
     token = tl.load(fresh + text * BLOCK + place, mask=place < count, other=0)
     tl.store(_tokens_at(entry, 0) + (tl.load(entry + 1) - count) + place, token, mask=place < count)
+
+
+@triton.jit
+def read_filters_kernel(entries, numbers, texts, settings, most, fewest, IS_CHAINED: tl.constexpr):
+    """What a search of `jit_support` reads of each row: settings float64 [R, 6], and goals int64 [R]. Grid (R,)."""
+    wait_for_inputs(IS_CHAINED)
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, 8)
+    entry = tl.load(texts + row).to(tl.int64) * ENTRY
+    setting = tl.load(numbers + entry + 13 + place, mask=place < _SETTINGS, other=0.0)
+    tl.store(settings + row * _SETTINGS + place, setting, mask=place < _SETTINGS)
+    tl.store(most + row, tl.load(entries + entry + 19))
+    tl.store(fewest + row, tl.load(entries + entry + 20))
+
+
+@triton.jit(do_not_specialize=["vocabulary"])
+def add_biases_kernel(logits, entries, texts, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """As `jit_choice.add_bias_kernel`. Grid (R, blocks)."""
+    wait_for_inputs(IS_CHAINED)
+    row = tl.program_id(0)
+    entry = entries + tl.load(texts + row).to(tl.int64) * ENTRY
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(entry + 23)
+    token = tl.load(_tokens_at(entry, 21) + index, mask=index < count, other=vocabulary)
+    at = logits + row.to(tl.int64) * vocabulary + token
+    value = tl.load(tl.load(entry + 22).to(tl.pointer_type(tl.float32)) + index, mask=index < count, other=0.0)
+    tl.store(at, tl.load(at, mask=token < vocabulary, other=0.0) + value, mask=token < vocabulary)
 
 
 @triton.jit(do_not_specialize=["window", "path_stride", "vocabulary"])
@@ -94,10 +125,12 @@ def ban_texts_kernel(logits, depths, entries, texts, vocabulary, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def noisy_maxima_of_texts_kernel(logits, bests, depths, entries, numbers, texts, scores, ids, vocabulary, num_blocks,
-                                 BLOCK: tl.constexpr, BLOCKS: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """As `jit_choice.noisy_block_maxima_kernel` with min-p as the only filter; the largest logits where the likeliest
-    token is chosen. Grid (R, num_blocks)."""
+def noisy_maxima_of_texts_kernel(logits, bests, depths, entries, numbers, texts, cuts, floors, leasts, scores, ids,
+                                 vocabulary, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                                 HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr,
+                                 HAS_FLOOR: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """As `jit_choice.noisy_block_maxima_kernel`; the largest logits where the likeliest token is chosen. Grid
+    (R, num_blocks)."""
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -105,8 +138,8 @@ def noisy_maxima_of_texts_kernel(logits, bests, depths, entries, numbers, texts,
     entry, settings = entries + place, numbers + place + 13
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
     position = tl.load(entry + 1) + tl.load(depths + row)
-    total = noisy_scores(logit, token, row, position, bests, entry + 2, settings, entry, entry, entry, num_blocks,
-                         BLOCKS, False, True, False, False)
+    total = noisy_scores(logit, token, row, position, bests, entry + 2, settings, cuts, floors, leasts, num_blocks,
+                         BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
     total = tl.where(tl.load(entry + 12) > 0, logit.to(tl.float64), total)
     best, best_id = best_and_first_id(total, token)
     at = row * num_blocks + tl.program_id(1)

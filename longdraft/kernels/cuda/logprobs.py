@@ -49,7 +49,7 @@ def ranked_masses(chooser: TokenChooser, logits: Tensor, tokens: Sequence[int], 
         support = buffers.support
         if support is None:
             settings = torch.ones(6, dtype=torch.float64, device=logits.device)
-            support = SupportSearch(FilterRules(1.0), rows, vocabulary, settings)
+            support = SupportSearch.of_text(FilterRules(1.0), rows, vocabulary, settings)
         support.find(logits, buffers.bests)
         orders = support.orders(logits, buffers.bests)
         best = orders.topk(min(num, vocabulary), dim=1).values

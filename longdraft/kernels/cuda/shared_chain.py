@@ -23,8 +23,8 @@ from longdraft.kernels.cuda.chain_rows import (
     RowsShape,
     SharedDrafts,
     TextDraft,
-    bans_of,
     has_launched,
+    needs_of,
 )
 from longdraft.kernels.cuda.choice import LogitsSource
 from longdraft.kernels.cuda.drafting import in_graphs
@@ -32,6 +32,7 @@ from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, ForwardBuffe
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, on_device, padded_size
 from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.cuda.text_rows import TextNeeds
 from longdraft.kernels.native_draft import DraftStores, DraftWeights
 
 
@@ -91,9 +92,9 @@ class SharedChains(SharedDrafts[TextChain]):
         chains = [chain._replace(draft=chain.draft.prepared()) for chain in given]
         drafts, decoder = [chain.draft for chain in chains], chains[0].decoder
         stores = cuda_stores(chains[0].stores.stores)
-        buffers, bans, graphs = self._buffers_for(chains), bans_of(drafts), decoder.ops.graphs
+        buffers, needs, graphs = self._buffers_for(chains), needs_of(drafts), decoder.ops.graphs
         graphs.own(buffers, serial := buffers.rows.serial)
-        pieces = [(("chains", serial, size, bans), partial(self._places, decoder, buffers, stores, size, bans))
+        pieces = [(("chains", serial, size, needs), partial(self._places, decoder, buffers, stores, size, needs))
                   for size in in_graphs(max(draft.places for draft in drafts))]
         with on_device(decoder.ops.device):
             graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(chains)))
@@ -111,7 +112,7 @@ class SharedChains(SharedDrafts[TextChain]):
         return self._buffers.get(shape, lambda: _Buffers(decoder, head, shape, stores[0]))
 
     def _places(self, decoder: DecoderOfLayers, buffers: _Buffers, stores: Sequence[CudaStore], count: int,
-                bans: int) -> None:
+                needs: TextNeeds) -> None:
         """`count` tokens of each text. The launches do not depend on the buffers' contents, as a graph requires."""
         weights, geometry, rows, forward = self._weights, decoder.geometry, buffers.rows, buffers.forward
         embedding, head = weights.embedding, weights.head
@@ -122,5 +123,5 @@ class SharedChains(SharedDrafts[TextChain]):
             rows.embed(embedding, weights.embedding_factor, forward.x_in, forward.cos, forward.sin)
             decoder.run_layers(forward, stores)
             source.launch(forward.x, buffers.normed, buffers.sums, buffers.logits)
-            rows.rank(buffers.logits, bans)
+            rows.rank(buffers.logits, needs)
             rows.end(forward.where)

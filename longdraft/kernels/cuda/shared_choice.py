@@ -4,7 +4,7 @@
     uploaded  one block: a settings entry and the stores' addresses of each text, trees, tokens that are new
     read      one block: the walks of all texts
 
-What differs between texts is in device memory (`jit_shared_choice`), so a graph belongs to numbers of texts and rows.
+What differs between texts is in device memory (`text_rows`), so a graph belongs to numbers of texts and rows.
 The rows of the accepted paths are kept by one launch, before the paths are on the host. The host waits once.
 """
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_attention, jit_choice, jit_shared_choice
-from longdraft.kernels.cuda.choice import ChoiceRules, LogitsSource, TokenChooser
+from longdraft.kernels.cuda.choice import LogitsSource, TokenChooser
 from longdraft.kernels.cuda.graph_cache import BUCKETS, new_owner
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, scatter_rows
 from longdraft.kernels.cuda.launch import (
@@ -35,11 +35,18 @@ from longdraft.kernels.cuda.launch import (
     staged_parts,
 )
 from longdraft.kernels.cuda.support import BLOCK
+from longdraft.kernels.cuda.text_rows import (
+    ENTRY,
+    MAX_FRESH,
+    TextNeeds,
+    TextRows,
+    TextSupport,
+    append_tokens,
+    entry_of,
+    longest_window,
+)
 
-_ENTRY = jit_shared_choice.ENTRY.value
 _MAX_ROWS, _MAX_TEXTS = BUCKETS[-1], 64
-_MAX_WINDOW = 16384  # tokens of a penalty's window, which are held for each row
-MAX_FRESH = 16  # tokens of a text that are uploaded with the trees; more of them (a prompt) are copied by themselves
 _MAX_BUFFERS = 4  # numbers of texts and rows: the logits of 128 rows take up to 130 MB
 
 
@@ -58,13 +65,6 @@ class TextTree(NamedTuple):
     cached: int
     required: int
     stores: Sequence[CudaStore]
-
-
-def can_share(rules: ChoiceRules) -> bool:
-    """Whether tokens are chosen by these rules together with other texts': penalty, bans, temperature and min-p."""
-    flags = rules.filters.flags
-    has_sums = flags["HAS_CUT"] or flags["HAS_ETA"] or flags["HAS_FLOOR"]
-    return not rules.bias and not has_sums and (rules.penalty == 1 or rules.window <= _MAX_WINDOW)
 
 
 class _Shape(NamedTuple):
@@ -87,7 +87,7 @@ class _Buffers:
 
         num, int32 = ceil_div(vocabulary, BLOCK), torch.int32
         self.shape, self.serial = shape, new_owner()
-        self.parts = staged_parts(2 * _ENTRY * shape.texts, 2 * 5 * shape.layers * shape.texts, rows, rows, rows,
+        self.parts = staged_parts(2 * ENTRY * shape.texts, 2 * 5 * shape.layers * shape.texts, rows, rows, rows,
                                   MAX_FRESH * shape.texts)
         self.staged = torch.zeros(self.parts[-1].stop, dtype=int32, device=device)
         entries, table, tokens, self.parents, texts, self.fresh = (self.staged[part] for part in self.parts)
@@ -95,6 +95,7 @@ class _Buffers:
         self.text_rows = TextRows(tokens, torch.zeros(rows, rows, dtype=int32, device=device),
                                   empty(rows, dtype=int32), texts, entries.view(torch.int64),
                                   empty(rows, shape.window, dtype=int32), empty(rows, shape.window))
+        self.support = TextSupport(self.text_rows, vocabulary)
         self.bests, self.ids = empty(rows, num), empty(rows, num, dtype=int32)
         self.scores = empty(rows, num, dtype=torch.float64)
         self.choices, self.walked = (empty(rows, dtype=int32) for _ in range(2))
@@ -108,7 +109,7 @@ class _Buffers:
         """One copy to the device. A padding row is of text 0 and in no tree; a padding text has no rows."""
         staged = np.zeros(len(self.staged), dtype=np.int32)
         settings, stores, tokens, parents, texts, new = (staged[part] for part in self.parts)
-        entries, fresh = settings.view(np.int64).reshape(-1, _ENTRY), new.reshape(self.shape.texts, -1)
+        entries, fresh = settings.view(np.int64).reshape(-1, ENTRY), new.reshape(self.shape.texts, -1)
         table, parents[:] = stores.view(np.int64).reshape(self.shape.texts, -1, 5), -1
         for text, (tree, first) in enumerate(zip(trees, firsts, strict=True)):
             own = slice(first, first + len(tree.tokens))
@@ -135,69 +136,6 @@ def _entry(tree: TextTree, first: int) -> NDArray[np.int64]:
     entry = entry_of(tree.chooser, tree.required, tree.chooser.length + len(tree.fresh), len(tree.fresh))
     entry[4:7] = tree.cached, first, len(tree.tokens)
     return entry
-
-
-def entry_of(chooser: TokenChooser, required: int, length: int, num_fresh: int) -> NDArray[np.int64]:
-    """The entry of a text without what differs between trees and chains, 4 to 6 and 18; see `jit_shared_choice`.
-
-    required   tokens that must still be written before the text may end
-    length     tokens of the text, of which the last `num_fresh` are uploaded with the entry
-    """
-    rules = chooser.rules
-    is_greedy = rules.temperature == 0
-    window = 0 if rules.penalty == 1 else min(rules.window, len(chooser.text))
-    log_min_p = -np.inf if rules.filters.log_min_p is None else rules.filters.log_min_p
-    settings = (1.0, 0.0, 1.0) if is_greedy else (rules.temperature, log_min_p, rules.filters.temperature)
-    entry = np.zeros(_ENTRY, dtype=np.int64)
-    entry[:4] = chooser.text.data_ptr(), length, chooser.seed, required
-    entry[[7, 9, 10, 11, 12]] = window, chooser.banned.data_ptr(), len(rules.banned), num_fresh, is_greedy
-    entry.view(np.float64)[[8, 13, 14, 15]] = rules.penalty, *settings
-    return entry
-
-
-def longest_window(choosers: Sequence[TokenChooser]) -> int:
-    """Tokens with which the penalties' windows of several texts are laid out; 0: none has a penalty."""
-    windows = [min(each.rules.window, len(each.text)) for each in choosers if each.rules.penalty != 1]
-    return padded_size(max(windows), BLOCK) if windows else 0
-
-
-def most_banned(texts: Sequence[tuple[TokenChooser, int]]) -> int:
-    """With which number of banned tokens `TextRows.edit` is launched, for texts and what they require."""
-    num = max((len(chooser.rules.banned) for chooser, required in texts if required > 0), default=0)
-    return padded_size(num) if num else 0
-
-
-class TextRows(NamedTuple):
-    """Rows of several texts on the device, whose logits are edited by the settings of each.
-
-    tokens   [R] of the trees; path: [R, most rows of a tree]; depths and texts: [R]; all int32
-    entries  int64 [T, ENTRY]; see `jit_shared_choice`
-    found, values  int32 and float32 [R, longest window], which are overwritten
-    """
-
-    tokens: Tensor
-    path: Tensor
-    depths: Tensor
-    texts: Tensor
-    entries: Tensor
-    found: Tensor
-    values: Tensor
-
-    def edit(self, logits: Tensor, bans: int) -> None:
-        """Apply penalties and bans to logits [R, V] in place. bans: see `most_banned`."""
-        (rows, vocabulary), window, device = logits.shape, self.found.shape[1], logits.device
-        of_texts = self.entries, self.texts
-        if window:
-            grid = (rows, window // BLOCK)
-            jit_shared_choice.read_windows_kernel[grid](
-                logits, self.tokens, self.path, self.depths, *of_texts, self.found, self.values, window,
-                self.path.shape[1], vocabulary, BLOCK=BLOCK, **chained(device))
-            jit_shared_choice.penalise_texts_kernel[grid](
-                logits, self.entries, self.entries.view(torch.float64), self.texts, self.found, self.values, window,
-                vocabulary, BLOCK=BLOCK, **chained(device))
-        if bans:
-            jit_shared_choice.ban_texts_kernel[(rows,)](logits, self.depths, *of_texts, vocabulary, BLOCK=bans,
-                                                        **chained(device))
 
 
 class SharedChoices:
@@ -243,10 +181,10 @@ class SharedChoices:
         buffers = self._buffers_for(rows, trees, hidden.device)
         buffers.load(trees, firsts)
         buffers.given[:rows].copy_(hidden)
-        bans = most_banned([(tree.chooser, tree.required) for tree in trees])
+        needs = TextNeeds.of([(tree.chooser, tree.required) for tree in trees])
         graphs.own(buffers, buffers.serial)
         with on_device(hidden.device):
-            graphs.run(("choices", buffers.serial, bans), partial(self._run, buffers, bans))
+            graphs.run(("choices", buffers.serial, needs), partial(self._run, buffers, needs))
             stores = trees[0].stores
             texts = RowsOfTexts(buffers.table, buffers.text_rows.texts[:rows])
             scatter_rows(k, v, stores, buffers.walked[:rows], buffers.targets[:rows], texts)
@@ -259,31 +197,26 @@ class SharedChoices:
                        len(trees[0].stores), longest_window([tree.chooser for tree in trees]))
         return self._buffers.get(shape, lambda: _Buffers(self._source, shape, device))
 
-    def _run(self, buffers: _Buffers, bans: int) -> None:
-        """Launches that do not depend on the buffers' contents, as a graph requires. bans: tokens at most; 0: none."""
+    def _run(self, buffers: _Buffers, needs: TextNeeds) -> None:
+        """Launches that do not depend on the buffers' contents, as a graph requires."""
         logits, of = buffers.logits, buffers.text_rows
         (rows, vocabulary), device = logits.shape, logits.device
         num, numbers = ceil_div(vocabulary, BLOCK), of.entries.view(torch.float64)
         self._source.launch(buffers.given, buffers.normed, buffers.sums, logits)
         append_tokens(of.entries, buffers.fresh)
         jit_attention.tree_paths_kernel[(rows,)](buffers.parents, of.path, of.depths, rows, num_warps=1, **UNFUSED)
-        of.edit(logits, bans)
+        of.edit(logits, needs)
         jit_choice.block_maxima_kernel[(rows, num)](logits, buffers.bests, buffers.ids, vocabulary, num, BLOCK=BLOCK,
                                                     **chained(device))
+        limits, flags = buffers.support.find(logits, buffers.bests, needs.filters)
         jit_shared_choice.noisy_maxima_of_texts_kernel[(rows, num)](
-            logits, buffers.bests, of.depths, of.entries, numbers, of.texts, buffers.scores, buffers.ids, vocabulary,
-            num, BLOCK=BLOCK, BLOCKS=padded_size(num), **chained(device))
+            logits, buffers.bests, of.depths, of.entries, numbers, of.texts, *limits, buffers.scores, buffers.ids,
+            vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num), **flags, **chained(device))
         jit_choice.choose_tokens_kernel[(rows,)](buffers.bests, buffers.scores, buffers.ids, buffers.choices, num,
                                                  BLOCKS=padded_size(num), **chained(device))
         jit_shared_choice.walk_trees_kernel[(buffers.shape.texts,)](
             buffers.choices, of.tokens, buffers.parents, of.entries, buffers.walked, buffers.targets, buffers.outcome,
             rows, BLOCK=padded_size(rows), num_warps=1, **chained(device))
-
-
-def append_tokens(entries: Tensor, fresh: Tensor) -> None:
-    """Write the tokens of fresh int32 [T * MAX_FRESH] to the ends of the texts of entries [T * ENTRY]."""
-    jit_shared_choice.append_tokens_kernel[(len(fresh) // MAX_FRESH,)](entries, fresh, BLOCK=MAX_FRESH, num_warps=1,
-                                                                       **chained(fresh.device))
 
 
 def _read(outcome: Tensor) -> list[int]:

@@ -20,8 +20,8 @@ from longdraft.kernels.cuda.chain_rows import (
     RowsShape,
     SharedDrafts,
     TextDraft,
-    bans_of,
     has_launched,
+    needs_of,
 )
 from longdraft.kernels.cuda.drafting import in_graphs
 from longdraft.kernels.cuda.kv_store import CudaStore
@@ -29,6 +29,7 @@ from longdraft.kernels.cuda.launch import RecentlyUsed, on_device, padded_size, 
 from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerRows, RowPlaces
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.cuda.text_rows import TextNeeds
 
 
 class TextLayers(NamedTuple):
@@ -102,11 +103,11 @@ class SharedLayers(SharedDrafts[TextLayers]):
         first, drafts = parts[0], [part.draft for part in parts]
         rooms = tuple(padded_size(max(store.capacity for store in own))
                       for own in zip(*(part.stores for part in parts), strict=True))
-        shape, bans, graphs = _Shape(RowsShape.of(drafts, first.vocabulary), rooms), bans_of(drafts), first.ops.graphs
+        shape, needs, graphs = _Shape(RowsShape.of(drafts, first.vocabulary), rooms), needs_of(drafts), first.ops.graphs
         buffers = self._buffers.get(shape, lambda: _Buffers(shape, first))
         graphs.own(buffers, serial := buffers.rows.serial)
         sizes = (0, *in_graphs(max(draft.places for draft in drafts) - 1))
-        pieces = [(("layer chains", serial, size, bans), partial(self._run, buffers, first.layers, size, bans))
+        pieces = [(("layer chains", serial, size, needs), partial(self._run, buffers, first.layers, size, needs))
                   for size in sizes]
         with on_device(first.ops.device):
             graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(parts)))
@@ -114,7 +115,7 @@ class SharedLayers(SharedDrafts[TextLayers]):
         return buffers.rows.outcome
 
     @staticmethod
-    def _run(buffers: _Buffers, layers: DraftLayers, count: int, bans: int) -> None:
+    def _run(buffers: _Buffers, layers: DraftLayers, count: int, needs: TextNeeds) -> None:
         """`count` tokens of each text after those that are ranked, which are ranked first if `count` is 0."""
         rows, own, (table, factor) = buffers.rows, buffers.layers, layers.embedding
         assert isinstance(table, CudaLinear)
@@ -122,6 +123,6 @@ class SharedLayers(SharedDrafts[TextLayers]):
             rows.end(buffers.where)
             rows.embed(table, factor, own.embedded, own.cos, own.sin)
             own.go_on(layers)
-            rows.rank(layers.logits(own.row), bans)
+            rows.rank(layers.logits(own.row), needs)
         if not count:
-            rows.rank(layers.logits(own.row), bans)
+            rows.rank(layers.logits(own.row), needs)

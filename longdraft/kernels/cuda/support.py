@@ -5,6 +5,7 @@ A search is nine launches and a sum one. Top-p takes eleven, top-k and top-p 20,
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from longdraft.kernels.cuda.launch import ceil_div, chained, padded_size
 BLOCK = 1024  # elements of one program: tokens of the vocabulary or of a penalty window
 _LEVELS = 8  # of a search
 _CANDIDATES = 17  # of a level
+_UNREACHED = jit_support.UNREACHED.value
 
 
 class FilterRules(NamedTuple):
@@ -39,40 +41,69 @@ class FilterRules(NamedTuple):
     @property
     def settings(self) -> list[float]:
         """The parameters that the kernels read after the temperature."""
-        return [self.log_min_p or 0.0, self.temperature, self.log_eta or 0.0, self.top_p]
+        least, eta = (-math.inf if each is None else each for each in (self.log_min_p, self.log_eta))
+        return [least, self.temperature, eta, self.top_p]
+
+    @property
+    def kinds(self) -> FilterKinds:
+        has_least = self.log_min_p is not None or self.log_eta is not None
+        return FilterKinds(self.top_k > 0, self.top_p < 1, self.log_min_p is not None, self.log_eta is not None,
+                           has_least and self.at_least > 1)
+
+    @property
+    def goals(self) -> tuple[int, int]:
+        """Of the searches by the number of tokens: for top-k, and for tokens that are left at least."""
+        kinds = self.kinds
+        return self.top_k if kinds.top_k else _UNREACHED, self.at_least if kinds.at_least else 0
+
+
+class FilterKinds(NamedTuple):
+    """Which filters some rows have, and whether min-p and eta leave more than one token at least."""
+
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    eta: bool = False
+    at_least: bool = False
 
     @property
     def flags(self) -> dict[str, bool]:
         """The switches that select a compiled kernel."""
-        has_least = self.log_min_p is not None or self.log_eta is not None
-        return dict(HAS_CUT=self.top_k > 0 or self.top_p < 1, HAS_MIN_P=self.log_min_p is not None,
-                    HAS_ETA=self.log_eta is not None, HAS_FLOOR=has_least and self.at_least > 1)
+        return dict(HAS_CUT=self.top_k or self.top_p, HAS_MIN_P=self.min_p, HAS_ETA=self.eta, HAS_FLOOR=self.at_least)
 
 
 class SupportSearch:
     """The support of R rows [R, V], and the memory in which it is found.
 
-    settings  float64 [6] on the device; see jit_support
+    kinds     of filters that are launched
+    settings  float64 [6] of all rows, or [R, 6], on the device; see jit_support
+    goals     int64 [R] each; see `FilterRules.goals`
     """
 
-    def __init__(self, rules: FilterRules, rows: int, vocabulary: int, settings: Tensor) -> None:
-        device, blocks = settings.device, ceil_div(vocabulary, BLOCK)
+    def __init__(self, kinds: FilterKinds, vocabulary: int, settings: Tensor, goals: tuple[Tensor, Tensor]) -> None:
+        device, rows, blocks = settings.device, len(goals[0]), ceil_div(vocabulary, BLOCK)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._rules, self._rows, self._settings = rules, rows, settings
+        self._kinds, self._rows, self._settings = kinds, rows, settings
+        self._most, self._fewest = goals
         self._sizes = dict(vocabulary=vocabulary, num_blocks=blocks)
-        self._forms = dict(BLOCK=BLOCK, BLOCKS=padded_size(blocks))
-        self.flags = rules.flags
+        self._per_row = dict(STRIDE=settings.stride(0) if settings.ndim > 1 else 0, BLOCKS=padded_size(blocks))
+        self._forms = dict(BLOCK=BLOCK, **self._per_row)
+        self.flags = kinds.flags
         self.cuts, self.floors, self._top_k, self._goals = (zeros(rows) for _ in range(4))
         self.leasts = zeros(rows, dtype=torch.float64)
         searches = self.flags["HAS_CUT"] or self.flags["HAS_FLOOR"]
         self._keys = zeros(_LEVELS, rows)
         self._sums = zeros(2, rows, _CANDIDATES, blocks) if searches else zeros(2, 1)
         self.sums = zeros(rows, 2, blocks)
-        self._few = {count: torch.full((rows,), count, dtype=torch.int64, device=device)
-                     for count in {rules.top_k, rules.at_least}}
+
+    @classmethod
+    def of_text(cls, rules: FilterRules, rows: int, vocabulary: int, settings: Tensor) -> SupportSearch:
+        """For rows that all have these rules. settings: [6]."""
+        most, fewest = (torch.full((rows,), goal, dtype=torch.int64, device=settings.device) for goal in rules.goals)
+        return cls(rules.kinds, vocabulary, settings, (most, fewest))
 
     @property
     def limits(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,24 +112,21 @@ class SupportSearch:
 
     def find(self, logits: Tensor, bests: Tensor) -> None:
         """Launch what finds the support of logits [R, V], with the largest logit of each block in `bests`."""
-        rules = self._rules
-        if self.flags["HAS_FLOOR"]:
-            self._search(logits, bests, self._few[rules.at_least], None, False, self.floors)
-        if rules.top_k > 0:
-            found = self._top_k if rules.top_p < 1 else self.cuts
-            self._search(logits, bests, self._few[rules.top_k], None, False, found)
-        if rules.top_p < 1:
-            within = self._top_k if rules.top_k > 0 else None
+        kinds, blocks = self._kinds, self._sizes["num_blocks"]
+        if kinds.at_least:
+            self._search(logits, bests, self._fewest, None, False, self.floors)
+        if kinds.top_k:
+            self._search(logits, bests, self._most, None, False, self._top_k if kinds.top_p else self.cuts)
+        if kinds.top_p:
+            within = self._top_k if kinds.top_k else None
             self._sum(logits, bests, within, False)
-            jit_support.top_p_goal_kernel[(self._rows,)](self.sums, self._settings, self._goals,
-                                                         self._sizes["num_blocks"], BLOCKS=self._forms["BLOCKS"],
-                                                         **chained(logits.device))
+            jit_support.top_p_goal_kernel[(self._rows,)](self.sums, self._settings, self._goals, blocks,
+                                                         **self._per_row, **chained(logits.device))
             self._search(logits, bests, self._goals, within, True, self.cuts)
-        if rules.log_eta is not None:
+        if kinds.eta:
             self._sum(logits, bests, self.cuts if self.flags["HAS_CUT"] else None, True)
-            jit_support.eta_kernel[(self._rows,)](bests, self.sums, self._settings, self.leasts,
-                                                  self._sizes["num_blocks"], BLOCKS=self._forms["BLOCKS"],
-                                                  **chained(logits.device))
+            jit_support.eta_kernel[(self._rows,)](bests, self.sums, self._settings, self.leasts, blocks,
+                                                  **self._per_row, **chained(logits.device))
 
     def _search(self, logits: Tensor, bests: Tensor, goals: Tensor, within: Tensor | None, by_mass: bool,
                 found: Tensor) -> None:
