@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
+from longdraft.kernels.launched import LaunchesTogether
 from longdraft.model import medusa
 from longdraft.model.config import read_json
 from longdraft.model.eagle_config import is_eagle
@@ -39,10 +40,14 @@ class Heads(Protocol):
     def vocabulary(self) -> int:
         """Number of logits."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [heads, V] float32 for a hidden state [1, hidden] before the final norm.
+    @property
+    def shared(self) -> dict[bool, LaunchesTogether]:
+        """What ranks the guesses of several texts on a device; see `longdraft.kernels.cuda.head_places.DraftHeads`."""
 
-        For a hidden state at position p, row i predicts the token at p + 2 + i.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [heads * T, V] float32, head by head, for hidden states [T, hidden] before the final norm.
+
+        For a hidden state at position p, head i predicts the token at p + 2 + i.
         """
 
 
@@ -60,6 +65,7 @@ class ChainedHeads:
     def __init__(self, layers: tuple[Head, ...], model: Transformer) -> None:
         self.layers = layers
         self._model = model
+        self.shared: dict[bool, LaunchesTogether] = {}
 
     def __len__(self) -> int:
         return len(self.layers)

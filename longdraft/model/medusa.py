@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
+from longdraft.kernels.launched import LaunchesTogether
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
 
@@ -37,6 +38,7 @@ class MedusaHeads:
     def __init__(self, layers: tuple[MedusaHead, ...], model: Transformer) -> None:
         self.layers = layers
         self._model = model
+        self.shared: dict[bool, LaunchesTogether] = {}
 
     def __len__(self) -> int:
         return len(self.layers)

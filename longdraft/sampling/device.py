@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from longdraft.kernels.cuda.chain_rows import TextDraft
     from longdraft.kernels.cuda.choice import ChosenTokens, LogitsSource
     from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
-    from longdraft.kernels.cuda.head_places import DraftHeads, HeadPlaces
+    from longdraft.kernels.cuda.head_places import DraftHeads, HeadPlaces, TextHeads
     from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerChain
     from longdraft.kernels.cuda.shared_choice import TextTree
     from longdraft.kernels.cuda.shared_layers import TextLayers
@@ -190,7 +190,7 @@ class DeviceSampler:
         return until_end(ranked_places(work.read()), end)
 
     def _draft_of_text(self, ranking: DeviceRanking, path: Sequence[int], places: int,
-                       rotations: tuple[Tensor, Tensor]) -> TextDraft:
+                       rotations: tuple[Tensor, ...]) -> TextDraft:
         from longdraft.kernels.cuda.chain_rows import TextDraft
 
         fresh = ranking.context.slice(self._chooser.length, len(ranking.context))
@@ -235,22 +235,41 @@ class DeviceSampler:
             chain = LayerChain(layers, part.ops, part.stores, part.has_read, self._chooser, part.vocabulary,
                                ranking.width, part.row)
             self._layer_chain = key, chain
-        return self._layer_chain[1].launch(part.row, part.length, part.num_read, draft.rotations, draft.required,
+        cos, sin = draft.rotations
+        return self._layer_chain[1].launch(part.row, part.length, part.num_read, (cos, sin), draft.required,
                                            draft.within)
 
     def rank_heads(self, heads: DraftHeads, hidden: Tensor, first: Tensor | None, path: Sequence[int],
                    ranking: DeviceRanking, vocabulary: int, num: int) -> LaunchedWork[list[list[int]] | None]:
-        """The guesses of heads; see `HeadPlaces.rank`. None for weights that are divided."""
-        from longdraft.kernels.cuda.head_places import HeadPlaces
+        """The guesses of heads at `num` places, best first. None for weights that are divided.
+
+        hidden, first  see `TextHeads`
+        """
+        from longdraft.kernels.cuda.drafting import ranked_places
+        from longdraft.kernels.cuda.head_places import SharedHeads, TextHeads
         from longdraft.kernels.cuda.operations import CudaOperations
 
-        if not DRAFTS_LAYERS or not isinstance(self._kernels, CudaOperations):
+        kernels = self._kernels
+        if not DRAFTS_LAYERS or not isinstance(kernels, CudaOperations):
             return None
+        part = TextHeads(self._draft_of_text(ranking, path, num, ()), heads, kernels.graphs, vocabulary, hidden, first)
+        if self.shares_chains:
+            group = heads.shared.setdefault(first is None, SharedHeads())
+            work: Launched = Shareable(group, part, partial(self._launched_heads, part, ranking))
+        else:
+            work = Launched(self._launched_heads(part, ranking))
+        yield work
+        return [place.tokens for place in ranked_places(work.read())]
+
+    def _launched_heads(self, part: TextHeads, ranking: DeviceRanking) -> Tensor:
+        """Launch the heads of one text by its own graph. Returns its outcome."""
+        from longdraft.kernels.cuda.head_places import HeadPlaces
+
         self._update(ranking.context)
-        key = id(heads), ranking.width
+        heads, draft, key = part.heads, part.draft, (id(part.heads), ranking.width)
         if self._heads is None or self._heads[0] != key:
-            self._heads = key, HeadPlaces(heads, self._kernels.graphs, self._chooser, vocabulary, ranking.width, hidden)
-        return (yield from self._heads[1].rank(hidden, first, num, path, ranking.required - len(path)))
+            self._heads = key, HeadPlaces(heads, part.graphs, self._chooser, part.vocabulary, ranking.width, part.row)
+        return self._heads[1].launch(part.row, part.first, draft.places, draft.path, draft.required)
 
     def _update(self, context: Context) -> None:
         start = self._chooser.length

@@ -24,6 +24,7 @@ from longdraft.kernels import launched
 from longdraft.kernels.cuda import shared_choice
 from longdraft.kernels.cuda.chain_rows import SharedDrafts
 from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
+from longdraft.kernels.cuda.head_places import HeadPlaces
 from longdraft.kernels.cuda.layer_chain import LayerChain
 from longdraft.kernels.cuda.shared_forward import SharedForwards
 from longdraft.kernels.launched import Launched
@@ -40,7 +41,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # that also wait for other guesses
     "tokenswift": dict(chain=2, tree="2,1", budget=40, sinks=4, recent=8, room=8),
     "triforce": dict(budget=48, stride=10, chain=2),
 }
-SHARED = ["magicdec", "draft-model", "eagle", "glide"]  # whose chains are one graph
+SHARED = ["magicdec", "draft-model", "eagle", "glide", "medusa"]  # whose chains, or heads, are one graph
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_what_all_texts_draft_is_launched_before_the_host_waits_once(folder, pla
     happened: list[str] = []
     begin, read, copy = DraftRanking.begin, shared_choice._read, launched.copied_to_host
     alone: list[int] = []
-    for kind in (DraftChain, LayerChain):
+    for kind in (DraftChain, LayerChain, HeadPlaces):
         monkeypatch.setattr(kind, "launch", lambda self, *given, launch=kind.launch: (
             alone.append(1), launch(self, *given))[1])
     monkeypatch.setattr(device, "SHARES_CHAINS", is_on)

@@ -6,7 +6,9 @@ Without a device in Triton's interpreter (see helpers.cuda_kernels).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.checkpoints import VOCAB, make_checkpoint, make_heads
-from helpers.cuda_kernels import DEVICE, rows_of
+from helpers.cuda_kernels import DEVICE, HAS_CUDA, OperationRecorder, rows_of
 from longdraft import kernels
 from longdraft.bench.cuda.models import small_transformer, tiny_source
 from longdraft.core import Context, SamplingParams
@@ -22,12 +24,15 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
 from longdraft.kernels import launched
+from longdraft.kernels.cuda.head_places import HeadPlaces, SharedHeads
+from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import NEVER
 from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
 from longdraft.model.routine import run_alone
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
+from longdraft.sampling import device
 from longdraft.sampling.sampler import Sampler
 
 PROMPT = [(5 * place + place // 7) % 40 for place in range(20)]
@@ -35,6 +40,7 @@ LAWS = {
     "greedy": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),
     "paper": dict(min_p=0.02, repetition_penalty=1.2, penalty_window=1024, min_new_tokens=9),
     "llama": dict(temperature=0.9, top_p=0.95),
+    "biased": dict(top_k=9, logit_bias=((8, 3.0),), eta_cutoff=0.01),
 }
 
 
@@ -105,22 +111,119 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("law, has_first", [("greedy", False), ("paper", True), ("llama", False)])
-def test_heads_rank_on_the_device_what_they_rank_place_by_place(folder, law, has_first, monkeypatch):
-    """One wait for all places. The graph serves every number of drafted tokens in front."""
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Transformer:
     chosen = kernels.choose(DEVICE, "float32", "triton-16")
-    model = checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+    return checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+
+
+@pytest.mark.parametrize("law, has_first", [("greedy", False), ("paper", True), ("llama", False)])
+def test_heads_rank_on_the_device_what_they_rank_place_by_place(folder, model, law, has_first, monkeypatch):
+    """One wait for all places. The graph serves every number of drafted tokens in front."""
     trained, context = heads.load_heads(folder / "heads", model), Context(PROMPT)
     hidden, first = rows_of(1, 32, seed=4), rows_of(1, VOCAB, seed=5) if has_first else None
     waits, ran = [], []
     honest = launched.copied_to_host
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), work()))
-    host, device = samplers(model, law)
+    both = samplers(model, law)
     for path in ([], [3, 8]):
         expected, found = (launched.finished(ranked_heads(each, trained, hidden, first, context, path, [3, 1]))
-                           for each in (host, device))
+                           for each in both)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours and ours == theirs[: len(ours)]
     assert waits == [2, 2] and len(ran) == 2 and len(set(ran)) == 1
     assert torch.equal(hidden, rows_of(1, 32, seed=4))
+
+
+class Guesses(NamedTuple):
+    """What the heads guess for a text of `length` tokens. path: drafted tokens in front of the first place."""
+
+    law: str
+    length: int
+    widths: tuple[int, ...]
+    path: tuple[int, ...] = ()
+
+    def of(self, model: Transformer, trained: heads.Heads, has_first: bool) -> LaunchedWork[list[list[int]]]:
+        sampler = Sampler(SamplingParams(max_new_tokens=50, seed=self.length, **LAWS[self.law]), [1],
+                          kernels=model.kernels)
+        text = Context([(7 * place + self.length) % 40 for place in range(self.length)])
+        hidden, first = rows_of(1, 32, seed=self.length), rows_of(1, VOCAB, seed=5) if has_first else None
+        return ranked_heads(sampler, trained, hidden, first, text, self.path, self.widths)
+
+
+TEXTS = [Guesses("paper", 20, (3, 1)), Guesses("greedy", 7, (1,), (4, 2)), Guesses("llama", 41, (2, 2, 4)),
+         Guesses("biased", 12, (2, 1), (9,)), Guesses("paper", 33, (1, 4, 1))]
+
+
+def ranked_together(texts: Sequence[LaunchedWork[list[list[int]]]]) -> list[list[list[int]]]:
+    launched.read_together([next(text) for text in texts])
+    return [launched.finished(text) for text in texts]
+
+
+@pytest.mark.parametrize("has_first", [False, True])
+def test_heads_of_several_texts_guess_what_they_guess_for_each_alone(folder, model, has_first, monkeypatch):
+    """With other settings and numbers of places, shuffled, and when one leaves or comes: one graph, and one wait."""
+    trained, waits, keys, alone = heads.load_heads(folder / "heads", model), list[int](), list[Any](), list[int]()
+    honest, run, launch = launched.copied_to_host, model.kernels.graphs.run, HeadPlaces.launch
+    expected = [launched.finished(text.of(model, trained, has_first)) for text in TEXTS]
+    assert all(len(each) == len(text.widths) and all(each) for each, text in zip(expected, TEXTS, strict=True))
+    monkeypatch.setattr(HeadPlaces, "launch", lambda self, *given: alone.append(1) or launch(self, *given))
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(1) or honest(rows))
+    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    for order in ([0, 1, 2, 3], [2, 4, 0, 3], [4, 3, 2], [2, 1]):
+        found = ranked_together([TEXTS[place].of(model, trained, has_first) for place in order])
+        assert found == [expected[place] for place in order]
+    assert waits == [1] * 4 and alone == [] and [key[0] for key in keys] == ["heads of texts"] * 4
+    assert len({key[1:3] for key in keys}) == 2 and keys[0][1] == keys[2][1], "of four texts, and of two"
+
+
+def test_heads_with_and_without_logits_of_the_first_place_have_a_graph_each(folder, model):
+    trained = heads.load_heads(folder / "heads", model)
+    expected = [launched.finished(text.of(model, trained, place % 2 > 0)) for place, text in enumerate(TEXTS)]
+    assert ranked_together([text.of(model, trained, place % 2 > 0) for place, text in enumerate(TEXTS)]) == expected
+
+
+def test_the_switch_launches_the_heads_of_each_text(folder, model, monkeypatch):
+    trained = heads.load_heads(folder / "heads", model)
+    expected = [launched.finished(text.of(model, trained, True)) for text in TEXTS[:2]]
+    monkeypatch.setattr(device, "SHARES_CHAINS", False)
+    monkeypatch.setattr(SharedHeads, "launch", lambda self, parts: pytest.fail("heads are shared"))
+    assert ranked_together([text.of(model, trained, True) for text in TEXTS[:2]]) == expected
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
+@pytest.mark.parametrize("num, has_first", [(2, True), (5, False)])
+def test_heads_are_one_graph_three_copies_and_one_wait_however_many_texts(folder, model, num, has_first, monkeypatch):
+    """With as many kernels as the graph of one text, filters apart."""
+    from triton.runtime import interpreter
+
+    trained, texts = heads.load_heads(folder / "heads", model), [Guesses("paper", 14, (3, 1))] * num
+    launches, inside, waits, recorder = list[str](), list[int](), list[int](), OperationRecorder()
+    run, call, honest = model.kernels.graphs.run, interpreter.GridExecutor.__call__, launched.copied_to_host
+
+    def replay(key: object, work: Any) -> None:
+        before, names = len(launches), len(recorder.names)
+        run(key, work)
+        inside.append(len(launches) - before)
+        del launches[before:], recorder.names[names:]
+
+    def count_launch(executor: object, *args: object, **named: object) -> None:
+        launches.append(executor.fn.__name__)
+        names = len(recorder.names)
+        call(executor, *args, **named)
+        del recorder.names[names:]
+
+    ranked_together([text.of(model, trained, has_first) for text in texts])  # allocates buffers, and records
+    monkeypatch.setattr(model.kernels.graphs, "run", replay)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", count_launch)
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(1) or honest(rows))
+    launched.finished(texts[0].of(model, trained, has_first))
+    waits.clear()
+    work = [text.of(model, trained, has_first) for text in texts]
+    begun = [next(each) for each in work]
+    launches.clear()
+    with recorder:
+        launched.read_together(begun)
+    assert len(inside) == 2 and inside[0] == inside[1] and waits == [1] and launches == ["append_tokens_kernel"]
+    assert recorder.names == ["copy_", "cat", *["cat"][: has_first], "cat"], "inputs; rows; logits; the guesses of all"

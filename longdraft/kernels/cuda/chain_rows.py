@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_choice
 from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
-from longdraft.kernels.cuda.drafting import embed_place, end_place, new_outcome, new_rotations, rank_rows
+from longdraft.kernels.cuda.drafting import embed_place, end_place, go_on, new_outcome, new_rotations, rank_rows
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.launch import ceil_div, chained, padded_size, require, staged_parts
 from longdraft.kernels.cuda.linear import CudaLinear
@@ -50,7 +50,7 @@ class TextDraft(NamedTuple):
     width      guesses at each place at most
     required   tokens that must be written after `path` before the text may end
     within     largest gap between a guess's score and the best one's
-    rotations  cos, sin [N, D / 2] float32 in the host's memory, of the last N places
+    rotations  cos, sin [N, D / 2] float32 in the host's memory, of the last N places; none for heads
     """
 
     chooser: TokenChooser
@@ -60,7 +60,7 @@ class TextDraft(NamedTuple):
     width: int
     required: int
     within: float
-    rotations: tuple[Tensor, Tensor]
+    rotations: tuple[Tensor, ...]
 
     @property
     def new_tokens(self) -> list[int]:
@@ -123,6 +123,7 @@ class ChainRows:
         self._support = TextSupport(self._rows, vocabulary)
         self._padding = zeros(1, dtype=int32)  # the text of padding rows
         self._state, self._settings = self._rows.entries[1:], self._rows.entries.view(torch.float64)[13:]
+        self._states = self._rows.entries.view(texts, ENTRY)[:, 1:7]
         self._bests, self._best_ids = zeros(texts, blocks), zeros(texts, blocks, dtype=int32)
         self._scores = zeros(texts, blocks, width, dtype=torch.float64)
         self._ids = zeros(texts, blocks, width, dtype=int32)
@@ -156,15 +157,21 @@ class ChainRows:
         """Write the embeddings x [T, hidden] of the texts' last tokens, and the rotations of their places."""
         embed_place(self._fresh, self._state, table, factor, self._rotations, x, cos, sin, ENTRY)
 
-    def rank(self, logits: Tensor, needs: TextNeeds) -> None:
-        """Rank the guesses of logits [T, V], which are overwritten."""
+    def rank(self, logits: Tensor, needs: TextNeeds, ahead: int = 0) -> None:
+        """Rank the guesses of logits [T, V], which are overwritten. ahead: as `DraftRanking.rank`."""
         (rows, vocabulary), blocks = logits.shape, self._bests.shape[1]
         self._rows.edit(logits, needs)
+        if ahead:
+            self._states[:, 0] += ahead  # the noise is that of the guesses' own positions
         jit_choice.block_maxima_kernel[(rows, blocks)](logits, self._bests, self._best_ids, vocabulary, blocks,
                                                        BLOCK=BLOCK, **chained(logits.device))
         limits, flags = self._support.find(logits, self._bests, needs.filters)
         rank_rows(logits, self._bests, self._state, self._settings, limits, self._scores, self._ids, self.outcome,
                   ENTRY, HAS_NOISE=True, **flags)
+
+    def go_on(self, ahead: int) -> None:
+        """Go on to the next places, after tokens that are not known. ahead: as given to `rank` before."""
+        go_on(self._states, ahead)
 
     def end(self, where: Tensor) -> None:
         """Append the best guesses to the texts, and go on to the next places. where: int64 [2 T]."""

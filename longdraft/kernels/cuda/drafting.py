@@ -102,16 +102,25 @@ class DraftRanking:
 
     def go_on(self, ahead: int) -> None:
         """Go on to the next place, after a token that is not known. ahead: as given to `rank` before."""
-        length, required, place = self.state[0], self.state[2], self.state[3]
-        length -= ahead
-        required -= 1
-        place += 1
+        go_on(self.state[None], ahead)
 
     def read(self, count: int) -> LaunchedWork[list[Ranked]]:
         """The guesses of the first `count` places, once they have arrived."""
         launched = Launched(self.outcome[:count])
         yield launched
         return ranked_places(launched.read())
+
+
+def go_on(states: Tensor, ahead: int) -> None:
+    """Go on to the next place, after a token that is not known.
+
+    states  int64 [T, 6]: of `jit_drafting`
+    ahead   unknown tokens between the texts and the guesses, which were ranked as if the texts had them
+    """
+    length, required, place = states[:, 0], states[:, 2], states[:, 3]
+    length -= ahead
+    required -= 1
+    place += 1
 
 
 def new_outcome(rows: int, device: torch.device) -> Tensor:

@@ -2,30 +2,55 @@
 
     row ─ heads ─ logits of each | edit, rank of the first place | of the second | ...
 
-One CUDA graph computes and ranks all places. The host waits once, and reads some ids of each.
+One CUDA graph computes and ranks all places. The host waits once, and reads some ids of each. For several texts it is
+one graph too, with a row for each text, which has the guesses that it has alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from longdraft.kernels.cuda.chain_rows import (
+    MAX_BUFFERS,
+    ChainRows,
+    RowsShape,
+    SharedDrafts,
+    TextDraft,
+    has_launched,
+    needs_of,
+)
 from longdraft.kernels.cuda.choice import TokenChooser
 from longdraft.kernels.cuda.drafting import DraftRanking
 from longdraft.kernels.cuda.graph_cache import GraphCache, new_owner
-from longdraft.kernels.cuda.launch import on_device, require
-from longdraft.kernels.launched import LaunchedWork
+from longdraft.kernels.cuda.launch import RecentlyUsed, on_device, require
+from longdraft.kernels.cuda.text_rows import TextNeeds
+from longdraft.kernels.launched import LaunchesTogether
 
 
 class DraftHeads(Protocol):
-    """Heads that predict further tokens from one row."""
+    """Heads that predict further tokens from one row of each of T texts.
+
+    shared  what ranks the guesses of several texts, with and without logits of the first place; see `SharedHeads`
+    """
+
+    @property
+    def shared(self) -> dict[bool, LaunchesTogether]: ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [heads, V] float32 for the last layer's output [1, hidden]."""
+        """Logits [heads * T, V] float32, head by head, for the last layer's output [T, hidden]."""
+
+
+def place_logits(heads: DraftHeads, rows: Tensor, first: Tensor | None, num: int) -> list[Tensor]:
+    """Logits [T, V] float32 of `num` places, which may be overwritten. See `TextHeads`."""
+    found = [] if first is None else [first]
+    if num > len(found):
+        found += torch.split(heads.logits(rows).float(), len(rows))
+    return [logits.clone() for logits in found[:num]]
 
 
 class HeadPlaces:
@@ -45,12 +70,10 @@ class HeadPlaces:
         self._key = new_owner()
         graphs.own(self, self._key)
 
-    def rank(self, row: Tensor, first: Tensor | None, num: int, path: Sequence[int],
-             required: int) -> LaunchedWork[list[list[int]]]:
-        """The guesses of `num` places, best first.
+    def launch(self, row: Tensor, first: Tensor | None, num: int, path: Sequence[int], required: int) -> Tensor:
+        """Launch what ranks the guesses of `num` places. Returns the outcome [num, 18] (`ranked_places`).
 
-        row       [1, hidden], the last layer's output of the row in front of the first place
-        first     logits [1, V] of the first place, if it is not predicted by a head
+        row, first  see `TextHeads`
         path      drafted tokens between the text and the first place
         required  tokens that must be written after `path` before the text may end
         """
@@ -68,14 +91,70 @@ class HeadPlaces:
         key = ("heads", self._key, num, has_first, has_bans, chooser.place_serial)
         with on_device(text.device):
             self._graphs.run_in_turn([(key, partial(self._places, num, has_first, has_bans))], begin)
-        return [place.tokens for place in (yield from self._ranking.read(num))]
+        return self._ranking.outcome[:num]
 
     def _places(self, num: int, has_first: bool, has_bans: bool) -> None:
-        ranking, rows = self._ranking, list[Tensor]()
-        if has_first:
-            rows.append(self._first.clone())  # ranking overwrites logits
-        if num > len(rows):
-            rows += torch.split(self._heads.logits(self._row).float(), 1)
-        for ahead, logits in enumerate(rows[:num]):
-            ranking.rank(logits.clone(), has_bans, ahead)
-            ranking.go_on(ahead)
+        first = self._first if has_first else None
+        for ahead, logits in enumerate(place_logits(self._heads, self._row, first, num)):
+            self._ranking.rank(logits, has_bans, ahead)
+            self._ranking.go_on(ahead)
+
+
+class TextHeads(NamedTuple):
+    """A text's part of a launch.
+
+    row    [1, hidden], the last layer's output of the row in front of the first place
+    first  logits [1, V] of the first place, if it is not predicted by a head
+    """
+
+    draft: TextDraft
+    heads: DraftHeads
+    graphs: GraphCache
+    vocabulary: int
+    row: Tensor
+    first: Tensor | None
+
+
+class _Buffers:
+    """The memory of the guesses of some texts. part: of any text."""
+
+    def __init__(self, shape: RowsShape, part: TextHeads) -> None:
+        device = part.row.device
+        self.rows = ChainRows(shape, 0, device)
+        self.given = torch.zeros(shape.texts, part.row.shape[1], dtype=part.row.dtype, device=device)
+        self.first = None if part.first is None else torch.zeros(shape.texts, shape.vocabulary, device=device)
+
+    def load(self, staged: Tensor, parts: Sequence[TextHeads]) -> None:
+        """Set what the heads read: a copy, a launch, and one more copy or two."""
+        self.rows.load(staged)
+        torch.cat([part.row for part in parts], out=self.given[: len(parts)])
+        if self.first is not None:
+            torch.cat([part.first for part in parts if part.first is not None], out=self.first[: len(parts)])
+
+
+class SharedHeads(SharedDrafts[TextHeads]):
+    """Guesses of several texts from one set of heads. All texts have logits of the first place, or none has."""
+
+    def __init__(self) -> None:
+        self._buffers: RecentlyUsed[RowsShape, _Buffers] = RecentlyUsed(MAX_BUFFERS)
+
+    def _launch(self, given: Sequence[TextHeads]) -> Tensor:
+        parts = [part._replace(draft=part.draft.prepared()) for part in given]
+        first, drafts = parts[0], [part.draft for part in parts]
+        num, needs = max(draft.places for draft in drafts), needs_of(drafts)
+        shape = RowsShape.of(drafts, first.vocabulary)
+        buffers = self._buffers.get(shape, lambda: _Buffers(shape, first))
+        first.graphs.own(buffers, serial := buffers.rows.serial)
+        key = ("heads of texts", serial, num, needs)
+        with on_device(first.row.device):
+            first.graphs.run_in_turn([(key, partial(self._places, buffers, first.heads, num, needs))],
+                                     partial(buffers.load, buffers.rows.inputs(drafts), parts))
+        has_launched(drafts)
+        return buffers.rows.outcome
+
+    @staticmethod
+    def _places(buffers: _Buffers, heads: DraftHeads, num: int, needs: TextNeeds) -> None:
+        """The launches do not depend on the buffers' contents, as a graph requires."""
+        for ahead, logits in enumerate(place_logits(heads, buffers.given, buffers.first, num)):
+            buffers.rows.rank(logits, needs, ahead)
+            buffers.rows.go_on(ahead)
