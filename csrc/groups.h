@@ -258,6 +258,11 @@ inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, 
                 for (; has_unit && rows - r >= LEAST_UNIT_ROWS; r += amx::ROWS)
                     add_groups_by_unit<of>(static_cast<int>(std::min<long>(amx::ROWS, rows - r)), tile, from, to, x, r, sums + r);
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+            if constexpr (unpacks_once(of))
+                for (; rows - r >= least_together(of); r += MOST_TOGETHER)
+                    add_groups_together<of>(std::min(MOST_TOGETHER, rows - r), tile, from, to, x, r, sums + r);
+#endif
             for (; r < rows; r += ROWS)
                 add_rows<of>(static_cast<int>(std::min<long>(ROWS, rows - r)), tile, from, to, x, r, sums + r);
         }

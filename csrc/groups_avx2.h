@@ -102,27 +102,20 @@ template <Groups KIND> EightFactors eight_factors(const uint8_t* tile, long g, i
     return found;
 }
 
-// Add one group of eight outputs, for one row with these values, to their totals.
+// Add a group of eight outputs to their totals, for one row.
+//   whole, second  sums of the products with the group's values; where halves have their own scales, those of each half
 template <Groups KIND>
-__m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, const int8_t* values, float step,
-                 const int32_t* sums) {
+INLINED __m256 add_sums(__m256 total, __m256i whole, __m256i second, const EightFactors& by, float step, const int32_t* sums) {
     constexpr GroupShape SHAPE = shape_of(KIND);
-    constexpr int HALF = LINES / 2;
-    const int32_t sum = sums[0] + sums[1];
-    auto add = [&](__m256i whole, __m256 scale) {
-        total = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_set1_ps(step)), scale, total);
-    };
-    auto dot = [&](auto count, int from) {
-        if constexpr (SHAPE.bits == 8) return dot_eight_bytes<count>(lines + from, values + 4 * from);
-        else return dot_eight<SHAPE.bits, count>(lines + from, values + 4 * from);
-    };
     constexpr int OFFSET = SHAPE.bits == 8 ? 0 : SHAPE.offset;
+    const int32_t sum = sums[0] + sums[1];
+    auto add = [&](__m256i product, __m256 scale) {
+        total = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(product), _mm256_set1_ps(step)), scale, total);
+    };
     if constexpr (SHAPE.halves) {
-        const std::integral_constant<int, HALF> half;
-        add(_mm256_sub_epi32(dot(half, 0), _mm256_set1_epi32(OFFSET * sums[0])), by.scale);
-        add(_mm256_sub_epi32(dot(half, HALF), _mm256_set1_epi32(OFFSET * sums[1])), by.second);
+        add(_mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * sums[0])), by.scale);
+        add(_mm256_sub_epi32(second, _mm256_set1_epi32(OFFSET * sums[1])), by.second);
     } else {
-        __m256i whole = dot(std::integral_constant<int, LINES>{}, 0);
         if constexpr (OFFSET) whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * sum));
         if constexpr (SHAPE.has_zero)  // zero points and sums of values fit in 16 bits
             whole = _mm256_add_epi32(whole, _mm256_madd_epi16(by.zeros, _mm256_set1_epi32(-sum & 0xffff)));
@@ -132,11 +125,26 @@ __m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, con
     return total;
 }
 
+// The same for one row with these values and the group's lines.
+template <Groups KIND>
+__m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, const int8_t* values, float step,
+                 const int32_t* sums) {
+    constexpr GroupShape SHAPE = shape_of(KIND);
+    constexpr int COUNT = SHAPE.halves ? LINES / 2 : LINES;
+    auto dot = [&](int from) {
+        if constexpr (SHAPE.bits == 8) return dot_eight_bytes<COUNT>(lines + from, values + 4 * from);
+        else return dot_eight<SHAPE.bits, COUNT>(lines + from, values + 4 * from);
+    };
+    return add_sums<KIND>(total, dot(0), SHAPE.halves ? dot(LINES - COUNT) : __m256i{}, by, step, sums);
+}
+
+constexpr int EIGHTS = COLUMNS / 8;
+
 // Groups [from, to) of one tile, added to the sums of COUNT rows.
 template <Groups KIND, int COUNT>
 void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, long row, float (*sums)[COLUMNS]) {
     using E = Encoding<KIND>;
-    constexpr int EIGHTS = COLUMNS / 8, SHARE = (E::LINES + EIGHTS - 1) / EIGHTS;  // lines to fetch for each eight outputs
+    constexpr int SHARE = (E::LINES + EIGHTS - 1) / EIGHTS;  // lines to fetch for each eight outputs
     for (long g = from; g < to; g++) {
         const uint8_t* group = tile + E::group(g);
         for (int i = 0; i < EIGHTS; i++) {
@@ -150,6 +158,77 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
                 _mm256_storeu_ps(total, add_eight<KIND>(_mm256_loadu_ps(total), lines, by, x.values + at * GROUP, x.steps[at],
                                                         x.sums + 2 * at));
             }
+        }
+    }
+}
+
+// Rows for which a group is unpacked once, for up to MOST_TOGETHER of them. Bytes take no unpacking.
+constexpr bool unpacks_once(Groups kind) { return shape_of(kind).bits < 8; }
+constexpr long least_together(Groups kind) { return shape_of(kind).bits == 4 ? 5 : 3; }
+constexpr long MOST_TOGETHER = 16;
+
+// A group of a tile, unpacked for several rows.
+template <Groups KIND> struct UnpackedGroup {
+    static constexpr int BITS = shape_of(KIND).bits;
+    __m256i lines[LINES][EIGHTS];
+    EightFactors by[EIGHTS];
+
+    UnpackedGroup(const uint8_t* tile, long g) {
+        using E = Encoding<KIND>;
+        for (int i = 0; i < EIGHTS; i++) {
+            __m256i own[LINES];
+            unpack_eight<KIND>(tile + E::group(g) + E::VALUES + i / 2 * E::OF_VECTOR + i % 2 * 32, own);
+            for (int j = 0; j < LINES; j++) lines[j][i] = own[j];
+            by[i] = eight_factors<KIND>(tile, g, 8 * i);
+        }
+    }
+
+    // Sums of SOME times eight outputs, from output 8 `first` on, over COUNT lines from line `from` on, as those of dot_eight. A
+    // row's values are read once for all of them.
+    template <int COUNT, int SOME> INLINED void dot(int first, int from, const int8_t* values, __m256i* sums) const {
+        constexpr int FITTING = std::min(COUNT, 32767 / (2 * 127 * ((1 << BITS) - 1)));
+        UNROLLED for (int i = 0; i < SOME; i++) sums[i] = _mm256_setzero_si256();
+        UNROLLED for (int start = from; start < from + COUNT; start += FITTING) {
+            __m256i pairs[SOME];
+            UNROLLED for (int i = 0; i < SOME; i++) pairs[i] = _mm256_setzero_si256();
+            UNROLLED for (int j = start; j < start + FITTING; j++) {
+                const __m256i x = four_values(values + 4 * j);
+                UNROLLED for (int i = 0; i < SOME; i++) {
+                    pairs[i] = _mm256_add_epi16(pairs[i], _mm256_maddubs_epi16(lines[j][first + i], x));
+                    asm("" : "+x"(pairs[i]));  // GCC would add in another order, for which there are too few registers
+                }
+            }
+            UNROLLED for (int i = 0; i < SOME; i++)
+                sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(pairs[i], _mm256_set1_epi16(1)));
+        }
+    }
+
+    // Add the group to the totals [COLUMNS] of a row.
+    void add(float* totals, const int8_t* values, float step, const int32_t* sums) const {
+        constexpr bool HALVES = shape_of(KIND).halves;
+        constexpr int COUNT = HALVES ? LINES / 2 : LINES, SOME = BITS == 4 ? EIGHTS : EIGHTS / 2;
+        for (int first = 0; first < EIGHTS; first += SOME) {
+            __m256i whole[SOME], second[SOME] = {};
+            dot<COUNT, SOME>(first, 0, values, whole);
+            if constexpr (HALVES) dot<COUNT, SOME>(first, COUNT, values, second);
+            UNROLLED for (int i = 0; i < SOME; i++) {
+                float* total = totals + 8 * (first + i);
+                _mm256_storeu_ps(total, add_sums<KIND>(_mm256_loadu_ps(total), whole[i], second[i], by[first + i], step, sums));
+            }
+        }
+    }
+};
+
+// Groups [from, to) of one tile, added to the sums of several rows, from row `row` on.
+template <Groups KIND>
+void add_groups_together(long rows, const uint8_t* tile, long from, long to, const Quantised& x, long row,
+                         float (*sums)[COLUMNS]) {
+    for (long g = from; g < to; g++) {
+        prefetch(tile + Encoding<KIND>::group(g), Encoding<KIND>::SHAPE.bytes);
+        const UnpackedGroup<KIND> group(tile, g);
+        for (long r = 0; r < rows; r++) {
+            const long at = (row + r) * x.groups + g;
+            group.add(sums[r], x.values + at * GROUP, x.steps[at], x.sums + 2 * at);
         }
     }
 }
