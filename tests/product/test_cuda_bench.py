@@ -194,7 +194,8 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         upkeep = found["upkeep tiny"]
         assert upkeep["differs_by"] < 1e-3 and min(upkeep["graph"], upkeep["pytorch"], upkeep["selection"]) > 0
         rounds = [case for case in found["side by side tiny 24"].values() if "round" in case]
-        assert rounds and all(case.pop("is_same_text") and case.pop("round, choices in turn") for case in rounds)
+        assert rounds and all(case.pop("is_same_text") and case.pop("round, choices in turn") and
+                              case.pop("round, top-p") and case.pop("round, top-p, choices in turn") for case in rounds)
         assert all(case.pop("is_same_chain") and case.pop("chains") and case.pop("chains in turn")
                    for case in rounds)
         assert all(case["is_equal"] and len(case) <= 4 for cases in both for case in cases.values()), both

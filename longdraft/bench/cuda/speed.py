@@ -221,9 +221,9 @@ def plain_ms(model: Transformer, context: int, count: int) -> tuple[float, list[
     return wall, [device_ms(model.kernels.device, graph.replay, count) for graph in graphs]
 
 
-def plain_step(model: Transformer, context: int) -> Step:
+def plain_step(model: Transformer, context: int, params: SamplingParams = SAMPLING) -> Step:
     """Plain decoding after random rows."""
-    return Step(model, model.random_cache(context, _ROOM), PlainDrafter(), Sampler(SAMPLING, kernels=model.kernels),
+    return Step(model, model.random_cache(context, _ROOM), PlainDrafter(), Sampler(params, kernels=model.kernels),
                 Context([5] * (context + 1)), Timings(), Tally())
 
 

@@ -3,9 +3,11 @@ drafts in graphs, the upkeep of partial caches."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,8 +46,9 @@ _SAME = 2  # tokens of a round that are compared: times take different numbers o
 _CHAIN = 5  # tokens of a chain
 _TREE = (3, 2, 1)  # guesses of each head
 _STEPS_OF_FIT = 8  # of four rows: the fit is solved once
-LAWS = {"min-p": dict(min_p=0.1), "top-p": dict(temperature=0.6, top_p=0.9), "eta": dict(eta_cutoff=3e-4),
-        "top-k, top-p": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)}
+LAWS: dict[str, dict[str, Any]] = {
+    "min-p": dict(min_p=0.1), "top-p": dict(temperature=0.6, top_p=0.9), "eta": dict(eta_cutoff=3e-4),
+    "top-k, top-p": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)}
 
 
 def plain_ahead(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
@@ -148,15 +151,16 @@ def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict
 def _rounds(plan: CudaPlan, model: Transformer, context: int, count: int) -> dict[str, Any]:
     """Of `count` texts: milliseconds of a round, and whether both ways choose the same tokens."""
     times, texts = dict[str, Any](), []
-    for is_on in (True, False):
-        steps = [plain_step(model, context - text) for text in range(count)]
+    laws = {"round": SAMPLING, "round, top-p": replace(SAMPLING, **LAWS["top-p"])}
+    for (name, params), is_on in itertools.product(laws.items(), (True, False)):
+        steps = [plain_step(model, context - text, params) for text in range(count)]
         with switched(shared_choice, "SHARES_CHOICES", is_on):
-            name = "round" if is_on else "round, choices in turn"
-            times[name] = device_ms(model.kernels.device, partial(_round, steps), plan.repeats)
+            times[name if is_on else f"{name}, choices in turn"] = device_ms(
+                model.kernels.device, partial(_round, steps), plan.repeats)
         places = [context + 1 - text for text in range(count)]
         texts.append([step.context.slice(place, place + _SAME).tolist()
                       for step, place in zip(steps, places, strict=True)])
-    return times | {"is_same_text": texts[0] == texts[1]}
+    return times | {"is_same_text": texts[::2] == texts[1::2]}
 
 
 def _chains(plan: CudaPlan, model: Transformer, context: int, count: int) -> dict[str, Any]:

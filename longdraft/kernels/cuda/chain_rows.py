@@ -1,16 +1,17 @@
 """The rows of several texts that draft their chains in one graph: their tokens, settings and guesses.
 
-A model computes the logits of these rows (`shared_chain`), or trained layers do (`shared_layers`). What differs between
-texts is in device memory, in the entries of `jit_shared_choice`. So a graph belongs to a number of texts; a text that
-begins or ends captures nothing. Chains may have unlike lengths: a text that has reached the end of its own stays there
-while others go on.
+A model computes the logits of these rows (`shared_chain`), trained layers do (`shared_layers`), or heads
+(`head_places`). What differs between texts is in device memory, in the entries of `jit_shared_choice`. So a graph
+belongs to a number of texts; a text that begins or ends captures nothing. Chains may have unlike lengths: a text that
+has reached the end of its own stays there while others go on.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +21,16 @@ from torch import Tensor
 from longdraft.kernels.cuda import jit_choice
 from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
 from longdraft.kernels.cuda.drafting import embed_place, end_place, go_on, new_outcome, new_rotations, rank_rows
-from longdraft.kernels.cuda.graph_cache import new_owner
-from longdraft.kernels.cuda.launch import ceil_div, chained, padded_size, require, staged_parts
+from longdraft.kernels.cuda.graph_cache import GraphCache, new_owner
+from longdraft.kernels.cuda.launch import (
+    RecentlyUsed,
+    ceil_div,
+    chained,
+    on_device,
+    padded_size,
+    require,
+    staged_parts,
+)
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.support import BLOCK
 from longdraft.kernels.cuda.text_rows import (
@@ -37,7 +46,7 @@ from longdraft.kernels.cuda.text_rows import (
 )
 
 MAX_TEXTS = 64  # of a graph
-MAX_BUFFERS = 4  # numbers of texts: the logits of 64 take up to 65 MB
+_MAX_BUFFERS = 4  # numbers of texts: the logits of 64 take up to 65 MB
 
 
 class TextDraft(NamedTuple):
@@ -91,11 +100,6 @@ class RowsShape(NamedTuple):
     def of(cls, drafts: Sequence[TextDraft], vocabulary: int) -> RowsShape:
         width = max(2, *(draft.width for draft in drafts))  # two show the lead
         return cls(padded_size(len(drafts), 2), vocabulary, longest_window([draft.chooser for draft in drafts]), width)
-
-
-def needs_of(drafts: Sequence[TextDraft]) -> TextNeeds:
-    """See `ChainRows.rank`."""
-    return TextNeeds.of([(draft.chooser, draft.required) for draft in drafts])
 
 
 class ChainRows:
@@ -179,17 +183,44 @@ class ChainRows:
 
 
 class _Part(Protocol):
-    """A text's part of a launch."""
+    """A text's part of a launch: a named tuple."""
 
     @property
     def draft(self) -> TextDraft: ...
 
+    @property
+    def graphs(self) -> GraphCache: ...
+
+    def _replace(self: Part, *, draft: TextDraft) -> Part: ...
+
+
+class _ChainBuffers(Protocol):
+    """The memory of some chains. `load` gets what `inputs` returns, and sets the state from which the chains begin."""
+
+    @property
+    def rows(self) -> ChainRows: ...
+
+    @property
+    def inputs(self) -> Callable[..., Sequence[Any]]: ...
+
+    @property
+    def load(self) -> Callable[..., None]: ...
+
 
 Part = TypeVar("Part", bound=_Part)
+Buffers = TypeVar("Buffers", bound=_ChainBuffers)
 
 
-class SharedDrafts(ABC, Generic[Part]):
-    """What drafts chains of several texts."""
+class SharedDrafts(ABC, Generic[Part, Buffers]):
+    """What drafts chains of several texts.
+
+    name  of its graphs
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self._buffers: RecentlyUsed[object, Buffers] = RecentlyUsed(_MAX_BUFFERS)
 
     def launch(self, parts: Sequence[Part]) -> list[Tensor]:
         """Launch the chains. Returns the outcome of each: [N, 18] int64, of its places (`drafting.ranked_places`)."""
@@ -202,12 +233,29 @@ class SharedDrafts(ABC, Generic[Part]):
             outcomes += [outcome[: part.draft.places, text] for text, part in enumerate(some)]
         return outcomes
 
-    @abstractmethod
-    def _launch(self, parts: Sequence[Part]) -> Tensor:
+    def _launch(self, given: Sequence[Part]) -> Tensor:
         """Launch chains that fit into one graph. Returns the outcome [places, T, 18]."""
+        parts = [part._replace(draft=part.draft.prepared()) for part in given]
+        first, drafts = parts[0], [part.draft for part in parts]
+        buffers, graphs = self._buffers_for(parts), first.graphs
+        graphs.own(buffers, serial := buffers.rows.serial)
+        needs = TextNeeds.of([(draft.chooser, draft.required) for draft in drafts])
+        pieces = [((self.name, serial, size, needs), partial(self._run, buffers, first, size, needs))
+                  for size in self._sizes(max(draft.places for draft in drafts))]
+        with on_device(buffers.rows.order.device):
+            graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(parts)))
+        for draft in drafts:
+            draft.chooser.has_appended(len(draft.fresh))
+        return buffers.rows.outcome
 
+    @abstractmethod
+    def _buffers_for(self, parts: Sequence[Part]) -> Buffers:
+        """The memory of these chains, which is kept."""
 
-def has_launched(drafts: Sequence[TextDraft]) -> None:
-    """Call after a launch, which appends the texts' new tokens."""
-    for draft in drafts:
-        draft.chooser.has_appended(len(draft.fresh))
+    @abstractmethod
+    def _sizes(self, places: int) -> list[int]:
+        """What the graphs are made for that draft so many places together."""
+
+    @abstractmethod
+    def _run(self, buffers: Buffers, first: Part, size: int, needs: TextNeeds) -> None:
+        """The launches of a graph, which do not depend on the buffers' contents. first: the part of any text."""

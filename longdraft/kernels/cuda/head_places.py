@@ -15,19 +15,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cuda.chain_rows import (
-    MAX_BUFFERS,
-    ChainRows,
-    RowsShape,
-    SharedDrafts,
-    TextDraft,
-    has_launched,
-    needs_of,
-)
+from longdraft.kernels.cuda.chain_rows import ChainRows, RowsShape, SharedDrafts, TextDraft
 from longdraft.kernels.cuda.choice import TokenChooser
 from longdraft.kernels.cuda.drafting import DraftRanking
 from longdraft.kernels.cuda.graph_cache import GraphCache, new_owner
-from longdraft.kernels.cuda.launch import RecentlyUsed, on_device, require
+from longdraft.kernels.cuda.launch import on_device, require
 from longdraft.kernels.cuda.text_rows import TextNeeds
 from longdraft.kernels.launched import LaunchesTogether
 
@@ -124,6 +116,10 @@ class _Buffers:
         self.given = torch.zeros(shape.texts, part.row.shape[1], dtype=part.row.dtype, device=device)
         self.first = None if part.first is None else torch.zeros(shape.texts, shape.vocabulary, device=device)
 
+    def inputs(self, parts: Sequence[TextHeads]) -> tuple[Tensor, Sequence[TextHeads]]:
+        """What `load` gets."""
+        return self.rows.inputs([part.draft for part in parts]), parts
+
     def load(self, staged: Tensor, parts: Sequence[TextHeads]) -> None:
         """Set what the heads read: a copy, a launch, and one more copy or two."""
         self.rows.load(staged)
@@ -132,29 +128,20 @@ class _Buffers:
             torch.cat([part.first for part in parts if part.first is not None], out=self.first[: len(parts)])
 
 
-class SharedHeads(SharedDrafts[TextHeads]):
+class SharedHeads(SharedDrafts[TextHeads, _Buffers]):
     """Guesses of several texts from one set of heads. All texts have logits of the first place, or none has."""
 
-    def __init__(self) -> None:
-        self._buffers: RecentlyUsed[RowsShape, _Buffers] = RecentlyUsed(MAX_BUFFERS)
+    name = "heads of texts"
 
-    def _launch(self, given: Sequence[TextHeads]) -> Tensor:
-        parts = [part._replace(draft=part.draft.prepared()) for part in given]
-        first, drafts = parts[0], [part.draft for part in parts]
-        num, needs = max(draft.places for draft in drafts), needs_of(drafts)
-        shape = RowsShape.of(drafts, first.vocabulary)
-        buffers = self._buffers.get(shape, lambda: _Buffers(shape, first))
-        first.graphs.own(buffers, serial := buffers.rows.serial)
-        key = ("heads of texts", serial, num, needs)
-        with on_device(first.row.device):
-            first.graphs.run_in_turn([(key, partial(self._places, buffers, first.heads, num, needs))],
-                                     partial(buffers.load, buffers.rows.inputs(drafts), parts))
-        has_launched(drafts)
-        return buffers.rows.outcome
+    def _buffers_for(self, parts: Sequence[TextHeads]) -> _Buffers:
+        first = parts[0]
+        shape = RowsShape.of([part.draft for part in parts], first.vocabulary)
+        return self._buffers.get(shape, lambda: _Buffers(shape, first))
 
-    @staticmethod
-    def _places(buffers: _Buffers, heads: DraftHeads, num: int, needs: TextNeeds) -> None:
-        """The launches do not depend on the buffers' contents, as a graph requires."""
-        for ahead, logits in enumerate(place_logits(heads, buffers.given, buffers.first, num)):
+    def _sizes(self, places: int) -> list[int]:
+        return [places]
+
+    def _run(self, buffers: _Buffers, first: TextHeads, size: int, needs: TextNeeds) -> None:
+        for ahead, logits in enumerate(place_logits(first.heads, buffers.given, buffers.first, size)):
             buffers.rows.rank(logits, needs, ahead)
             buffers.rows.go_on(ahead)

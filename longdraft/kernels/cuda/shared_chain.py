@@ -10,27 +10,19 @@ the entries of `chain_rows`, stores and remainders in the tables of `ForwardBuff
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cuda.chain_rows import (
-    MAX_BUFFERS,
-    ChainRows,
-    RowsShape,
-    SharedDrafts,
-    TextDraft,
-    has_launched,
-    needs_of,
-)
+from longdraft.kernels.cuda.chain_rows import ChainRows, RowsShape, SharedDrafts, TextDraft
 from longdraft.kernels.cuda.choice import LogitsSource
 from longdraft.kernels.cuda.drafting import in_graphs
 from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, ForwardBuffers
+from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
-from longdraft.kernels.cuda.launch import RecentlyUsed, on_device, padded_size
+from longdraft.kernels.cuda.launch import padded_size
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.text_rows import TextNeeds
 from longdraft.kernels.native_draft import DraftStores, DraftWeights
@@ -42,6 +34,10 @@ class TextChain(NamedTuple):
     draft: TextDraft
     decoder: DecoderOfLayers
     stores: DraftStores
+
+    @property
+    def graphs(self) -> GraphCache:
+        return self.decoder.ops.graphs
 
 
 class _Shape(NamedTuple):
@@ -81,25 +77,14 @@ class _Buffers:
         self.rows.load(staged)
 
 
-class SharedChains(SharedDrafts[TextChain]):
+class SharedChains(SharedDrafts[TextChain, _Buffers]):
     """Chains of several texts with one model's weights."""
 
-    def __init__(self, weights: DraftWeights) -> None:
-        self._weights = weights
-        self._buffers: RecentlyUsed[_Shape, _Buffers] = RecentlyUsed(MAX_BUFFERS)
+    name = "chains"
 
-    def _launch(self, given: Sequence[TextChain]) -> Tensor:
-        chains = [chain._replace(draft=chain.draft.prepared()) for chain in given]
-        drafts, decoder = [chain.draft for chain in chains], chains[0].decoder
-        stores = cuda_stores(chains[0].stores.stores)
-        buffers, needs, graphs = self._buffers_for(chains), needs_of(drafts), decoder.ops.graphs
-        graphs.own(buffers, serial := buffers.rows.serial)
-        pieces = [(("chains", serial, size, needs), partial(self._places, decoder, buffers, stores, size, needs))
-                  for size in in_graphs(max(draft.places for draft in drafts))]
-        with on_device(decoder.ops.device):
-            graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(chains)))
-        has_launched(drafts)
-        return buffers.rows.outcome
+    def __init__(self, weights: DraftWeights) -> None:
+        super().__init__()
+        self._weights = weights
 
     def _buffers_for(self, chains: Sequence[TextChain]) -> _Buffers:
         head, decoder = self._weights.head, chains[0].decoder
@@ -111,15 +96,18 @@ class SharedChains(SharedDrafts[TextChain]):
                        stores[0][0].element)
         return self._buffers.get(shape, lambda: _Buffers(decoder, head, shape, stores[0]))
 
-    def _places(self, decoder: DecoderOfLayers, buffers: _Buffers, stores: Sequence[CudaStore], count: int,
-                needs: TextNeeds) -> None:
-        """`count` tokens of each text. The launches do not depend on the buffers' contents, as a graph requires."""
+    def _sizes(self, places: int) -> list[int]:
+        return in_graphs(places)
+
+    def _run(self, buffers: _Buffers, first: TextChain, size: int, needs: TextNeeds) -> None:
+        """`size` tokens of each text."""
+        decoder, stores = first.decoder, cuda_stores(first.stores.stores)
         weights, geometry, rows, forward = self._weights, decoder.geometry, buffers.rows, buffers.forward
         embedding, head = weights.embedding, weights.head
         assert isinstance(embedding, CudaLinear) and isinstance(head, CudaLinear)
         source = LogitsSource(decoder.ops.graphs, decoder.ops.tile, weights.norm, geometry.eps, geometry.rounds_once,
                               head, weights.logits_divisor)
-        for _ in range(count):
+        for _ in range(size):
             rows.embed(embedding, weights.embedding_factor, forward.x_in, forward.cos, forward.sin)
             decoder.run_layers(forward, stores)
             source.launch(forward.x, buffers.normed, buffers.sums, buffers.logits)

@@ -7,25 +7,17 @@ and settings are in the entries of `chain_rows`, the addresses of the stores in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cuda.chain_rows import (
-    MAX_BUFFERS,
-    ChainRows,
-    RowsShape,
-    SharedDrafts,
-    TextDraft,
-    has_launched,
-    needs_of,
-)
+from longdraft.kernels.cuda.chain_rows import ChainRows, RowsShape, SharedDrafts, TextDraft
 from longdraft.kernels.cuda.drafting import in_graphs
+from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore
-from longdraft.kernels.cuda.launch import RecentlyUsed, on_device, padded_size, staged_parts
+from longdraft.kernels.cuda.launch import padded_size, staged_parts
 from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerRows, RowPlaces
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
@@ -47,6 +39,10 @@ class TextLayers(NamedTuple):
     row: Tensor
     length: int
     num_read: int
+
+    @property
+    def graphs(self) -> GraphCache:
+        return self.ops.graphs
 
 
 class _Shape(NamedTuple):
@@ -92,37 +88,29 @@ class _Buffers:
         torch.cat(list(rows), out=self.layers.row[: len(rows)])
 
 
-class SharedLayers(SharedDrafts[TextLayers]):
+class SharedLayers(SharedDrafts[TextLayers, _Buffers]):
     """Chains of several texts with one set of layers."""
 
-    def __init__(self) -> None:
-        self._buffers: RecentlyUsed[_Shape, _Buffers] = RecentlyUsed(MAX_BUFFERS)
+    name = "layer chains"
 
-    def _launch(self, given: Sequence[TextLayers]) -> Tensor:
-        parts = [part._replace(draft=part.draft.prepared()) for part in given]
-        first, drafts = parts[0], [part.draft for part in parts]
+    def _buffers_for(self, parts: Sequence[TextLayers]) -> _Buffers:
+        first = parts[0]
         rooms = tuple(padded_size(max(store.capacity for store in own))
                       for own in zip(*(part.stores for part in parts), strict=True))
-        shape, needs, graphs = _Shape(RowsShape.of(drafts, first.vocabulary), rooms), needs_of(drafts), first.ops.graphs
-        buffers = self._buffers.get(shape, lambda: _Buffers(shape, first))
-        graphs.own(buffers, serial := buffers.rows.serial)
-        sizes = (0, *in_graphs(max(draft.places for draft in drafts) - 1))
-        pieces = [(("layer chains", serial, size, needs), partial(self._run, buffers, first.layers, size, needs))
-                  for size in sizes]
-        with on_device(first.ops.device):
-            graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(parts)))
-        has_launched(drafts)
-        return buffers.rows.outcome
+        shape = _Shape(RowsShape.of([part.draft for part in parts], first.vocabulary), rooms)
+        return self._buffers.get(shape, lambda: _Buffers(shape, first))
 
-    @staticmethod
-    def _run(buffers: _Buffers, layers: DraftLayers, count: int, needs: TextNeeds) -> None:
-        """`count` tokens of each text after those that are ranked, which are ranked first if `count` is 0."""
-        rows, own, (table, factor) = buffers.rows, buffers.layers, layers.embedding
+    def _sizes(self, places: int) -> list[int]:
+        return [0, *in_graphs(places - 1)]
+
+    def _run(self, buffers: _Buffers, first: TextLayers, size: int, needs: TextNeeds) -> None:
+        """`size` tokens of each text after those that are ranked, which are ranked first if `size` is 0."""
+        layers, rows, own, (table, factor) = first.layers, buffers.rows, buffers.layers, first.layers.embedding
         assert isinstance(table, CudaLinear)
-        for _ in range(count):
+        for _ in range(size):
             rows.end(buffers.where)
             rows.embed(table, factor, own.embedded, own.cos, own.sin)
             own.go_on(layers)
             rows.rank(layers.logits(own.row), needs)
-        if not count:
+        if not size:
             rows.rank(layers.logits(own.row), needs)
