@@ -4,7 +4,8 @@
 #   benchmarks/device.sh OUTPUT [SLICES] [PREVIOUS]
 #
 #   OUTPUT    folder of the results: one JSON document for each slice, log.txt, compiled kernels
-#   SLICES    "first length kernels whole" by default; each ends in time by itself (330, 330, 360 and 540 s)
+#   SLICES    "first length kernels families whole" by default; each ends in time by itself (330, 330, 360, 420
+#             and 540 s)
 #   PREVIOUS  folder of an earlier visit, which is continued
 #
 # LONGDRAFT_CUDA_OFF turns parts of the code off (longdraft/kernels/switches.py), for example
@@ -16,7 +17,7 @@ set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 output=$(realpath -m "${1:?name a folder for the results}")
-slices=${2:-first length kernels whole}
+slices=${2:-first length kernels families whole}
 previous=${3:+--previous $(realpath "$3")}
 cd "$root" || exit 1
 mkdir -p "$output"

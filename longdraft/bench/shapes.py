@@ -1,7 +1,7 @@
 """The sizes of known models, as entries of their config.json. Memory and time per token depend on nothing else.
 
-All but the hybrids are described as Llamas. The parameters that other families add (biases, query and key norms) are
-less than 0.1 %.
+All but the hybrids and mixtures are described as Llamas. The parameters that other families add (biases, query and key
+norms) are less than 0.1 %.
 """
 
 from __future__ import annotations
@@ -43,3 +43,23 @@ HYBRID_SHAPES = {
         "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4},
 }
+
+# Mixtures of experts, of which a token uses few; the second is a hybrid too
+MIXTURE_SHAPES = {
+    "qwen3-30b-a3b": _shape(151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128) | {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    "qwen3-next-80b-a3b": _shape(151936, 2048, 5120, 48, 16, 2, 262144, head_dim=256) | {
+        "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True, "partial_rotary_factor": 0.25,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4},
+}
+
+
+def cut(shape: dict[str, Any], layers: int) -> dict[str, Any]:
+    """A shape with its first layers only."""
+    kinds = {"layer_types": shape["layer_types"][:layers]} if "layer_types" in shape else {}
+    return shape | {"num_hidden_layers": layers} | kinds

@@ -165,7 +165,7 @@ def test_compiled_kernels_travel_with_the_documents(tmp_path):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["first", "length", "kernels", "whole"])
+@pytest.mark.parametrize("name", ["first", "length", "kernels", "families", "whole"])
 def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monkeypatch):
     """In this process. The command starts a worker for it: see the tests of the driver."""
     from longdraft.bench.cuda.plan import INTERPRETED, parts_of
@@ -199,6 +199,14 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         assert all(case.pop("is_same_chain") and case.pop("chains") and case.pop("chains in turn")
                    for case in rounds)
         assert all(case["is_equal"] and len(case) <= 4 for cases in both for case in cases.values()), both
+    elif name == "families":
+        for shape in ("tiny mixture", "tiny hybrid"):
+            assert found[f"rows {shape} 24"] == {"rows": 4, "plain_steps": 5, "cases": {}, "differs_in": None}
+            assert found[f"steps {shape} 24"]["share_of_floor"] > 0 and found[f"steps {shape} 24"]["verify_ms"][2] > 0
+        chains = found["layer chains tiny"]
+        assert set(chains) == {"eagle, 2 texts", "glide, 2 texts"}
+        assert all(case["is_same_chain"] and case["chains"] > 0 and case["chains in turn"] > 0
+                   for case in chains.values())
     else:
         long = found["long text tiny"]
         assert long["tokens"] >= 4 and all(window["is_equal"] for window in long["windows"])
@@ -206,8 +214,23 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
 
 
 @interpreted
+def test_rows_of_a_family_that_differ_are_named(tmp_path, monkeypatch):
+    """Plain decoding after another text stands for a wrong kernel."""
+    from longdraft.bench.cuda import families
+    from longdraft.bench.cuda.models import Bench
+    from longdraft.bench.cuda.plan import INTERPRETED
+
+    made, honest = [], families._cache
+    monkeypatch.setattr(families, "_cache", lambda model, context: (
+        made.append(1), honest(model, context - (len(made) == 3)))[1])
+    found = families.family_rows(INTERPRETED, Bench(INTERPRETED, "", time.time() + 60, tmp_path), "tiny mixture", 24)
+    assert found["differs_in"] == "row 0: attention 0" and set(found["cases"]) == {0, 3}
+
+
+@interpreted
 def test_a_missing_device_and_wrong_options_get_one_clear_line(tmp_path, capfd):
-    for options, words in (([], "no CUDA device"), (["--slices", "fourth"], "allowed: first, length, kernels, whole")):
+    for options, words in (([], "no CUDA device"),
+                           (["--slices", "fourth"], "allowed: first, length, kernels, families, whole")):
         assert run(["bench", "cuda", "--output", str(tmp_path), *options]) == 2
         error = capfd.readouterr().err
         assert words in error and error.count("\n") == 1

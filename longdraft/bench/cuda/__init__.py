@@ -3,8 +3,10 @@
     plan     the slices and their parts, on a device and in Triton's interpreter
     visit    the JSON documents and the driver: parts run in a process of their own, which may crash or hang
     worker   the process that runs parts
-    models   random and stretched models on the device, and its clock
+    models   stretched models on the device, random ones (random_models), and its clock
     checks   exactness: tests, rows of trees, kernels against the reference, a memory checker
     speed    rates, kernels, steps and prefills against the memory's floor
+    switches what can be turned off, on and off
+    families hybrids, mixtures of experts, and chains that trained layers draft for several texts
     texts    equal texts, drafters, long runs
 """

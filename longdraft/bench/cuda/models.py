@@ -22,6 +22,7 @@ from torch import Tensor
 
 from longdraft import kernels, machine
 from longdraft.bench.cuda.plan import CudaPlan
+from longdraft.bench.cuda.random_models import random_model
 from longdraft.bench.cuda.visit import is_fatal
 from longdraft.bench.shapes import SHAPES
 from longdraft.bench.stretched import Places, Stretch, fill, read_by, stretched_settings
@@ -37,31 +38,6 @@ from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import ModelWeights, Transformer
 
 _ROOM = 2048  # positions that are reserved after a text
-_WEIGHT_DEVIATION = 0.02  # standard deviation of the weights, as in initialised models
-
-
-def random_model(shape: dict[str, Any], kernels: Kernels, seed: int = 0) -> Transformer:
-    """A Llama with the sizes of a config.json."""
-    config = model_config.parse_config(shape)
-    generator = torch.Generator(kernels.device).manual_seed(seed)
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-
-    def weight(rows: int, columns: int) -> Linear:
-        values = torch.empty(rows, columns, dtype=kernels.dtype, device=kernels.device)
-        return kernels.pack(values.normal_(0, _WEIGHT_DEVIATION, generator=generator))
-
-    def norm() -> Tensor:
-        return torch.ones(hidden, dtype=kernels.dtype, device=kernels.device)
-
-    def layer() -> LayerWeights:
-        return LayerWeights(norm(), weight((config.num_heads + 2 * config.num_kv_heads) * dim, hidden),
-                            weight(hidden, config.num_heads * dim), norm(), weight(2 * inner, hidden),
-                            weight(hidden, inner))
-
-    embedding = weight(config.vocab_size, hidden)
-    head = embedding if config.is_tied else weight(config.vocab_size, hidden)
-    layers = tuple(layer() for _ in range(config.num_layers))
-    return Transformer(config, ModelWeights(embedding, layers, norm(), head), kernels)
 
 
 def device_ms(device: torch.device, work: Callable[[], object], repeats: int, warm: int = 2) -> float:
@@ -158,7 +134,8 @@ class Bench:
 
     def model(self, shape: str) -> Transformer:
         """The first of these kernels with a model of random weights, which costs what a model of this shape costs."""
-        return self._made(("random", shape), lambda: random_model(self.plan.shapes[shape], self.kernels()))
+        shapes = self.plan.shapes | self.plan.families
+        return self._made(("random", shape), lambda: random_model(shapes[shape], self.kernels()))
 
     def stretched(self, shape: str, quantize: str = "none") -> Transformer:
         """A model of this shape with the predictions of the small one; `quantize` for a copy that drafts."""

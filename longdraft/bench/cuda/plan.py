@@ -3,6 +3,7 @@
     first    copy and product rates, the tests, rows of trees, kernels against the reference, a memory checker
     length   stretched models after 4K to 100K tokens: equal texts, and each drafter's speed
     kernels  each kernel, steps and verifications, prefills, another engine, beside the memory's floor
+    families hybrids and mixtures of experts: rows of trees, steps; chains that trained layers draft for several texts
     whole    100,000 drafted tokens with plain decoding in windows between them; the bundled model's long text
 
 The slices stand alone and run in this order, because no speed is measured on wrong bits.
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from longdraft.bench.shapes import SHAPES
+from longdraft.bench.shapes import HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, cut
 
-LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "whole": 540.0}
+LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "families": 420.0, "whole": 540.0}
 SLICES = tuple(LIMITS_S)
 _PATIENCE, _LEAST_PATIENCE = 3.0, 45.0  # a part may take so many times its expected seconds, and at least so many
 
@@ -44,6 +45,7 @@ class CudaPlan(NamedTuple):
 
     kernels_names  kernels, the default first
     shapes         model name -> its config.json; the first is measured first
+    families       the same of models whose layers run operation by operation
     contexts       of texts and steps, ascending
     prefixes       positions before the trees whose rows are compared
     rows           of verifications
@@ -60,6 +62,7 @@ class CudaPlan(NamedTuple):
     dtype: str
     kernels_names: tuple[str, ...]
     shapes: dict[str, dict[str, Any]]
+    families: dict[str, dict[str, Any]]
     contexts: tuple[int, ...]
     prefixes: tuple[int, ...]
     rows: tuple[int, ...]
@@ -79,10 +82,15 @@ _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py"
           "tests/unit/test_cuda_chains.py", "tests/unit/test_cuda_rounds.py",
           "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py", "tests/unit/test_cuda_remainder.py")
 _FAMILIES = ("tests/unit/test_cuda_families.py",)
+_TEXTS_OF_FAMILIES = ("tests/unit/test_cuda_family_texts.py", "tests/unit/test_cuda_hybrids.py")
 _SELF = {"chain": 4, "suffix": False}
 ON_DEVICE = CudaPlan(
     "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
-    {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")}, (4096, 9000, 32768, 102400),
+    {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")},
+    # Whole, or as many layers as a device holds and makes in seconds: milliseconds are those of these layers
+    {"qwen3.5-2b": HYBRID_SHAPES["qwen3.5-2b"],
+     "qwen3-30b-a3b, 12 layers": cut(MIXTURE_SHAPES["qwen3-30b-a3b"], 12),
+     "qwen3-next-80b-a3b, 8 layers": cut(MIXTURE_SHAPES["qwen3-next-80b-a3b"], 8)}, (4096, 9000, 32768, 102400),
     (1000, 9000, 102400), (1, 4, 8, 16, 64), 96, 100_000, 500,
     {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 5, "width": 1, "suffix": False}),
      "eagle, 8 tokens": ("eagle", {"chain": 8, "width": 1, "suffix": False}),
@@ -93,8 +101,15 @@ ON_DEVICE = CudaPlan(
     _TESTS, 1 << 32, 9, True)
 _TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                   "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+_TINY_EXPERTS = _TINY | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_TINY_FAMILIES = {
+    "tiny mixture": _TINY_EXPERTS | {"model_type": "qwen3_moe"},
+    "tiny hybrid": _TINY_EXPERTS | {
+        "model_type": "qwen3_next", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}}
 INTERPRETED = CudaPlan(
-    "cpu", "float32", ("triton-16",), {"tiny": _TINY}, (24,), (20,), (1, 2), 3, 4, 2,
+    "cpu", "float32", ("triton-16",), {"tiny": _TINY}, _TINY_FAMILIES, (24,), (20,), (1, 2), 3, 4, 2,
     {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 2, "suffix": False})}, (),
     1 << 12, 1, False)
 
@@ -105,7 +120,8 @@ _COPY_RATE = Part("copy rate", "copy_rate", {}, 5, lasts=True)
 
 def parts_of(plan: CudaPlan, name: str) -> list[Part]:
     """The parts of a slice, in the order in which they run."""
-    return {"first": _first, "length": _length, "kernels": _kernels, "whole": _whole}[name](plan)
+    return {"first": _first, "length": _length, "kernels": _kernels, "families": _families,
+            "whole": _whole}[name](plan)
 
 
 def _first(plan: CudaPlan) -> list[Part]:
@@ -154,6 +170,20 @@ def _kernels(plan: CudaPlan) -> list[Part]:
         parts.append(Part("transformers", "transformers", options, 60, lasts=True))
     return [*parts, *(Part(f"drafts {shape}", "trace_drafts", {"shape": shape, "context": plan.contexts[0]}, 30)
                       for shape in plan.shapes)]
+
+
+def _families(plan: CudaPlan) -> list[Part]:
+    """Exact rows first. A model is made once. None of these seconds is measured yet."""
+    near, parts = plan.contexts[0], [_COPY_RATE]
+    for shape in plan.families:
+        parts.append(Part(f"rows {shape} {near}", "family_rows", {"shape": shape, "context": near}, 35))
+        parts += [Part(f"steps {shape} {context}", "steps", {"shape": shape, "context": context}, 12)
+                  for context in dict.fromkeys((near, plan.contexts[-1]))]
+    first = next(iter(plan.shapes))
+    parts.append(Part(f"layer chains {first}", "layer_chains", {"shape": first, "context": near}, 40))
+    if plan.device == "cuda":
+        parts.append(Part("tests of families' texts", "tests", {"files": _TEXTS_OF_FAMILIES}, 90))
+    return parts
 
 
 def _whole(plan: CudaPlan) -> list[Part]:

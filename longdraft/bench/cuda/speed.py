@@ -183,7 +183,7 @@ def steps(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
     """A plain step by wall clock, its layers by the device's clock, and verifications, beside the memory's floor."""
     model, rate = bench.model(shape), rate_of(plan, bench)
     device = model.kernels.device
-    size = model.weights_bytes + context * model.cache_bytes_per_token
+    size = model.weights_bytes + context * model.cache_bytes_per_token + _state_bytes(model)
     floor = size / rate * 1e3
     wall, graphs = plain_ms(model, context, plain_steps(plan))
     found = {"context": context, "bytes": size, "floor_ms": floor, "plain_ms": wall, "tokens_per_s": 1e3 / wall,
@@ -198,6 +198,12 @@ def steps(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
     assert isinstance(model.kernels, CudaKernels)
     return found | {"verify_ms": by_rows, "uncaptured": model.kernels.graphs.failures,
                     "to_one_row": {rows: ms / by_rows[plan.rows[0]] for rows, ms in by_rows.items()}}
+
+
+def _state_bytes(model: Transformer) -> int:
+    """Bytes of the delta layers' states that a row reads and writes."""
+    shapes = [layer.delta.shape for layer in model.weights.layers if layer.delta is not None]
+    return sum(2 * 4 * shape.value_heads * shape.key_dim * shape.value_dim for shape in shapes)
 
 
 def plain_steps(plan: CudaPlan) -> int:

@@ -43,7 +43,7 @@ from longdraft.tree import Trie, chain
 _ROOM = 256  # positions after a context
 _AHEAD_TOKENS = 64
 _SAME = 2  # tokens of a round that are compared: times take different numbers of rounds
-_CHAIN = 5  # tokens of a chain
+CHAIN = 5  # tokens of a chain
 _TREE = (3, 2, 1)  # guesses of each head
 _STEPS_OF_FIT = 8  # of four rows: the fit is solved once
 LAWS: dict[str, dict[str, Any]] = {
@@ -141,7 +141,8 @@ def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict
         times["is_equal"] = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         if rows > 1:
             return times
-        return times | _rounds(plan, model, context, count) | _chains(plan, model, context, count)
+        return times | _rounds(plan, model, context, count) | chains_of_texts(plan, model, partial(_self_drafts, model),
+                                                                                   context, count)
 
     return bench.each((f"{count} texts, {rows} rows", partial(measure, count, rows))
                       for count in ((2, 4, 8) if plan.device == "cuda" else (2,))
@@ -163,11 +164,17 @@ def _rounds(plan: CudaPlan, model: Transformer, context: int, count: int) -> dic
     return times | {"is_same_text": texts[::2] == texts[1::2]}
 
 
-def _chains(plan: CudaPlan, model: Transformer, context: int, count: int) -> dict[str, Any]:
-    """Of `count` texts: milliseconds of their chains of _CHAIN tokens, whose guesses the host reads at once."""
+def chains_of_texts(plan: CudaPlan, model: Transformer,
+                    drafts_after: Callable[[int], Callable[[], LaunchedWork[list[Ranked] | None]]], context: int,
+                    count: int) -> dict[str, Any]:
+    """Milliseconds of the chains of `count` texts, whose guesses the host reads at once, and whether one graph and a
+    graph for each give the same guesses.
+
+    drafts_after  a new text after so many tokens; what it returns drafts its chain of CHAIN tokens
+    """
     times, guesses = dict[str, Any](), []
     for is_on in (True, False):
-        texts = [_self_drafts(model, context - text) for text in range(count)]
+        texts = [drafts_after(context - text) for text in range(count)]
         with switched(device, "SHARES_CHAINS", is_on):
             def work(texts: Sequence[Callable[[], LaunchedWork[list[Ranked] | None]]] = texts) -> list[object]:
                 routines = [drafts() for drafts in texts]
@@ -190,7 +197,7 @@ def _self_drafts(model: Transformer, context: int) -> Callable[[], LaunchedWork[
     sampler, drafts = Sampler(SAMPLING, kernels=model.kernels), SelfDraftModel(model, partial_cache)
 
     def draft() -> LaunchedWork[list[Ranked] | None]:
-        places = yield from drafts.draft_natively(text, [text.last], _CHAIN, sampler, 2, 0.5, NEVER)
+        places = yield from drafts.draft_natively(text, [text.last], CHAIN, sampler, 2, 0.5, NEVER)
         partial_cache.drop_drafts()
         return places
 
@@ -262,7 +269,7 @@ def _chain(model: Transformer, text: Context) -> Callable[[], Callable[[], list[
         sampler = Sampler(SAMPLING, kernels=model.kernels)
         small = StreamingDraftModel(model, model.config.vocab_size, 128, 4, 32)
         whole = Chain(small, sampler, 1, "draft")
-        return lambda: run_alone(whole.draft(Trie(text.last), text, [text.last], _CHAIN))[1]
+        return lambda: run_alone(whole.draft(Trie(text.last), text, [text.last], CHAIN))[1]
 
     return new
 

@@ -29,9 +29,9 @@ class Worker:
         self._bench = Bench(plan, prompt, ends_at, folder)
 
     def measure(self, part: Part) -> Any:
-        from longdraft.bench.cuda import checks, speed, switches, texts, trace
+        from longdraft.bench.cuda import checks, families, speed, switches, texts, trace
 
-        modules = checks, speed, switches, texts, trace
+        modules = checks, families, speed, switches, texts, trace
         found = next(getattr(module, part.kind) for module in modules if hasattr(module, part.kind))
         self._bench.keep = partial(self._keep, part.name)
         return found(self._plan, self._bench, **part.options)
