@@ -21,6 +21,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TOKENS ?= 4000
 
+# Triton as the oldest PyTorch that pyproject.toml allows brings it, and as the newest one does. The tests compile with both.
+# constraints.txt has none: PyTorch for CUDA requires a version of its own.
+TRITONS := 3.4.0 3.9.0
+
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
 .PHONY: demo test test-cuda test-cuda-offline install-offline test-page lint docs sanitize cluster soak wheel image clean
@@ -36,7 +40,7 @@ test: $(VENV)/.installed-dev
 # PyTorch for CUDA must be what the set-up found: see docs/cuda.md.
 test-cuda: $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "PyTorch sees no CUDA device; docs/cuda.md says what is needed")'
-	$(BIN)/python -m pytest --timeout 900 tests/unit/test_cuda_*.py tests/product/test_cuda_bench.py
+	$(BIN)/python -m pytest --timeout 900 tests/unit/test_cuda_*.py tests/product/test_cuda_*.py
 
 # With $(PYTHON) as it is, whose PyTorch may have another version than constraints.txt: nothing is downloaded.
 install-offline:
@@ -119,4 +123,10 @@ $(VENV)/.installed: $(SOURCES) | $(BIN)/python
 
 $(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
 	$(PIP) --editable '.[dev]'
+	for version in $(TRITONS); do $(MAKE) --no-print-directory $(VENV)/triton-$$version; done
 	touch $@ $(VENV)/.installed
+
+# A version that is not installed. Without it, what needs it is skipped.
+$(VENV)/triton-%: | $(BIN)/python
+	@$(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(any(it.version != "$*" for it in m.distributions(name="triton")))' \
+	    || $(PIP) --no-deps --target $@ triton==$* || echo "Triton $* cannot be installed; its tests are skipped"

@@ -2,9 +2,9 @@
 
     python tests/helpers/compile_cuda_kernels.py
 
-It prints for each kernel: its name, bytes of shared memory, fused multiply-adds, bytes of stack, registers, whether
-products and reductions come in pairs, a checksum of these, and requests for cache lines. The bytes of stack are those
-that the assembler spills.
+It prints an object of JSON for each form of a kernel: its name and form, bytes of shared memory, fused multiply-adds,
+bytes of stack and how many the form may have, registers, whether products and reductions come in pairs, a checksum of
+these, and requests for cache lines. The bytes of stack are those that the assembler spills.
 PTX does not show them, so they are read from the machine code. Pairs are for attention, whose two loops must compute a
 block alike; checksums for its two forms, for one text and for several.
 
@@ -13,24 +13,25 @@ The sizes are those of Llama-3.1-8B (4 query heads per KV head), with 64 rows pe
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 import zlib
 
+import triton
 import triton.language as tl
+from cuda_attention_forms import AHEAD, BF16, F32, FP8, I32, I64, NOTHING_AHEAD, UNFUSED, attention, selections
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from longdraft.kernels.cuda import (
     jit_activations,
-    jit_attention,
     jit_choice,
     jit_delta,
     jit_drafting,
     jit_experts,
     jit_int4,
-    jit_key_weights,
     jit_kv_store,
     jit_linear,
     jit_remainder,
@@ -39,13 +40,9 @@ from longdraft.kernels.cuda import (
     jit_support,
 )
 
-BF16, F32, F64, I32, I64, FP8 = "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*fp8e4nv"
-SPLITS = dict(SHORT=256, NUM_SHORT=32, LONG=1024)
+F64 = "*fp64"
 PARTS = dict(PARTS=4, HAS_SCALE=True, HAS_BIAS=True)
 SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
-UNFUSED = dict(enable_fp_fusion=False)
-AHEAD = dict(AHEAD_ROWS=28672, AHEAD_BYTES=8192, AHEAD_FIRST=3, AHEAD_LINES=2, AHEAD_UP_TO=6000, AHEAD_PROGRAMS=56)
-NOTHING_AHEAD = dict.fromkeys(AHEAD, 0)
 VOCABULARY = dict(vocabulary="i32")
 LIMITS = dict(settings=F64, cuts=I64, floors=I64, leasts=F64, bests=F32, num_blocks="i32")
 FILTERS = dict(HAS_CUT=True, HAS_MIN_P=True, HAS_ETA=True, HAS_FLOOR=True)
@@ -54,30 +51,7 @@ IN_BLOCKS = dict(BLOCK=1024, BLOCKS=128)
 
 def kernels():
     """(kernel, types of its arguments, constants, options). The usual form of a kernel comes first."""
-    attend = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
-                  weight_sums=F32, value_sums=F32, table=I64, ahead=BF16, text_stride="i32", end_splits="i32",
-                  num_rows="i32", capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32",
-                  cap="fp32")
-    shape = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_WINDOW=False,
-                 HAS_CAP=False, HAS_TABLE=False, STAGES=3, **SPLITS, **NOTHING_AHEAD)
-    pipelined = dict(num_warps=4, **UNFUSED)
-    yield jit_attention.attend_split_kernel, attend, shape, pipelined
-    yield jit_attention.attend_split_kernel, attend, shape | dict(HAS_TABLE=True), pipelined
-    yield jit_attention.attend_split_kernel, attend, shape | AHEAD, pipelined
-    for has_table in (False, True):
-        yield (jit_attention.attend_split_kernel, attend | dict(k=FP8, v=FP8),
-               shape | dict(IS_SCALED=True, HAS_TABLE=has_table), pipelined)
-    yield (jit_attention.attend_split_kernel, attend, shape | dict(DIM=256, PADDED=256, BLOCK=32),
-           pipelined | dict(num_warps=8))
-    yield (jit_attention.attend_split_kernel, attend,
-           shape | dict(DIM=256, PADDED=256, BLOCK=32, HAS_CAP=True, HAS_WINDOW=True), pipelined | dict(num_warps=8))
-    yield (jit_attention.attend_split_kernel, attend,
-           shape | dict(DIM=512, PADDED=512, LANES=16, BLOCK=32, STAGES=2), pipelined | dict(num_warps=8))
-    yield (jit_attention.merge_splits_kernel,
-           dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32, out=BF16,
-                lse=F32, num_splits="i32", text_rows="i32"),
-           dict(HEADS=32, DIM=128, PADDED=128, SPLITS_PER_STEP=32, HAS_REMAINDER=True, **SPLITS), UNFUSED)
-    yield jit_attention.tree_paths_kernel, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
+    yield from attention()
     linear = dict(x=BF16, weight=BF16, parts=F32, num_rows="i32")
     tile = dict(OUT=4096, INNER=4096, ROWS=64, COLUMNS=64, BLOCK=128, SPLITS=4, PREFETCHED=256)
     yield jit_linear.few_rows_kernel, linear, tile, dict(num_warps=4, num_stages=3)
@@ -241,20 +215,6 @@ def remainders():
                UNFUSED)
 
 
-def selections():
-    """The weights of the keys, for 8 queries."""
-    lanes = dict(num_lanes="i32", length="i32")
-    sums = dict(best=F32, sums=F32, shares=F32, weights="*fp16", out=F32, num_blocks="i32")
-    form = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_CAP=False)
-    keys = sums | lanes | dict(q=BF16, k=BF16, k_scale=F32, capacity="i32", factor="fp32", cap="fp32")
-    yield jit_key_weights.score_keys_kernel, keys, form, UNFUSED
-    yield jit_key_weights.score_keys_kernel, keys | dict(k=FP8), form | dict(IS_SCALED=True), UNFUSED
-    yield (jit_key_weights.score_keys_kernel, keys, form | dict(DIM=256, PADDED=256, LANES=16, BLOCK=32, HAS_CAP=True),
-           dict(num_warps=8))
-    yield jit_key_weights.share_of_blocks_kernel, sums, dict(BLOCK=1024), UNFUSED
-    yield jit_key_weights.sum_weights_kernel, sums | lanes, dict(LANES=64, BLOCK=64), UNFUSED
-
-
 def mixtures():
     """Of a Qwen3-30B-A3B: 8 of 128 experts of 768."""
     yield (jit_experts.route_kernel, dict(logits=BF16, scales=F32, experts=I64, weights=F32),
@@ -320,8 +280,8 @@ def products_and_reductions(code: str) -> list[str]:
 
 
 def main() -> None:
-    for kernel, types, constants, options in (*kernels(), *choices_of_texts(), *drafting(), *support(), *hybrid(),
-                                              *mixtures(), *remainders(), *selections()):
+    for kernel, types, constants, options, *allowed in (*kernels(), *choices_of_texts(), *drafting(), *support(),
+                                                        *hybrid(), *mixtures(), *remainders(), *selections()):
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}
@@ -334,8 +294,13 @@ def main() -> None:
         fused = code.count("fma.rn.f32") + code.count("fma.rn.f64")
         computed = products_and_reductions(done.asm["ttgir"])
         is_paired = all(computed.count(each) % 2 == 0 for each in computed)
-        print(kernel.__name__, done.metadata.shared, fused, *resources(done.asm["cubin"]), int(is_paired),
-              zlib.crc32("\n".join(computed).encode()), code.count("prefetch.global.L2"))
+        stack, registers = resources(done.asm["cubin"])
+        form = f"{types.get('q')} {types.get('k')} {constants.get('DIM')}"
+        print(json.dumps(dict(
+            triton=triton.__version__, kernel=kernel.__name__, form=form,
+            shared=done.metadata.shared, fused=fused, stack=stack, allowed=sum(allowed), registers=registers,
+            is_paired=is_paired, computed=zlib.crc32("\n".join(computed).encode()),
+            fetches=code.count("prefetch.global.L2"))), flush=True)
 
 
 if __name__ == "__main__":

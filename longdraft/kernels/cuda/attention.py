@@ -63,7 +63,16 @@ class AttentionPlan(NamedTuple):
     @property
     def block(self) -> int:
         """Positions that one step of a program reads."""
-        return 32 if self.dim > 128 or self.is_float else 64
+        return 16 if self.is_float else 32 if self.dim > 128 else 64
+
+    @property
+    def stages(self) -> int:
+        """Blocks that a program holds, whose loads run ahead."""
+        return 2 if self.is_float or self.dim > 256 else 3
+
+    @property
+    def warps(self) -> int:
+        return 8 if self.dim > 128 or self.is_float else 4
 
     @property
     def group(self) -> int:
@@ -139,8 +148,8 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
             store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
             store.score_cap * math.log2(math.e), KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes,
             BLOCK=plan.block, IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
-            HAS_TABLE=table is not None, STAGES=2 if plan.is_float or dim > 256 else 3, **sizes, **ahead_options(ahead),
-            num_warps=8 if dim > 128 else 4, **chained(q.device))
+            HAS_TABLE=table is not None, STAGES=plan.stages, **sizes, **ahead_options(ahead),
+            num_warps=plan.warps, **chained(q.device))
         jit_attention.merge_splits_kernel[(rows, heads)](
             work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
             work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,

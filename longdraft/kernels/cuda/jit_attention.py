@@ -120,9 +120,6 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
         q += text * num_rows * HEADS * DIM
         path += text * num_rows * path_stride
         depths += text * num_rows
-        max_scores += text * num_rows * HEADS * num_splits
-        weight_sums += text * num_rows * HEADS * num_splits
-        value_sums += text * num_rows * HEADS * num_splits * DIM
     TILES: tl.constexpr = (GROUP + LANES - 1) // LANES  # of one row
     num_ends = end_splits * KV_HEADS * num_rows * TILES
     is_end = tl.program_id(0) < num_ends
@@ -202,6 +199,8 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
             max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, is_seen,
                                                           max_score, weight_sum, value_sum, factor, cap, IS_SCALED,
                                                           True, HAS_CAP)
+        if HAS_TABLE:  # here, so that no register holds it while keys are read
+            at += tl.program_id(1).to(tl.int64) * num_rows * HEADS
         state = at * num_splits + split
         tl.store(max_scores + state, max_score, mask=is_lane)
         tl.store(weight_sums + state, weight_sum, mask=is_lane)

@@ -7,18 +7,26 @@ front of it has ended; that kernel has waited for the one before. So results do 
 IS_CHAINED is False on older devices and in Triton's interpreter.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
+# Triton 3.4 cannot compile a call of its own `gdc_wait`; the instructions below are those that it means.
+_HAS_WAIT = tl.constexpr("_semantic" in inspect.signature(tl.extra.cuda.gdc_wait).parameters)
 LINE = tl.constexpr(128)  # bytes of a cache line
 
 
 @triton.jit
 def wait_for_inputs(IS_CHAINED: tl.constexpr):
     """Let the next kernel start, and wait until the kernel in front has ended. Nothing may be stored before."""
-    if IS_CHAINED:
+    if IS_CHAINED and _HAS_WAIT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    elif IS_CHAINED:
+        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False,
+                                  pack=1)
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -1,0 +1,69 @@
+"""The forms of attention and of the keys' weights that `compile_cuda_kernels` compiles.
+
+A form is (kernel, types of its arguments, constants, options), and for the forms that spill the bytes that they may.
+"""
+
+from __future__ import annotations
+
+from longdraft.kernels.cuda import jit_attention, jit_key_weights
+from longdraft.kernels.cuda.attention import AttentionPlan, Splits
+from longdraft.kernels.cuda.launch import padded_size
+
+BF16, F32, I32, I64, FP8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv"
+SPLITS = Splits(256, 32, 1024)
+CUT = {name.upper(): size for name, size in SPLITS._asdict().items()}
+UNFUSED = dict(enable_fp_fusion=False)
+AHEAD = dict(AHEAD_ROWS=28672, AHEAD_BYTES=8192, AHEAD_FIRST=3, AHEAD_LINES=2, AHEAD_UP_TO=6000, AHEAD_PROGRAMS=56)
+NOTHING_AHEAD = dict.fromkeys(AHEAD, 0)
+
+
+ATTEND = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
+              weight_sums=F32, value_sums=F32, table=I64, ahead=BF16, text_stride="i32", end_splits="i32",
+              num_rows="i32", capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32",
+              cap="fp32")
+
+
+def attend(dim=128, model=BF16, cache=None, stack=0, **constants):
+    """Attention over 8 KV heads of `dim` with elements of the model and of its cache, in the tiles of its launch."""
+    plan = AttentionPlan(32, 8, dim, SPLITS, model == F32)
+    cache = cache or model
+    shape = dict(KV_HEADS=8, GROUP=4, DIM=dim, PADDED=padded_size(dim), LANES=plan.lanes, BLOCK=plan.block,
+                 IS_SCALED=cache == FP8, HAS_WINDOW=False, HAS_CAP=False, HAS_TABLE=False, STAGES=plan.stages)
+    return (jit_attention.attend_split_kernel, ATTEND | dict(q=model, k=cache, v=cache, ahead=model),
+            shape | CUT | NOTHING_AHEAD | constants, dict(num_warps=plan.warps, **UNFUSED), stack)
+
+
+def attention():
+    yield attend()
+    yield attend(HAS_TABLE=True)
+    yield attend(**AHEAD)
+    for has_table in (False, True):
+        yield attend(cache=FP8, HAS_TABLE=has_table)
+    for dim in (80, 96, 256, 512):
+        yield attend(dim, stack=24 if dim == 512 else 0)  # Triton 3.4
+        yield attend(dim, cache=FP8)
+    yield attend(256, HAS_CAP=True, HAS_WINDOW=True)
+    yield attend(256, cache=FP8, stack=8, HAS_TABLE=True)
+    yield attend(256, cache=FP8, stack=128, HAS_TABLE=True, HAS_CAP=True, HAS_WINDOW=True)
+    for dim in (80, 96, 128, 256):
+        yield attend(dim, F32, stack=256 if dim == 256 else 0)
+    yield attend(128, F32, FP8)
+    yield (jit_attention.merge_splits_kernel,
+           dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32, out=BF16,
+                lse=F32, num_splits="i32", text_rows="i32"),
+           dict(HEADS=32, DIM=128, PADDED=128, SPLITS_PER_STEP=32, HAS_REMAINDER=True, **CUT), UNFUSED)
+    yield jit_attention.tree_paths_kernel, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
+
+
+def selections():
+    """The weights of the keys, for 8 queries."""
+    lanes = dict(num_lanes="i32", length="i32")
+    sums = dict(best=F32, sums=F32, shares=F32, weights="*fp16", out=F32, num_blocks="i32")
+    form = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_CAP=False)
+    keys = sums | lanes | dict(q=BF16, k=BF16, k_scale=F32, capacity="i32", factor="fp32", cap="fp32")
+    yield jit_key_weights.score_keys_kernel, keys, form, UNFUSED
+    yield jit_key_weights.score_keys_kernel, keys | dict(k=FP8), form | dict(IS_SCALED=True), UNFUSED
+    yield (jit_key_weights.score_keys_kernel, keys, form | dict(DIM=256, PADDED=256, LANES=16, BLOCK=32, HAS_CAP=True),
+           dict(num_warps=8))
+    yield jit_key_weights.share_of_blocks_kernel, sums, dict(BLOCK=1024), UNFUSED
+    yield jit_key_weights.sum_weights_kernel, sums | lanes, dict(LANES=64, BLOCK=64), UNFUSED

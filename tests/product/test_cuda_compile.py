@@ -1,0 +1,100 @@
+"""Every CUDA kernel compiles for Hopper, with the oldest and the newest Triton that we allow. Needs no device.
+
+The interpreter accepts programs that the compiler rejects. The set-up puts versions that are not installed into folders
+of the environment (Makefile).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDEST, NEWEST = re.search(r"^TRITONS := (\S+) (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE).groups()
+# What the wheels of PyTorch for CUDA require, by their metadata.
+BROUGHT = {(2, 8): (3, 4), (2, 9): (3, 5), (2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7),
+           (2, 14): (3, 8), (2, 15): (3, 9)}
+UNFUSED = ("attend_split_kernel", "merge_splits_kernel", "add_and_norm_kernel", "noisy_block_maxima_kernel",
+           "penalise_kernel", "search_level_kernel", "end_search_kernel", "support_sums_kernel", "eta_kernel",
+           "best_in_blocks_kernel", "noisy_maxima_of_texts_kernel")
+
+
+def release(version):
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def test_the_bounds_of_triton_are_what_the_allowed_versions_of_pytorch_bring():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest_torch = re.search(r"torch>=([\d.]+)", " ".join(project["dependencies"]))[1]
+    low, high = re.search(r"triton>=([\d.]+),<([\d.]+)", " ".join(project["optional-dependencies"]["dev"])).groups()
+    assert release(low) == release(OLDEST) == BROUGHT[release(oldest_torch)], "the oldest Triton is another"
+    major, minor = release(NEWEST)
+    assert (major, minor) == max(BROUGHT.values()) and release(high) == (major, minor + 1), "the newest is another"
+    used_torch = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    assert release(used_torch) in BROUGHT
+    for requirement in requires("torch") or []:  # of PyTorch for CUDA
+        if found := re.match(r"triton[=~]=([\d.]+)", requirement):
+            assert release(OLDEST) <= release(found[1]) <= release(NEWEST)
+
+
+@pytest.mark.parametrize("version", sorted({OLDEST, NEWEST, triton.__version__}))
+def test_every_kernel_compiles_for_hopper_and_spills_no_more_than_known(version, tmp_path):
+    found = compiled(version, tmp_path)
+    expected = {*UNFUSED, "few_rows_kernel", "finish_qkv_kernel", "walk_tree_kernel", "scatter_rows_kernel"}
+    assert expected <= {each["kernel"] for each in found}
+    assert {f"{q} {k} {dim}" for q, k in (("*bf16", "*bf16"), ("*bf16", "*fp8e4nv"), ("*fp32", "*fp32"))
+            for dim in (80, 96, 128, 256)} <= {each["form"] for each in found}
+
+    def of(name, *keys):
+        return [tuple(each[key] for key in keys) for each in found if each["kernel"] == name]
+
+    forms = of("attend_split_kernel", "shared", "computed")
+    assert len({*forms[:3]}) == 1 and forms[3] == forms[4], "several texts, or programs that fetch, compute another way"
+    for name in ("attend_split_kernel", "finish_qkv_kernel"):
+        assert sum(fetches > 0 for fetches, in of(name, "fetches")) == 1, \
+            f"one form of {name} fetches what a later kernel reads"
+    for name in ("map_remainder_kernel", "best_in_blocks_kernel", "rank_kernel", "search_level_kernel",
+                 "end_search_kernel", "support_sums_kernel", "top_p_goal_kernel", "eta_kernel"):
+        alone, together = of(name, "shared", "computed")
+        assert alone == together, f"{name} of several texts computes another way"
+    for each in found:
+        check(each)
+
+
+def compiled(version, folder):
+    """What `compile_cuda_kernels` prints with this version of Triton, as dictionaries."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    if version != triton.__version__:
+        place = Path(sys.prefix) / f"triton-{version}"
+        if not place.is_dir():
+            pytest.skip(f"no {place}: `make test` without network leaves Triton {version} out")
+        environment["PYTHONPATH"] = str(place)
+    script = ROOT / "tests" / "helpers" / "compile_cuda_kernels.py"
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, capture_output=True, text=True,
+                          env={**environment, "TRITON_CACHE_DIR": str(folder)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {each["triton"] for each in found} == {version}
+    return found
+
+
+def check(each):
+    name = f"{each['kernel']} ({each['form']})"
+    is_attention = each["kernel"] == "attend_split_kernel"
+    most = 227 if is_attention else 113  # with heads of 256 there is room for one program
+    assert each["shared"] <= most * 1024, f"{name} leaves no room for a second program beside it"
+    assert each["is_paired"] or not is_attention, "blocks of the prefix and of a row's end are computed differently"
+    assert each["stack"] <= each["allowed"], f"{name} spills {each['stack']} bytes of registers"
+    is_float = each["form"].startswith("*fp32")  # whose products are fused multiply-adds
+    if each["kernel"] in UNFUSED and not (is_attention and is_float):
+        assert each["fused"] == 0, f"{name} has multiply-adds that round once"
