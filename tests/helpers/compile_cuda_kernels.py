@@ -141,7 +141,8 @@ def choices_of_texts():
     yield (jit_shared_choice.read_filters_kernel, rows | dict(settings=F64, most=I64, fewest=I64), {},
            dict(num_warps=1))
     for filters in (FILTERS, dict.fromkeys(FILTERS, False) | dict(HAS_MIN_P=True)):
-        yield jit_shared_choice.noisy_maxima_of_texts_kernel, blocks | LIMITS, IN_BLOCKS | filters, UNFUSED
+        yield (jit_shared_choice.noisy_maxima_of_texts_kernel, blocks | LIMITS, IN_BLOCKS | filters, UNFUSED,
+               8)  # with Triton 3.7
     yield (jit_shared_choice.walk_trees_kernel, dict(choices=I32, tokens=I32, parents=I32, entries=I64, path=I32,
                                                      targets=I64, outcome=I32, num_rows="i32"),
            dict(BLOCK=64), dict(num_warps=1))
