@@ -4,7 +4,7 @@
 #   benchmarks/device.sh OUTPUT [SLICES] [PREVIOUS]
 #
 #   OUTPUT    folder of the results: one JSON document for each slice, log.txt, compiled kernels
-#   SLICES    "first length kernels families whole" by default; each ends in time by itself (330, 330, 360, 420
+#   SLICES    "first length kernels families whole" by default; each ends in time by itself (330, 330, 360, 480
 #             and 540 s)
 #   PREVIOUS  folder of an earlier visit, which is continued
 #

@@ -237,7 +237,7 @@ def cuda(
     previous: Annotated[Path | None, typer.Option(help="Folder of an earlier visit, which is continued in --output.")
                         ] = None,
     limit: Annotated[float | None, typer.Option(
-        help="Seconds for each slice. Default: 330, 330, 360, 420 and 540 for the five slices.")] = None,
+        help="Seconds for each slice. Default: 330, 330, 360, 480 and 540 for the five slices.")] = None,
     prompt_file: Annotated[Path, typer.Option(help="A text that the stretched models continue.")] =
         Path("examples/chapter.txt"),
     force: Annotated[bool, typer.Option("--force", help="Measure speed although rows of trees differ.")] = False,

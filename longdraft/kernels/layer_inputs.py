@@ -7,6 +7,7 @@ for the embedding x of the token. A layer multiplies its part of p with a gate o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.interface import Kernels
+from longdraft.kernels.layer import LayerOperations
 from longdraft.kernels.weights import Linear
 
 
@@ -26,11 +28,23 @@ class LayerInputs(NamedTuple):
 
     def factors(self, hidden: int, dtype: torch.dtype) -> tuple[float, float, float]:
         """Of the projection, of the table, and of their sum. That of the table is rounded, as that of embeddings is."""
-        return hidden**-0.5, float(torch.tensor(len(self.norm) ** 0.5, dtype=dtype)), 2**-0.5
+        return hidden**-0.5, _rounded(len(self.norm) ** 0.5, dtype), 2**-0.5
 
     def of(self, kernels: Kernels, x: Tensor, tokens: Sequence[int], eps: float) -> Tensor:
         """The inputs [R, L P] of tokens with the embeddings x [R, hidden]."""
-        of_projection, of_table, of_sum = self.factors(x.shape[1], kernels.dtype)
-        projected = kernels.linear(x, self.projection) * of_projection
-        normed = kernels.rms_norm(projected.view(-1, len(self.norm)), self.norm, eps, rounds_once=True).view(len(x), -1)
-        return (normed + kernels.embed(self.table, tokens) * of_table) * of_sum
+        of_table = kernels.embed(self.table, tokens) * self.factors(x.shape[1], kernels.dtype)[1]
+        return self.combined(kernels, x, of_table, eps)
+
+    def combined(self, ops: LayerOperations, x: Tensor, of_table: Tensor, eps: float) -> Tensor:
+        """`of`, from the rows of the table times their factor."""
+        of_projection, _, of_sum = self.factors(x.shape[1], x.dtype)
+        projected = ops.linear(x, self.projection) * of_projection
+        normed = ops.rms_norm(projected.view(-1, len(self.norm)), self.norm, eps, rounds_once=True).view(len(x), -1)
+        return (normed + of_table) * of_sum
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A number as the dtype has it. No tensor is read: a graph may be recorded."""
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)

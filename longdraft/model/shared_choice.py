@@ -28,14 +28,15 @@ Walk = tuple[list[int], list[int]]  # what `longdraft.speculation.verify.verify`
 
 
 def logits_source_of(kernels: Kernels, config: ModelConfig, norm: Tensor, head: Linear) -> LogitsSource | None:
-    """What computes logits in one graph with their choice; None for other kernels, and logits with a cap."""
+    """What computes logits in one graph with their choice; None for other kernels."""
     if not kernels.is_device:
         return None
     from longdraft.kernels.cuda.kernels import CudaKernels  # needs Triton
 
-    if not isinstance(kernels, CudaKernels) or config.logits_cap:
+    if not isinstance(kernels, CudaKernels):
         return None
-    return kernels.logits_source(norm, config.rms_norm_eps, config.rounds_once, head, config.logits_divisor)
+    return kernels.logits_source(norm, config.rms_norm_eps, config.rounds_once, head, config.logits_divisor,
+                                 config.logits_cap)
 
 
 class SharedTextChoices:

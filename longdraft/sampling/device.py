@@ -162,17 +162,20 @@ class DeviceSampler:
     def draft_chain(self, decoder: Decoder, weights: DraftWeights, stores: DraftStores,
                     ranking: DeviceRanking, rotations: tuple[Tensor, Tensor], path: Sequence[int],
                     end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
-        """See `longdraft.kernels.native_draft.draft_chain`. None for layers that run operation by operation, for
-        weights that are divided among ranks, and for logits with a cap.
+        """See `longdraft.kernels.native_draft.draft_chain`. None for layers that no graph holds, for weights that are
+        divided among ranks, and for states that the chain would write to before it has ended.
 
         rotations  in the host's memory
         """
         from longdraft.kernels.cuda.decoder import CudaDecoder
         from longdraft.kernels.cuda.drafting import launch_chain, ranked_places, until_end
+        from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
         from longdraft.kernels.cuda.shared_chain import TextChain
 
-        if not isinstance(decoder, CudaDecoder) or weights.logits_cap or weights.inputs is not None:
+        if not isinstance(decoder, CudaDecoder | CudaLayerwiseDecoder) or not decoder.drafts_chains:
             return None
+        if any(last is first for first, _, last in stores.states):
+            return None  # a capture runs the chain twice
         for store in stores.stores:
             store.reserve(stores.length + len(rotations[0]) + 1)
 
@@ -183,7 +186,7 @@ class DeviceSampler:
 
         if self.shares_chains:
             part = TextChain(self._draft_of_text(ranking, path, len(rotations[0]), rotations), decoder, stores)
-            work: Launched = Shareable(decoder.shared_chains(weights), part, alone)
+            work: Launched = Shareable(decoder.shared_chains(weights, stores.remainder is not None), part, alone)
         else:
             work = Launched(alone())
         yield work

@@ -201,6 +201,9 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         for shape in ("tiny mixture", "tiny hybrid"):
             assert found[f"rows {shape} 24"] == {"rows": 4, "plain_steps": 5, "cases": {}, "differs_in": None}
             assert found[f"steps {shape} 24"]["share_of_floor"] > 0 and found[f"steps {shape} 24"]["verify_ms"][2] > 0
+            alone = found[f"chains {shape} 24"]["1 text"]
+            assert alone["is_same_chain"] and alone["chain"] > 0 and alone["token by token"] > 0
+            assert found[f"chains {shape} 24"]["2 texts"]["is_same_chain"]
         chains = found["layer chains tiny"]
         assert set(chains) == {"eagle, 2 texts", "glide, 2 texts"}
         assert all(case["is_same_chain"] and case["chains"] > 0 and case["chains in turn"] > 0

@@ -9,19 +9,24 @@ from typing import Any
 
 import torch
 
-from longdraft.bench.cuda.models import Bench
+from longdraft.bench.cuda.models import Bench, device_ms, switched
 from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.bench.cuda.random_models import random_eagle, random_glide
 from longdraft.bench.cuda.speed import SAMPLING
-from longdraft.bench.cuda.switches import CHAIN, chains_of_texts
+from longdraft.bench.cuda.switches import CHAIN, chains_of_texts, self_drafting, self_drafts
 from longdraft.cache.full import FullCache
+from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
+from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
+from longdraft.kernels.cuda import layerwise
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import NEVER, Ranked
+from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Forward, Rows, Transformer, chain_rows
 from longdraft.sampling.sampler import Sampler
+from longdraft.tree import Trie
 
 _ROOM = 256  # positions after a context
 _WINDOW, _SINKS = 2048, 4  # rows that an EAGLE head sees
@@ -70,6 +75,32 @@ def _cache(model: Transformer, context: int) -> FullCache:
         state.matrix.normal_(0, 0.1, generator=generator)
         state.history.normal_(0, 1, generator=generator)
     return cache
+
+
+def family_chains(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
+    """Milliseconds of the chains that a model drafts with its own weights over a partial cache, and whether the guesses
+    are equal: of one text in one graph and token by token, of several texts in one graph and in a graph for each."""
+    model = bench.model(shape)
+
+    def of_one() -> dict[str, Any]:
+        times, guesses = dict[str, Any](), []
+        for is_on in (True, False):
+            with switched(layerwise, "CHAINS_LAYERS", is_on):
+                text, cache, drafts, sampler = self_drafting(model, context)
+                whole = Chain(drafts, sampler, 2, "self", 0.5)
+
+                def work(text: Context = text, cache: PartialCache = cache, whole: Chain = whole) -> list[int]:
+                    path = run_alone(whole.draft(Trie(text.last), text, [text.last], CHAIN))[1]
+                    cache.drop_drafts()
+                    return path
+
+                times["chain" if is_on else "token by token"] = device_ms(model.kernels.device, work, plan.repeats)
+                guesses.append(work())
+        return times | {"is_same_chain": guesses[0] == guesses[1]}
+
+    several = ((f"{count} texts", partial(chains_of_texts, plan, model, partial(self_drafts, model), context, count))
+               for count in ((2, 8) if plan.device == "cuda" else (2,)))
+    return bench.each([("1 text", of_one), *several])
 
 
 def layer_chains(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:

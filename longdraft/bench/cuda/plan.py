@@ -3,7 +3,7 @@
     first    copy and product rates, the tests, rows of trees, kernels against the reference, a memory checker
     length   stretched models after 4K to 100K tokens: equal texts, and each drafter's speed
     kernels  each kernel, steps and verifications, prefills, another engine, beside the memory's floor
-    families hybrids and mixtures of experts: rows of trees, steps; chains that trained layers draft for several texts
+    families hybrids and mixtures of experts: rows of trees, steps, chains; chains of trained layers for several texts
     whole    100,000 drafted tokens with plain decoding in windows between them; the bundled model's long text
 
 The slices stand alone and run in this order, because no speed is measured on wrong bits.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from longdraft.bench.shapes import HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, cut
 
-LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "families": 420.0, "whole": 540.0}
+LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "families": 480.0, "whole": 540.0}
 SLICES = tuple(LIMITS_S)
 _PATIENCE, _LEAST_PATIENCE = 3.0, 45.0  # a part may take so many times its expected seconds, and at least so many
 
@@ -82,7 +82,8 @@ _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py"
           "tests/unit/test_cuda_chains.py", "tests/unit/test_cuda_rounds.py",
           "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py", "tests/unit/test_cuda_remainder.py")
 _FAMILIES = ("tests/unit/test_cuda_families.py",)
-_TEXTS_OF_FAMILIES = ("tests/unit/test_cuda_family_texts.py", "tests/unit/test_cuda_hybrids.py")
+_TEXTS_OF_FAMILIES = ("tests/unit/test_cuda_family_texts.py", "tests/unit/test_cuda_hybrids.py",
+                      "tests/unit/test_cuda_family_chains.py")
 _SELF = {"chain": 4, "suffix": False}
 ON_DEVICE = CudaPlan(
     "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
@@ -179,6 +180,7 @@ def _families(plan: CudaPlan) -> list[Part]:
         parts.append(Part(f"rows {shape} {near}", "family_rows", {"shape": shape, "context": near}, 35))
         parts += [Part(f"steps {shape} {context}", "steps", {"shape": shape, "context": context}, 12)
                   for context in dict.fromkeys((near, plan.contexts[-1]))]
+        parts.append(Part(f"chains {shape} {near}", "family_chains", {"shape": shape, "context": near}, 20))
     first = next(iter(plan.shapes))
     parts.append(Part(f"layer chains {first}", "layer_chains", {"shape": first, "context": near}, 40))
     if plan.device == "cuda":

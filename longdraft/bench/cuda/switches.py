@@ -17,6 +17,7 @@ from longdraft.bench.cuda.models import Bench, device_ms, switched, synchronise
 from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.bench.cuda.speed import SAMPLING, plain_ms, plain_step, plain_steps, rate_of
 from longdraft.cache.full import FullCache
+from longdraft.cache.partial import PartialCache
 from longdraft.cache.remainder import new_fit
 from longdraft.cache.row_selection import heaviest_positions
 from longdraft.core import Context, SamplingParams
@@ -141,7 +142,7 @@ def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict
         times["is_equal"] = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         if rows > 1:
             return times
-        return times | _rounds(plan, model, context, count) | chains_of_texts(plan, model, partial(_self_drafts, model),
+        return times | _rounds(plan, model, context, count) | chains_of_texts(plan, model, partial(self_drafts, model),
                                                                                    context, count)
 
     return bench.each((f"{count} texts, {rows} rows", partial(measure, count, rows))
@@ -186,15 +187,20 @@ def chains_of_texts(plan: CudaPlan, model: Transformer,
     return times | {"is_same_chain": guesses[0] == guesses[1]}
 
 
-def _self_drafts(model: Transformer, context: int) -> Callable[[], LaunchedWork[list[Ranked] | None]]:
-    """A text's chain over a partial cache with its remainder. Rows of drafts are dropped."""
+def self_drafting(model: Transformer, context: int) -> tuple[Context, PartialCache, SelfDraftModel, Sampler]:
+    """A text after so many random rows, with what drafts over a partial cache with its remainder."""
     cache, text = model.random_cache(context, _ROOM), Context([5 + place % 7 for place in range(context + 1)])
     result = model.forward(tree_rows(chain(5, [5] * 7, "guess"), context), cache, 8)
     cache.commit([])
     settings = MagicDecOptions(budget=min(192, context // 2), sinks=4, refresh=4).settings()
     partial_cache = new_partial_cache(settings, model, cache)
     partial_cache.update(AttentionRows.all(result.attention_output))
-    sampler, drafts = Sampler(SAMPLING, kernels=model.kernels), SelfDraftModel(model, partial_cache)
+    return text, partial_cache, SelfDraftModel(model, partial_cache), Sampler(SAMPLING, kernels=model.kernels)
+
+
+def self_drafts(model: Transformer, context: int) -> Callable[[], LaunchedWork[list[Ranked] | None]]:
+    """A text's chain; see `self_drafting`. Rows of drafts are dropped."""
+    text, partial_cache, drafts, sampler = self_drafting(model, context)
 
     def draft() -> LaunchedWork[list[Ranked] | None]:
         places = yield from drafts.draft_natively(text, [text.last], CHAIN, sampler, 2, 0.5, NEVER)

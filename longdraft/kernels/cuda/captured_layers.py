@@ -10,7 +10,7 @@ has as many rows. They read the addresses of the texts' stores and states, so th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -116,10 +116,21 @@ class _TreeOperations(CudaOperations):
         return AttentionOutput(q, out, lse, q)
 
 
+class TextPlaces(NamedTuple):
+    """Where a text's rows are.
+
+    states  before the rows, after them, and of a chain those that its next rows fill, each of all delta layers
+    """
+
+    stores: Sequence[CudaStore]
+    remainder: RemainderMaps
+    states: Sequence[Sequence[DeltaState]]
+
+
 class _Inputs(NamedTuple):
     """What a forward uploads beside its rows, as views of one block: see `_Texts`, and
 
-    targets  int64 [R]: where the given rows go
+    targets  int64 [R]: where the given rows go; of a chain, the position after its last row
     """
 
     parents: NDArray[np.int32]
@@ -136,12 +147,14 @@ class CapturedLayers:
     """The memory of one bucket of rows, over one text's stores or for several texts. It holds no reference to stores.
 
     rows, texts  of the forward, and how many texts share them
+    where        see `_Texts`
     """
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry,
-                 rows: int, like: EmbeddedRows, text: LayersKV, texts: int = 1, room: int | None = None) -> None:
+                 rows: int, like: EmbeddedRows, text: LayersKV, texts: int = 1, room: int | None = None,
+                 is_chain: bool = False) -> None:
         """like, text: a forward's rows, of any number, and one of its texts. room: positions that the texts' stores
-        have at most; None: those of this text's."""
+        have at most; None: those of this text's. is_chain: a row's slot is that of drafted row 0."""
         stores, k, (x, cos, _) = cuda_stores(text.stores), text.k, like
         taps = text.taps.layers if text.taps else ()
         self.rows, self.texts, self._taps = rows, texts, taps
@@ -158,10 +171,13 @@ class CapturedLayers:
         self._parts = staged_parts(rows, 4 * texts, 2 * texts, 2 * rows, 2 * rows, *(2 * each for each in entries))
         self._staged = torch.zeros(self._parts[-1].stop, dtype=torch.int32, device=ops.device)
         tree, *numbers = (self._staged[part] for part in self._parts)
-        where, counts, slots, self._targets, states, table, maps = (part.view(torch.int64) for part in numbers)
-        placed = PlacedStates(states.view(len(self._deltas), texts, ENTRY.value), counts, counts)
+        self.where, self._counts, slots, self._targets, states, table, maps = (
+            part.view(torch.int64) for part in numbers)
+        self._states = states.view(len(self._deltas), texts, ENTRY.value)
+        placed = PlacedStates(self._states, self._counts, self._counts)
+        slots = self.where.view(-1, 2)[:, 1] if is_chain else slots
         addresses_of = table.view(num_stores, texts, _ADDRESSES) if num_stores else None
-        self._ops = _TreeOperations(ops, _Texts(texts, room, where, tree, slots, addresses_of,
+        self._ops = _TreeOperations(ops, _Texts(texts, room, self.where, tree, slots, addresses_of,
                                                 maps.view(num_maps, _even(texts)), placed))
         # The operations know the maps.
         self._unread_maps = [torch.zeros(1, device=ops.device)] * num_maps if num_maps else None
@@ -177,8 +193,7 @@ class CapturedLayers:
 
         A padding text reads the stores and states of the first one, and writes nothing.
         """
-        staged = np.full(len(self._staged), -1, dtype=np.int32)
-        inputs = _Inputs(staged[self._parts[0]], *(staged[part].view(np.int64) for part in self._parts[1:]))
+        staged, inputs = self._new_inputs()
         size, start = self.rows // self.texts, 0
         inputs.where.reshape(-1, 2)[:], inputs.counts[:] = (0, _room_of(cuda_stores(texts[0].stores))), 0
         for text, kv in enumerate(texts):
@@ -188,29 +203,41 @@ class CapturedLayers:
             inputs.slots[first : first + size] = range(room, room + size)
             inputs.targets[start : start + count] = range(first, first + count)
             start += count
-        self._load_addresses(inputs, texts)
-        self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
+        places = [TextPlaces(cuda_stores(kv.stores), kv.remainder, ([rows.before for rows in kv.deltas],
+                                                                    [rows.after for rows in kv.deltas]))
+                  for kv in texts]
+        self._load_addresses(inputs, places, places[0])
+        self.upload(staged)
         for held, given in ((self._x, rows.x), (self._cos, rows.cos), (self._sin, rows.sin)):
             if self.texts == 1:
                 held[:start].copy_(given)
             else:
                 held.index_copy_(0, self._targets[:start], given)
 
-    def _load_addresses(self, inputs: _Inputs, texts: Sequence[LayersKV]) -> None:
-        padded = [*texts, *[texts[0]] * (self.texts - len(texts))]
+    def _new_inputs(self) -> tuple[Tensor, _Inputs]:
+        """What is uploaded, in the host's memory, and its parts."""
+        staged = np.full(len(self._staged), -1, dtype=np.int32)
+        parts: Any = (staged[part].view(np.int64) for part in self._parts[1:])
+        return torch.from_numpy(staged), _Inputs(staged[self._parts[0]], *parts)
+
+    def upload(self, staged: Tensor) -> None:
+        """Copy what `_new_inputs` made."""
+        self._staged.copy_(staged, non_blocking=True)
+
+    def _load_addresses(self, inputs: _Inputs, texts: Sequence[TextPlaces], padding: TextPlaces) -> None:
+        padded = [*texts, *[padding] * (self.texts - len(texts))]
         if self._deltas:
             entries = inputs.states.reshape(len(self._deltas), self.texts, ENTRY.value)
-            for text, kv in enumerate(padded):
-                states = [rows.before for rows in kv.deltas], [rows.after for rows in kv.deltas]
-                entries[:, text] = addresses(self._deltas, *states)
+            for text, places in enumerate(padded):
+                entries[:, text] = addresses(self._deltas, *places.states)
         if self.texts > 1:
             table = inputs.stores.reshape(-1, self.texts, _ADDRESSES)
-            for text, kv in enumerate(padded):
-                table[:, text] = [store.addresses for store in cuda_stores(kv.stores)]
+            for text, places in enumerate(padded):
+                table[:, text] = [store.addresses for store in places.stores]
         if self._unread_maps:
             where = inputs.maps.reshape(-1, _even(self.texts))
-            for text, kv in enumerate(padded):
-                where[:, text] = _addresses_of(kv.remainder)
+            for text, places in enumerate(padded):
+                where[:, text] = _addresses_of(places.remainder)
 
     def run(self, stores: Sequence[CudaStore]) -> None:
         """All layers. The launches do not depend on the buffers' contents, as a graph requires."""

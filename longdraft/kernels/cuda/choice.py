@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels import noise
-from longdraft.kernels.cuda import jit_attention, jit_choice, jit_rows
+from longdraft.kernels.cuda import jit_activations, jit_attention, jit_choice, jit_rows
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, new_owner
 from longdraft.kernels.cuda.launch import UNFUSED, RecentlyUsed, ceil_div, chained, on_device, padded_size, require
-from longdraft.kernels.cuda.linear import CudaLinear, add_partial_sums
+from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, add_partial_sums
 from longdraft.kernels.cuda.support import BLOCK, FilterRules, SupportSearch
 
 _FIRST_CAPACITY = 4096  # tokens
@@ -59,7 +59,7 @@ class LogitsSource(NamedTuple):
 
     graphs   of the head's kernels
     tile     rows that a product computes at a time
-    divisor  of the logits
+    divisor  of the logits; cap: their soft cap, 0 for none
     """
 
     graphs: GraphCache
@@ -69,6 +69,7 @@ class LogitsSource(NamedTuple):
     rounds_once: bool
     head: CudaLinear
     divisor: float
+    cap: float = 0.0
 
     def launch(self, hidden: Tensor, normed: Tensor, sums: Tensor, logits: Tensor) -> None:
         """Write the logits [R, V] of hidden [R, hidden]."""
@@ -79,6 +80,9 @@ class LogitsSource(NamedTuple):
         add_partial_sums(self.head.partial_sums(normed, self.tile, sums), logits)
         if self.divisor != 1:
             logits.div_(self.divisor)
+        if self.cap:
+            jit_activations.squash_kernel[(ceil_div(logits.numel(), SUM_BLOCK),)](
+                logits, logits, logits.numel(), self.cap, BLOCK=SUM_BLOCK, HAS_CAP=True, **UNFUSED)
 
 
 class ChoiceBuffers:

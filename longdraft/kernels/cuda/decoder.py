@@ -15,6 +15,7 @@ from torch import Tensor
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import tree_attention
+from longdraft.kernels.cuda.chain_forward import FixedForward
 from longdraft.kernels.cuda.forward_buffers import (
     EMBED_BLOCK,
     EmbeddedRows,
@@ -29,13 +30,12 @@ from longdraft.kernels.cuda.launch import RecentlyUsed, can_fetch, ceil_div, cha
 from longdraft.kernels.cuda.linear import Ahead, CudaLinear, PartialSums, ahead_options
 from longdraft.kernels.cuda.operations import MAP_BLOCK, MAP_COLUMNS, CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.cuda.shared_chain import SharedChains
+from longdraft.kernels.cuda.shared_chain import MAX_HEADS, SharedChains
 from longdraft.kernels.cuda.shared_forward import SharedForwards, can_share
-from longdraft.kernels.interface import LayersKV, TokenRows
+from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
 from longdraft.kernels.native_draft import DraftWeights
 from longdraft.kernels.weights import Geometry, LayerWeights
 
-_MAX_HEADS = 2  # with which a model drafts
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 # Bucket of rows; where the remainder's maps are; taps; serials of the stores; id of the embedding table
 Key = tuple[int, int | None, tuple[int, ...], tuple[int, ...], int | None]
@@ -53,7 +53,7 @@ class CudaDecoder:
         self.plan = ops.attention_plan(heads, kv_heads, dim)
         self._buffers = RecentlyUsed[Key, ForwardBuffers](_MAX_BUFFERS, lambda buffers: ops.graphs.drop(buffers))
         self._shared = SharedForwards(ops.graphs)
-        self._chains: RecentlyUsed[int, SharedChains] = RecentlyUsed(_MAX_HEADS)
+        self._chains: RecentlyUsed[int, SharedChains] = RecentlyUsed(MAX_HEADS)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -133,8 +133,23 @@ class CudaDecoder:
         """Free the buffers of `key` and their graph."""
         self._buffers.drop(key)
 
-    def shared_chains(self, weights: DraftWeights) -> SharedChains:
-        """What drafts chains of several texts with these layers. weights: besides the layers."""
+    drafts_chains = True
+
+    def chain_forward(self, stores: Sequence[CudaStore], remainder: RemainderMaps, texts: int = 1,
+                      room: int | None = None) -> FixedForward:
+        """See `chain_forward.ChainDecoder`, as for the next two."""
+        if texts == 1:
+            return FixedForward(self, self.buffers_for(1, stores, maps_of_all(remainder)), None)
+        first, buffers = stores[0], ForwardBuffers(self, texts, stores, remainder is not None, (), None, texts, room)
+        spare = CudaStore(self.ops.device, first.dtype, first.element, first.heads, first.dim)
+        spare.reserve_drafts(1)
+        return FixedForward(self, buffers, spare)
+
+    def chain_key(self, remainder: RemainderMaps) -> object:
+        maps = maps_of_all(remainder)
+        return None if maps is None else maps.data_ptr()  # the layers read it there
+
+    def shared_chains(self, weights: DraftWeights, has_remainder: bool) -> SharedChains:
         return self._chains.get(id(weights.head), lambda: SharedChains(weights))
 
     def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:

@@ -62,14 +62,15 @@ class PlacedStates(NamedTuple):
     rows_of_rule: Tensor
 
 
-def addresses(layers: Sequence[DeltaWeights], before: Sequence[DeltaState],
-              after: Sequence[DeltaState]) -> list[list[int]]:
-    """The table of `jit_delta` for layers whose rows continue `before` and fill `after`."""
+def addresses(layers: Sequence[DeltaWeights], before: Sequence[DeltaState], after: Sequence[DeltaState],
+              spare: Sequence[DeltaState] | None = None) -> list[list[int]]:
+    """The table of `jit_delta` for layers whose rows continue `before` and fill `after`; the next rows of a chain fill
+    `spare`."""
     table = []
-    for weights, old, new in zip(layers, before, after, strict=True):
-        require(old.matrix.data_ptr() != new.matrix.data_ptr(), "two states", "one")
-        held = (old.history, old.matrix, new.history, new.matrix, weights.conv, weights.decay, weights.bias)
-        table.append([*(part.data_ptr() for part in held), 0])
+    for weights, old, new, other in zip(layers, before, after, spare or after, strict=True):
+        require(old.matrix.data_ptr() not in (new.matrix.data_ptr(), other.matrix.data_ptr()), "two states", "one")
+        held = (*old, *new, weights.conv, weights.decay, weights.bias, *other)
+        table.append([part.data_ptr() for part in held])
     return table
 
 

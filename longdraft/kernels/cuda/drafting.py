@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_choice, jit_drafting
+from longdraft.kernels.cuda.chain_forward import ChainDecoder
 from longdraft.kernels.cuda.choice import MAX_CHAIN, LogitsSource, TokenChooser
-from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK, DecoderOfLayers, ForwardBuffers, maps_of_all
+from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
@@ -155,7 +156,6 @@ class _ChainShape(NamedTuple):
     """What the graphs of a chain depend on."""
 
     weights: DraftWeights
-    embedding_factor: float
     eps: float
     rounds_once: bool
 
@@ -167,19 +167,18 @@ class DraftChain:
     shape    see `_ChainShape`
     """
 
-    def __init__(self, decoder: DecoderOfLayers, shape: _ChainShape, stores: DraftStores, chooser: TokenChooser,
+    def __init__(self, decoder: ChainDecoder, shape: _ChainShape, stores: DraftStores, chooser: TokenChooser,
                  width: int) -> None:
-        embedding, head = shape.weights.embedding, shape.weights.head
-        assert isinstance(embedding, CudaLinear) and isinstance(head, CudaLinear)
-        self._decoder, self._shape, self._embedding = decoder, shape, embedding
+        head, device = shape.weights.head, decoder.ops.device
+        assert isinstance(head, CudaLinear)
+        self._decoder, self._weights = decoder, shape.weights
         self._stores, self._chooser = cuda_stores(stores.stores), chooser
-        device, dim = decoder.ops.device, decoder.geometry.head_dim
-        self._buffers: ForwardBuffers = decoder.buffers_for(1, self._stores, maps_of_all(stores.remainder))
+        self._forward = decoder.chain_forward(self._stores, stores.remainder)
         self._ranking = DraftRanking(chooser, head.out_features, width, device)
-        self._rotations = new_rotations(1, dim // 2, device)
+        self._rotations = new_rotations(1, self._forward.cos.shape[1], device)
         self._source = LogitsSource(decoder.ops.graphs, decoder.ops.tile, shape.weights.norm, shape.eps,
-                                    shape.rounds_once, head, shape.weights.logits_divisor)
-        self._normed = torch.empty_like(self._buffers.x)
+                                    shape.rounds_once, head, shape.weights.logits_divisor, shape.weights.logits_cap)
+        self._normed = torch.empty_like(self._forward.x)
         self._sums = torch.empty(head.num_sums(1), device=device)
         self._logits = torch.empty(1, head.out_features, device=device)
         self._key = new_owner()
@@ -191,19 +190,18 @@ class DraftChain:
 
         path       drafted tokens after the text, which the chain continues
         required   tokens that must be written after `path` before the text may end
-        rotations  cos, sin [N, D / 2] float32, N <= 64
+        rotations  cos, sin [N, S D / 2] float32, N <= 64
         """
-        buffers, count = self._buffers, len(rotations[0])
+        count = len(rotations[0])
         require(count <= MAX_CHAIN, f"chains of at most {MAX_CHAIN} tokens", count)
         self._chooser.place(path)
         graphs, text = self._decoder.ops.graphs, self._chooser.text
-        has_bans = required > 0
+        has_bans, staged = required > 0, self._forward.inputs([stores], [count])
 
         def begin() -> None:
             self._ranking.begin(within, self._chooser.length + len(path), required, count)
             self._rotations[:count, 0].copy_(torch.stack(rotations, 1))
-            buffers.parents.fill_(-1)
-            buffers.where.fill_(stores.length)  # each row's slot is its place in the cache
+            self._forward.upload(staged)
 
         with on_device(self._logits.device):
             graphs.run_in_turn([(("chain", self._key, size, has_bans, self._chooser.place_serial),
@@ -216,13 +214,13 @@ class DraftChain:
 
     def _place(self, text: Tensor, has_bans: bool) -> None:
         """One token: from the text's last token to the next."""
-        buffers, ranking = self._buffers, self._ranking
-        embed_place(text, ranking.state, self._embedding, self._shape.embedding_factor, self._rotations, buffers.x_in,
-                    buffers.cos, buffers.sin)
-        self._decoder.run_layers(buffers, self._stores)
-        self._source.launch(buffers.x, self._normed, self._sums, self._logits)
+        forward, ranking = self._forward, self._ranking
+        forward.embed(self._weights, lambda table, factor, x: embed_place(
+            text, ranking.state, table, factor, self._rotations, x, forward.cos, forward.sin))
+        forward.run(self._stores)
+        self._source.launch(forward.x, self._normed, self._sums, self._logits)
         ranking.rank(self._logits, has_bans)
-        end_place(text, ranking.state, buffers.where, ranking.outcome)
+        end_place(text, ranking.state, forward.where, ranking.outcome)
 
 
 def new_rotations(rows: int, half: int, device: torch.device) -> Tensor:
@@ -265,7 +263,7 @@ def until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
     return kept
 
 
-def launch_chain(decoder: DecoderOfLayers, weights: DraftWeights, stores: DraftStores, chooser: TokenChooser,
+def launch_chain(decoder: ChainDecoder, weights: DraftWeights, stores: DraftStores, chooser: TokenChooser,
                  held: RecentlyUsed[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
                  path: Sequence[int], required: int, within: float) -> Tensor:
     """As `DraftChain.launch`, by the chain that belongs to these weights and stores.
@@ -273,11 +271,10 @@ def launch_chain(decoder: DecoderOfLayers, weights: DraftWeights, stores: DraftS
     held  the request's chains, by what they depend on
     """
     serials = tuple(store.serial for store in cuda_stores(stores.stores))
-    maps = maps_of_all(stores.remainder)
-    key = (id(decoder), id(weights.head), serials, None if maps is None else maps.data_ptr(), width)
+    key = (id(decoder), id(weights.head), serials, decoder.chain_key(stores.remainder), width)
 
     def make() -> DraftChain:
-        shape = _ChainShape(weights, weights.embedding_factor, decoder.geometry.eps, decoder.geometry.rounds_once)
+        shape = _ChainShape(weights, decoder.geometry.eps, decoder.geometry.rounds_once)
         return DraftChain(decoder, shape, stores, chooser, width)
 
     return held.get(key, make).launch(stores, rotations, path, required, within)

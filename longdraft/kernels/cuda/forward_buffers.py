@@ -31,9 +31,6 @@ class DecoderOfLayers(Protocol):
     def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
         """All layers over the buffers."""
 
-    def buffers_for(self, rows: int, stores: Sequence[CudaStore], remainder: Tensor | None) -> ForwardBuffers:
-        """The buffers of one text for so many rows over its stores."""
-
 
 def weights_of(layer: LayerWeights) -> list[CudaLinear]:
     """qkv, out, gate_up and down."""

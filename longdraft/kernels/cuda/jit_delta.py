@@ -20,7 +20,7 @@ has, whose rows are `..._stride` elements apart.
     count   int64 [texts]: rows of each text, which its padding rows follow; 0 of a padding text, which reads the states
             of another one
     table   int64 [L, texts, ENTRY], the addresses of each layer and text: history and matrix before the rows, history
-            and matrix after them, conv, decay, bias
+            and matrix after them, conv, decay, bias; of a chain, history and matrix that its next row writes
 """
 
 import triton
@@ -31,7 +31,7 @@ from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_rows import rounded
 
 _L2_EPS = tl.constexpr(1e-6)  # as in longdraft/kernels/delta.py
-ENTRY = tl.constexpr(8)
+ENTRY = tl.constexpr(9)
 
 
 @triton.jit

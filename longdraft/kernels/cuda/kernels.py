@@ -102,12 +102,12 @@ class CudaKernels(CudaOperations):
             log.warning("on this device, rows of a tree differ from plain decoding in their last bits: texts keep "
                         "their distribution, but are not bit-identical to those of plain decoding")
 
-    def logits_source(self, norm: Tensor, eps: float, rounds_once: bool, head: Linear,
-                      divisor: float) -> LogitsSource | None:
+    def logits_source(self, norm: Tensor, eps: float, rounds_once: bool, head: Linear, divisor: float,
+                      cap: float = 0.0) -> LogitsSource | None:
         """What computes logits in one graph with the choice of tokens; None for a head of other kernels."""
         if not isinstance(head, CudaLinear):
             return None
-        return LogitsSource(self.graphs, self.tile, norm, eps, rounds_once, head, divisor)
+        return LogitsSource(self.graphs, self.tile, norm, eps, rounds_once, head, divisor, cap)
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         if len(rows):

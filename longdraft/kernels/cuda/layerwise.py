@@ -18,13 +18,15 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda import delta
+from longdraft.kernels.cuda.captured_chain import CapturedChain
 from longdraft.kernels.cuda.captured_layers import CapturedLayers
 from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
 from longdraft.kernels.cuda.graph_cache import BUCKETS
-from longdraft.kernels.cuda.kv_store import cuda_stores
+from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
+from longdraft.kernels.cuda.shared_chain import MAX_HEADS, SharedChains
 from longdraft.kernels.cuda.shared_forward import (
     MAX_SHARED,
     bucket_of,
@@ -33,12 +35,14 @@ from longdraft.kernels.cuda.shared_forward import (
     shared_sizes,
     stores_of,
 )
-from longdraft.kernels.interface import LayersKV
+from longdraft.kernels.interface import LayersKV, RemainderMaps
 from longdraft.kernels.layer import LayerwiseDecoder
+from longdraft.kernels.native_draft import DraftWeights
 from longdraft.kernels.switches import is_on
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 CAPTURES_LAYERS = is_on("CAPTURES_LAYERS")  # False: the host launches every kernel
+CHAINS_LAYERS = is_on("CHAINS_LAYERS")  # False: chains of drafts go token by token
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 
 
@@ -46,7 +50,8 @@ class CudaLayerwiseDecoder:
     """See :class:`longdraft.kernels.interface.Decoder`."""
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
-        self._ops, self._layers, self._geometry = ops, tuple(layers), geometry
+        self.ops, self._layers, self.geometry = ops, tuple(layers), geometry
+        self._chains: RecentlyUsed[object, SharedChains] = RecentlyUsed(2 * MAX_HEADS)
         self._few_rows = LayerwiseDecoder(ops, layers, geometry)
         self._buffers = RecentlyUsed[object, CapturedLayers](_MAX_BUFFERS, ops.graphs.drop)
         self._shared_buffers = RecentlyUsed[object, CapturedLayers](MAX_SHARED, ops.graphs.drop)
@@ -66,7 +71,7 @@ class CudaLayerwiseDecoder:
                 return in_groups(self._shared, rows, texts, parents)
             return self._few_rows.forward(x, cos, sin, texts, parents)
         if len(texts) == 1:
-            return prefill(self._ops, self._layers, self._geometry, x, cos, sin, texts[0], parents)
+            return prefill(self.ops, self._layers, self.geometry, x, cos, sin, texts[0], parents)
         results, start = [], 0
         for kv in texts:
             own = slice(start, start + kv.k.shape[1])
@@ -101,13 +106,29 @@ class CudaLayerwiseDecoder:
 
     def _new_buffers(self, rows: EmbeddedRows, kv: LayersKV, count: int, texts: int = 1,
                      room: int | None = None) -> CapturedLayers:
-        return CapturedLayers(self._ops, self._layers, self._geometry, count, rows, kv, texts, room)
+        return CapturedLayers(self.ops, self._layers, self.geometry, count, rows, kv, texts, room)
 
     def _run(self, buffers: CapturedLayers, rows: EmbeddedRows, texts: Sequence[LayersKV],
              parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         buffers.load(rows, texts, parents)
-        self._ops.graphs.run(buffers, partial(buffers.run, cuda_stores(texts[0].stores)))
+        self.ops.graphs.run(buffers, partial(buffers.run, cuda_stores(texts[0].stores)))
         return buffers.results(texts)
+
+    @property
+    def drafts_chains(self) -> bool:
+        return CAPTURES_LAYERS and CHAINS_LAYERS and self._can_capture
+
+    def chain_forward(self, stores: Sequence[CudaStore], remainder: RemainderMaps, texts: int = 1,
+                      room: int | None = None) -> CapturedChain:
+        """See `chain_forward.ChainDecoder`, as for the next two."""
+        return CapturedChain(self.ops, self._layers, self.geometry, stores, remainder is not None, texts, room)
+
+    def chain_key(self, remainder: RemainderMaps) -> object:
+        return remainder is not None  # where the maps are is uploaded
+
+    def shared_chains(self, weights: DraftWeights, has_remainder: bool) -> SharedChains:
+        """Texts with a remainder and texts without one do not share a graph: the remainder contains the sinks."""
+        return self._chains.get((id(weights.head), has_remainder), lambda: SharedChains(weights))
 
     def drop_buffers(self, key: object) -> None:
         """Free the buffers of `key` and their graph."""

@@ -12,27 +12,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from longdraft.kernels.cuda.chain_forward import ChainDecoder
 from longdraft.kernels.cuda.chain_rows import ChainRows, RowsShape, SharedDrafts, TextDraft
 from longdraft.kernels.cuda.choice import LogitsSource
 from longdraft.kernels.cuda.drafting import in_graphs
-from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import padded_size
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.text_rows import TextNeeds
+from longdraft.kernels.interface import RemainderMaps
 from longdraft.kernels.native_draft import DraftStores, DraftWeights
+
+MAX_HEADS = 2  # with which a model drafts
 
 
 class TextChain(NamedTuple):
     """A text's part of a launch. decoder: of the weights that draft."""
 
     draft: TextDraft
-    decoder: DecoderOfLayers
+    decoder: ChainDecoder
     stores: DraftStores
 
     @property
@@ -53,27 +55,24 @@ class _Shape(NamedTuple):
 class _Buffers:
     """The memory of chains of one shape."""
 
-    def __init__(self, decoder: DecoderOfLayers, head: CudaLinear, shape: _Shape, stores: Sequence[CudaStore]) -> None:
-        texts, device, first = shape.rows.texts, decoder.ops.device, stores[0]
-        self.rows = ChainRows(shape.rows, decoder.geometry.head_dim // 2, device)
-        self.forward = ForwardBuffers(decoder, texts, stores, shape.has_remainder, (), None, texts, shape.room)
+    def __init__(self, decoder: ChainDecoder, head: CudaLinear, shape: _Shape, stores: Sequence[CudaStore],
+                 remainder: RemainderMaps) -> None:
+        """stores: of one text; remainder: of one that has any."""
+        texts, device = shape.rows.texts, decoder.ops.device
+        self.forward = decoder.chain_forward(stores, remainder, texts, shape.room)
+        self.rows = ChainRows(shape.rows, self.forward.cos.shape[1], device)
         self.normed, self.sums = torch.empty_like(self.forward.x), torch.empty(head.num_sums(texts), device=device)
         self.logits = torch.empty(texts, head.out_features, device=device)
-        self._spare = CudaStore(device, first.dtype, first.element, first.heads, first.dim)  # of padding texts
-        self._spare.reserve_drafts(1)
 
     def inputs(self, chains: Sequence[TextChain]) -> tuple[Tensor, Tensor]:
         """What `load` gets."""
-        placed = np.zeros(len(self.forward.staged), dtype=np.int32)
-        places = [(chain.stores.length, chain.stores.length) for chain in chains]  # a row's slot is its place
-        self.forward.place_texts(placed, places, [cuda_stores(chain.stores.stores) for chain in chains],
-                                 [chain.stores.remainder for chain in chains], self._spare)
-        placed[self.forward.parts[3]] = -1  # a row's parent is the last committed position
-        return torch.from_numpy(placed), self.rows.inputs([chain.draft for chain in chains])
+        drafts = [chain.draft for chain in chains]
+        placed = self.forward.inputs([chain.stores for chain in chains], [draft.places for draft in drafts])
+        return placed, self.rows.inputs(drafts)
 
     def load(self, placed: Tensor, staged: Tensor) -> None:
         """Set the state from which the chains begin: two copies and a launch."""
-        self.forward.staged.copy_(placed, non_blocking=True)
+        self.forward.upload(placed)
         self.rows.load(staged)
 
 
@@ -91,10 +90,10 @@ class SharedChains(SharedDrafts[TextChain, _Buffers]):
         assert isinstance(head, CudaLinear)
         stores = [cuda_stores(chain.stores.stores) for chain in chains]
         room = padded_size(max(store.room for own in stores for store in own))
-        has_remainder = any(chain.stores.remainder is not None for chain in chains)
-        shape = _Shape(RowsShape.of([chain.draft for chain in chains], head.out_features), room, has_remainder,
-                       stores[0][0].element)
-        return self._buffers.get(shape, lambda: _Buffers(decoder, head, shape, stores[0]))
+        remainder = next((chain.stores.remainder for chain in chains if chain.stores.remainder is not None), None)
+        shape = _Shape(RowsShape.of([chain.draft for chain in chains], head.out_features), room,
+                       remainder is not None, stores[0][0].element)
+        return self._buffers.get(shape, lambda: _Buffers(decoder, head, shape, stores[0], remainder))
 
     def _sizes(self, places: int) -> list[int]:
         return in_graphs(places)
@@ -103,13 +102,13 @@ class SharedChains(SharedDrafts[TextChain, _Buffers]):
         """`size` tokens of each text."""
         decoder, stores = first.decoder, cuda_stores(first.stores.stores)
         weights, geometry, rows, forward = self._weights, decoder.geometry, buffers.rows, buffers.forward
-        embedding, head = weights.embedding, weights.head
-        assert isinstance(embedding, CudaLinear) and isinstance(head, CudaLinear)
+        head = weights.head
+        assert isinstance(head, CudaLinear)
         source = LogitsSource(decoder.ops.graphs, decoder.ops.tile, weights.norm, geometry.eps, geometry.rounds_once,
-                              head, weights.logits_divisor)
+                              head, weights.logits_divisor, weights.logits_cap)
         for _ in range(size):
-            rows.embed(embedding, weights.embedding_factor, forward.x_in, forward.cos, forward.sin)
-            decoder.run_layers(forward, stores)
+            forward.embed(weights, lambda table, factor, x: rows.embed(table, factor, x, forward.cos, forward.sin))
+            forward.run(stores)
             source.launch(forward.x, buffers.normed, buffers.sums, buffers.logits)
             rows.rank(buffers.logits, needs)
             rows.end(forward.where)
