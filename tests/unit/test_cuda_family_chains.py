@@ -127,6 +127,7 @@ def same(found: Sequence[list[Any]], expected: Sequence[list[Any]]) -> bool:
                for (places, rows), (wanted, others) in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("model", ["gpt_oss", "gemma4, inputs", "qwen3_next"], indirect=True)
 def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(model, monkeypatch):
     """Of unlike lengths, shuffled, and when one leaves and one without a remainder comes: guesses, leads, keys, values
     and states, to the bit. One launch and one wait for all."""
