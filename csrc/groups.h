@@ -165,11 +165,13 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
         UNROLLED for (int v = 0; v < VECTORS; v++) totals[r][v] = load(sums[r] + v * LANES);
     for (long g = from; g < to; g++) {
         const uint8_t* group = tile + E::group(g);
-        prefetch<0>(group, E::VALUES);  // used after the first values
-        if constexpr (E::SHAPE.common && E::SHAPE.bits == 4)  // measured: 15 % less time; with 5 and 6 bits 40 % more
-            if (g % COMMON_GROUPS == COMMON_GROUPS - 1) prefetch<0>(tile + E::common(g + 1), E::SHAPE.common);
+        if constexpr (!FETCHES_ASCENDING_LINES) {
+            prefetch<0>(group, E::VALUES);  // used after the first values
+            if constexpr (E::SHAPE.common && E::SHAPE.bits == 4)  // measured: 15 % less time; with 5 and 6 bits 40 % more
+                if (g % COMMON_GROUPS == COMMON_GROUPS - 1) prefetch<0>(tile + E::common(g + 1), E::SHAPE.common);
+        }
         UNROLLED for (int v = 0; v < VECTORS; v++) {
-            prefetch<FETCHES_ASCENDING_LINES ? 8192 : PREFETCH_DISTANCE>(group + v * E::QUARTER * 64, E::QUARTER * 64);
+            if constexpr (!FETCHES_ASCENDING_LINES) prefetch(group + v * E::QUARTER * 64, E::QUARTER * 64);
             Raw lines[2 * WORDS];
             unpack_codes<KIND>(group + E::VALUES + v * E::OF_VECTOR, lines);
             const Factors by = factors<KIND>(tile, g, v);
