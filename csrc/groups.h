@@ -33,8 +33,6 @@ constexpr int ROWS = 1;
 #endif
 
 #if !defined(__AVX2__) || defined(__AVX512F__)
-inline int32_t word_at(const int8_t* p) { int32_t word; std::memcpy(&word, p, 4); return word; }
-
 // Byte i of each word.
 inline Ints bytes_of(Raw line, int i) { return as<Ints>(as<Words>(line) >> (8 * i) & 0xffu); }
 
@@ -139,8 +137,8 @@ Floats add_group(Floats total, const Raw* lines, const Factors& by, const int8_t
         const int32_t sum = sums[0] + sums[1];
         first = last = Ints{};
         if constexpr (SHAPE.has_zero) first = minus_products(by.zeros, sum);
-        if constexpr (SHAPE.offset) first = first - SHAPE.offset * (SHAPE.halves ? sums[0] : sum);
-        if constexpr (SHAPE.offset && SHAPE.halves) last = last - SHAPE.offset * sums[1];
+        if constexpr (SHAPE.offset) first -= SHAPE.offset * (SHAPE.halves ? sums[0] : sum);
+        if constexpr (SHAPE.offset && SHAPE.halves) last -= SHAPE.offset * sums[1];
         first = dot_codes(lines, values, first);
         last = dot_codes(lines + WORDS, values + 16, last);
     }

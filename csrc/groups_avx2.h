@@ -14,11 +14,7 @@ namespace longdraft::LONGDRAFT_VARIANT::groups {
 constexpr int LINES = GROUP / 4;  // of a group: line j has the inputs 4 j to 4 j + 3
 
 inline __m256i load_bytes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-inline __m256i four_values(const int8_t* from) {
-    int32_t word;
-    std::memcpy(&word, from, 4);
-    return _mm256_set1_epi32(word);
-}
+inline __m256i four_values(const int8_t* from) { return _mm256_set1_epi32(word_at(from)); }
 
 // The codes of eight outputs as bytes, which begin at `values`.
 template <Groups KIND> void unpack_eight(const uint8_t* values, __m256i* lines) {

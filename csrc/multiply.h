@@ -31,9 +31,7 @@ constexpr bool IN_TURN = true, BYTES_IN_TURN = false;
 
 // Convert the int8 of `steps` steps of a tile to words.
 template <class T> void unpack(const int8_t* bytes, long steps, uint32_t* words) {
-    for (long i = 0; i < steps * COLUMNS; i += LANES) {
-        store_as(words + i, T::unpack(bytes + i * T::PER_WORD));
-    }
+    for (long i = 0; i < steps * COLUMNS; i += LANES) store_as(words + i, T::unpack(bytes + i * T::PER_WORD));
 }
 
 // The steps of an int8 tile.

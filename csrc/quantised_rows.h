@@ -19,6 +19,9 @@ struct Quantised {
     long width, groups;
 };
 
+// Four values, which one instruction multiplies with bytes.
+inline int32_t word_at(const int8_t* values) { int32_t word; std::memcpy(&word, values, 4); return word; }
+
 // One group of a row: 32 floats. Rounds to nearest even by adding 1.5 * 2^23.
 inline void quantise_group(Floats low, Floats high, int8_t* values, float* step, int32_t* sums) {
     const Floats positive_low = select(low < 0.0f, -low, low), positive_high = select(high < 0.0f, -high, high);

@@ -88,7 +88,6 @@ inline float from_bf16(uint16_t x) {
 inline Floats from_bf16(Halves x) { return as<Floats>(convert<Words>(x) << 16); }
 
 inline Floats from_int8(const int8_t* p) { return convert<Floats>(convert<Ints>(load_as<Bytes>(p))); }
-inline Floats from_uint8(const uint8_t* p) { return convert<Floats>(convert<Ints>(load_as<UnsignedBytes>(p))); }
 
 inline float as_float(uint32_t word) { float f; std::memcpy(&f, &word, 4); return f; }
 

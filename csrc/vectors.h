@@ -34,8 +34,8 @@ constexpr int REGISTER_LANES = 4;
 #define UNROLLED _Pragma("GCC unroll 32")
 #endif
 
-// For small functions that must disappear in their callers. To GCC, one that only prefetches has no effect, so it would drop
-// calls that it has not inlined.
+// For small functions that must disappear in their callers. A compiler may take one that only prefetches for one without
+// effects, and drop calls that it has not inlined.
 #define INLINED inline __attribute__((always_inline))
 
 template <class Half> struct Pair {
@@ -72,8 +72,7 @@ LONGDRAFT_BINARY(==)
 
 template <class H> INLINED Pair<H> operator-(Pair<H> a) { return {-a.low, -a.high}; }
 template <class H, class B> INLINED Pair<H>& operator+=(Pair<H>& a, B b) { return a = a + b; }
-template <class H, class B> INLINED Pair<H>& operator|=(Pair<H>& a, B b) { return a = a | b; }
-template <class H, class B> INLINED Pair<H>& operator&=(Pair<H>& a, B b) { return a = a & b; }
+template <class H, class B> INLINED Pair<H>& operator-=(Pair<H>& a, B b) { return a = a - b; }
 
 // A vector with COUNT elements in each of N lanes.
 template <class Element, int COUNT, int N> struct Lanes {

@@ -45,7 +45,6 @@ class TapLog:
         self._spare: list[Tensor] = []  # each [layers, 1, width]
         self._end = 0
         self._tail: Taps | None = None
-        self._count = 0  # rows of the tail
 
     def append(self, count: int) -> Taps:
         """Provisional rows, for a forward to fill."""
@@ -55,7 +54,7 @@ class TapLog:
             if not self._spare:
                 self._spare = list(self._allocate(1, _SPARE).unbind())
             rows = self._spare.pop()
-        self._tail, self._count = Taps(self.layers, rows), count
+        self._tail = Taps(self.layers, rows)
         return self._tail
 
     def _allocate(self, count: int, *times: int) -> Tensor:
@@ -72,7 +71,8 @@ class TapLog:
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
         if self._tail is not None and len(rows):
-            states, count = self._tail.rows, self._count
+            states = self._tail.rows
+            count = states.shape[1]
             if len(rows) != count or (count > 1 and list(rows) != list(range(count))):  # selecting takes long
                 states = states[:, list(rows)]
             self._runs.append(TappedRows(self._end, states))

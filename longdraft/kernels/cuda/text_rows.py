@@ -87,7 +87,6 @@ class TextNeeds(NamedTuple):
         return cls(padded_size(banned) if banned else 0, ceil_div(biased, BLOCK), filters)
 
 
-
 class TextRows(NamedTuple):
     """Rows of several texts on the device.
 
