@@ -109,15 +109,13 @@ void run_forward(const Kernels& k, const Decoder& decoder, const std::vector<std
             texts);
 }
 
-std::vector<RankedPair> run_draft(const Kernels& k, const Decoder& decoder, const Linear& embedding, const Linear& head,
-                                  Address norm, float embedding_factor, float logits_divisor, float logits_cap,
-                                  const std::vector<Store*>& stores, long length,
-                                  const Addresses& remainders, const std::vector<Addresses>& states, const Choice& choice, long count,
-                                  long position, long width, double within, long banned_depth,
-                                  const std::vector<double>& edges, const std::vector<double>& rates, double least,
-                                  int32_t root, const std::vector<int32_t>& path, Address cos, Address sin,
-                                  const PartOfVocabulary* part, const std::vector<const Linear*>& input_weights,
-                                  Address input_norm, const std::vector<float>& input_factors) {
+Chain chain(const Decoder& decoder, const Linear& embedding, const Linear& head, Address norm, float embedding_factor,
+            float logits_divisor, float logits_cap, const std::vector<Store*>& stores, long length,
+            const Addresses& remainders, const std::vector<Addresses>& states, const Choice& choice, long count, long position,
+            long width, double within, long banned_depth, const std::vector<double>& edges, const std::vector<double>& rates,
+            double least, int32_t root, const std::vector<int32_t>& path, Address cos, Address sin,
+            const PartOfVocabulary* part, const std::vector<const Linear*>& input_weights, Address input_norm,
+            const std::vector<float>& input_factors) {
     for (int32_t token : path) require(0 <= token && token < embedding.n, "token ids of the table");
     require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
     require(0 <= root && root < embedding.n && decoder.fits(stores, states.size()),
@@ -128,14 +126,24 @@ std::vector<RankedPair> run_draft(const Kernels& k, const Decoder& decoder, cons
         require(s.size() == 6, "three states");
         deltas.push_back({state_at(s, 0), {state_at(s, 2), state_at(s, 4)}});
     }
-    std::vector<RankedPair> places;
-    for (Ranked& ranked : draft(k, {&decoder, &embedding, &head, at<void>(norm), embedding_factor, logits_divisor,
-                                    logits_cap, part, layer_inputs(decoder, input_weights, input_norm, input_factors)},
-                                {stores, length, maps_at(remainders, stores.size()), std::move(deltas)}, choice,
-                                {count, position, width, within, banned_depth, {edges, rates, least}}, root, path,
-                                at<float>(cos), at<float>(sin)))
-        places.push_back(pair_of(std::move(ranked)));
-    return places;
+    return {{&decoder, &embedding, &head, at<void>(norm), embedding_factor, logits_divisor, logits_cap, part,
+             layer_inputs(decoder, input_weights, input_norm, input_factors)},
+            {stores, length, maps_at(remainders, stores.size()), std::move(deltas)}, &choice,
+            {count, position, width, within, banned_depth, {edges, rates, least}}, root, path, at<float>(cos), at<float>(sin)};
+}
+
+std::vector<RankedPair> pairs_of(std::vector<Ranked> places) {
+    std::vector<RankedPair> pairs;
+    for (Ranked& ranked : places) pairs.push_back(pair_of(std::move(ranked)));
+    return pairs;
+}
+
+std::vector<RankedPair> run_draft(const Kernels& k, const Chain& chain) { return pairs_of(draft(k, chain)); }
+
+std::vector<std::vector<RankedPair>> run_draft_apart(const Kernels& k, const std::vector<const Chain*>& chains) {
+    std::vector<std::vector<RankedPair>> found;
+    for (std::vector<Ranked>& places : draft_apart(k, chains)) found.push_back(pairs_of(std::move(places)));
+    return found;
 }
 
 }  // namespace
@@ -173,11 +181,13 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     kernels.def("delta", &apply_delta, free_gil);
     kernels.def("forward", &run_forward, free_gil);
-    kernels.def("draft", &run_draft, "decoder"_a, "embedding"_a, "head"_a, "norm"_a, "embedding_factor"_a, "logits_divisor"_a,
-                "logits_cap"_a, "stores"_a,
-                "length"_a, "remainders"_a, "states"_a, "choice"_a, "count"_a, "position"_a, "width"_a, "within"_a,
-                "banned_depth"_a, "edges"_a, "rates"_a, "least"_a, "root"_a, "path"_a, "cos"_a, "sin"_a, "part"_a.none(),
-                "input_weights"_a, "input_norm"_a, "input_factors"_a, free_gil);
+    kernels.def("draft", &run_draft, free_gil);
+    kernels.def("draft_apart", &run_draft_apart, free_gil);
+    nb::class_<Chain>(m, "Chain");
+    m.def("chain", &chain, "decoder"_a, "embedding"_a, "head"_a, "norm"_a, "embedding_factor"_a, "logits_divisor"_a,
+          "logits_cap"_a, "stores"_a, "length"_a, "remainders"_a, "states"_a, "choice"_a, "count"_a, "position"_a, "width"_a,
+          "within"_a, "banned_depth"_a, "edges"_a, "rates"_a, "least"_a, "root"_a, "path"_a, "cos"_a, "sin"_a,
+          "part"_a.none(), "input_weights"_a, "input_norm"_a, "input_factors"_a);
 }
 
 }  // namespace longdraft

@@ -1,5 +1,7 @@
 #include "draft.h"
 
+#include "pool.h"
+
 #include <algorithm>
 
 namespace longdraft {
@@ -56,9 +58,9 @@ double ChainEnd::rate(double lead) const {
     return rates[static_cast<size_t>(std::upper_bound(edges.begin(), edges.end(), lead) - edges.begin())];
 }
 
-std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache, const Choice& choice,
-                          const DraftRules& rules, int32_t root, std::vector<int32_t> path, const float* cos,
-                          const float* sin) {
+std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
+    const auto& [model, cache, choice, rules, root, begun, cos, sin] = chain;
+    std::vector<int32_t> path = begun;
     const Decoder& d = *model.decoder;
     const bool bf16 = model.head->is_bf16;
     const long size = bf16 ? 2 : 4, hidden = model.embedding->k, kv_width = d.kv_heads * d.dim;
@@ -89,7 +91,7 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
             for (float& logit : row.logits) logit /= model.logits_divisor;
         if (model.logits_cap != 0.0f) kernels.soft_cap(row.logits.data(), model.head->n, model.logits_cap);
         const long known = static_cast<long>(path.size());
-        places.push_back(choice.rank(row.logits.data(), path.data(), known, rules.position + i, known < rules.banned_depth,
+        places.push_back(choice->rank(row.logits.data(), path.data(), known, rules.position + i, known < rules.banned_depth,
                                      rules.width, rules.within, model.part));
         const auto& [tokens, lead] = places.back();
         if (tokens.empty()) break;
@@ -98,6 +100,16 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
         if (reached < rules.end.least) break;
     }
     return places;
+}
+
+std::vector<std::vector<Ranked>> draft_apart(const Kernels& kernels, const std::vector<const Chain*>& chains) {
+    std::vector<std::vector<Ranked>> found(chains.size());
+    const long count = static_cast<long>(chains.size());
+    // Two jobs at least: within them, all other work stays on their threads.
+    parallel(std::max(2L, count), [&](long i) {
+        if (i < count) found[static_cast<size_t>(i)] = draft(kernels, *chains[static_cast<size_t>(i)]);
+    });
+    return found;
 }
 
 }  // namespace longdraft

@@ -64,12 +64,22 @@ struct DraftRules {
     ChainEnd end;
 };
 
-// Guesses for each place; the chain follows the best. It ends early by the rules, and where logits are not finite.
-//   path      drafted tokens after the text's last token, the chain follows the last of them; empty: the text's last
-//   root      the text's last token
-//   cos, sin  [count, num_ropes, dim / 2], of the rows
-std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache, const Choice& choice,
-                          const DraftRules& rules, int32_t root, std::vector<int32_t> path, const float* cos,
-                          const float* sin);
+// A chain that one text needs. It ends early by the rules, and where logits are not finite.
+struct Chain {
+    DraftModel model;
+    DraftCache cache;
+    const Choice* choice;
+    DraftRules rules;
+    int32_t root;               // the text's last token
+    std::vector<int32_t> path;  // drafted tokens after it, which the chain continues
+    const float *cos, *sin;     // [count, num_ropes, dim / 2], of the rows
+};
+
+// Guesses for each place; the chain follows the best. All threads work for it.
+std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain);
+
+// The same for the chains of several texts at the same time, each on one thread. Threads that share the small products of
+// one chain wait for each other more than they compute.
+std::vector<std::vector<Ranked>> draft_apart(const Kernels& kernels, const std::vector<const Chain*>& chains);
 
 }  // namespace longdraft

@@ -120,8 +120,10 @@ class Batch:
         """Wait once for the work of several texts. Each is charged an equal part of the time."""
         began = time.perf_counter()
         read_together(list(launched.values()))
-        for text in launched:
-            self._texts[text].clock.charge((time.perf_counter() - began) / len(launched))
+        seconds = time.perf_counter() - began
+        for clock in [self._texts[text].clock for text in launched]:
+            clock.charge(seconds / len(launched))
+            clock.together = len(launched)
 
     def _advance(self, text: int, result: Forward | Exception | None, batch_size: int,
                  events: list[tuple[int, Event]]) -> None:
@@ -160,12 +162,15 @@ class Batch:
         Forwards of smaller draft models are charged by rows.
         """
         shares: list[float] = [len(request.rows.tokens) for request in requests.values()]
+        clocks = [self._texts[text].clock for text in requests]
         if next(iter(requests.values())).model.identity is self._model.target.identity:
+            for clock in clocks:
+                clock.sharers = len(requests)
             contexts = [request.cache.length for request in requests.values()]
             shares = self._model.knowledge.forward.at(shares, contexts, len(shares)).tolist()
         total = sum(shares)
-        for text, share in zip(requests, shares, strict=True):
-            self._texts[text].clock.charge(seconds * share / total)
+        for clock, share in zip(clocks, shares, strict=True):
+            clock.charge(seconds * share / total)
 
     def close(self) -> None:
         """Stop all texts."""

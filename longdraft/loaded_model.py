@@ -23,8 +23,8 @@ from longdraft import drafters, parallel
 from longdraft.cache.prefix import PrefixTree
 from longdraft.core import Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
+from longdraft.drafters.knowledge import SharedKnowledge
 from longdraft.drafters.options import DrafterOptions
-from longdraft.drafters.selector import SharedKnowledge
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import fingerprint, hub
 from longdraft.model.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part

@@ -41,11 +41,11 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.eagle import EagleDrafter, EagleOptions
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
+from longdraft.drafters.knowledge import Guesser, SharedKnowledge
 from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
 from longdraft.drafters.options import DrafterOptions
 from longdraft.drafters.plain import PlainDrafter, PlainOptions
-from longdraft.drafters.selector import SharedKnowledge
 from longdraft.drafters.self_draft import MagicDecOptions, SelfDrafter, TokenSwiftOptions, new_partial_cache
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
@@ -99,6 +99,7 @@ class DrafterSpec(NamedTuple):
     needs    the part of `Resources` without which it cannot draft
     in_auto  options with which `auto` tries it, if the part that it needs is there; None: `auto` does not try it
     prior    share of right guesses that `auto` expects before it has drafted
+    guesses_with  its model, for drafters whose guesses are right equally often; "": no other drafter has it
     """
 
     options: type[DrafterOptions]
@@ -106,6 +107,7 @@ class DrafterSpec(NamedTuple):
     needs: Literal["", "heads", "glide", "eagle", "draft"] = ""
     in_auto: Mapping[str, Any] | None = None
     prior: float = 0.6
+    guesses_with: str = ""
 
 
 def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
@@ -116,14 +118,15 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     identity = {**_costs_identity(resources), "vocabulary": options.draft_vocabulary}
     knowledge, clock = resources.knowledge or SharedKnowledge(), resources.clock or CostClock(always=True)
 
-    def random_text_candidates(cache: FullCache, sampler: Sampler) -> dict[str, Drafter]:
-        return _candidates(options, _with_shared_cache(resources._replace(cache=cache, sampler=sampler, clock=None)))
+    def random_text_candidates(cache: FullCache, sampler: Sampler, clock: CostClock) -> dict[str, Drafter]:
+        return _candidates(options, _with_shared_cache(resources._replace(cache=cache, sampler=sampler, clock=clock)))
 
     def calibrate() -> None:
         found = costs.load_or_measure(
             identity, list(candidates), clock.agree,
-            lambda: costs.measure(resources.model, resources.sampler, random_text_candidates, clock.agree))
-        knowledge.begin(found, {name: DRAFTERS[name].prior for name in candidates})
+            lambda: costs.measure(resources.model, resources.sampler, clock.agree, random_text_candidates))
+        knowledge.begin(found, {name: Guesser(DRAFTERS[name].guesses_with or name, DRAFTERS[name].prior)
+                                for name in candidates})
 
     def forget() -> None:
         costs.forget(identity)
@@ -217,9 +220,10 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "ngram": DrafterSpec(NgramOptions, _build_ngram),
     "suffix": DrafterSpec(SuffixOptions, _build_suffix, in_auto={}, prior=0.2),
     "tokenswift": DrafterSpec(TokenSwiftOptions, _build_self_draft, needs="heads",
-                              in_auto={"chain": 16, "margin": 0.25}, prior=0.92),
+                              in_auto={"chain": 16, "margin": 0.25}, prior=0.92, guesses_with="target"),
     "medusa": DrafterSpec(MedusaOptions, _build_medusa, needs="heads", in_auto={}, prior=0.45),
-    "magicdec": DrafterSpec(MagicDecOptions, _build_self_draft, in_auto={"chain": 16, "margin": 0.25}, prior=0.92),
+    "magicdec": DrafterSpec(MagicDecOptions, _build_self_draft, in_auto={"chain": 16, "margin": 0.25}, prior=0.92,
+                            guesses_with="target"),
     "draft-model": DrafterSpec(DraftModelOptions, _build_draft_model, needs="draft", in_auto={}, prior=0.5),
     "glide": DrafterSpec(GlideOptions, _build_glide, needs="glide", in_auto={}),
     "eagle": DrafterSpec(EagleOptions, _build_eagle, needs="eagle", in_auto={}, prior=0.7),

@@ -22,10 +22,12 @@ class AcceptanceByDepth:
 
     prior    share of right guesses to expect before the first outcome
     earlier  the acceptance of all requests, which continues to change
+    steps    that were counted
     """
 
     def __init__(self, max_depth: int, prior: float = 0.8, earlier: AcceptanceByDepth | None = None) -> None:
         self._prior = prior
+        self.steps = 0
         self._tries = [0.0] * max_depth
         self._hits = [0.0] * max_depth
         self._earlier = earlier
@@ -36,6 +38,7 @@ class AcceptanceByDepth:
 
     def add(self, allowed: int, accepted: int) -> None:
         """A step that could draft `allowed` deep, of which `accepted` guesses became text."""
+        self.steps += 1
         for depth in range(min(allowed, accepted + 1, len(self._hits))):
             self._tries[depth] = _DECAY * self._tries[depth] + 1
             self._hits[depth] = _DECAY * self._hits[depth] + (depth < accepted)

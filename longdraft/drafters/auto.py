@@ -16,7 +16,7 @@ nothing of it, and a candidate that would lose even if all its guesses were righ
 the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that others write.
 
 Costs and acceptance can be wrong together, and then no outcome contradicts them. So what the candidate in use delivers
-is compared with what its rating promises (`selector.Delivery`), and a tree of which no guess seems to pay is verified.
+is compared with what its rating promises (`knowledge.Delivery`), and a tree of which no guess seems to pay is verified.
 
 Chains end by themselves (longdraft/drafters/confidence.py) where a further token costs more than it gains.
 """
@@ -36,8 +36,9 @@ from longdraft.drafters.confidence import confidence_of
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
 from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
+from longdraft.drafters.knowledge import SharedKnowledge
 from longdraft.drafters.options import DrafterOptions
-from longdraft.drafters.selector import Selector, SharedKnowledge
+from longdraft.drafters.selector import Selector
 from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.routine import CostClock, Routine, run_alone
@@ -89,6 +90,7 @@ class Proposal(NamedTuple):
 class PlainRun:
     """Steps of plain decoding that are not counted yet: what is done beside a short step would be felt.
 
+    between  seconds between the steps
     num_new  new tokens of the text after the last of them
     began    of the current step, in seconds
     """
@@ -96,6 +98,7 @@ class PlainRun:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    between: float = 0.0
     num_new: int = 0
     began: float = 0.0
 
@@ -140,6 +143,7 @@ class AutoDrafter:
         self._num_steps = 0
         self._num_same = 0  # steps of the active candidate since a switch
         self._last_writer = ""
+        self._ended = 0.0  # of the latest step, in seconds
         self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
         self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
 
@@ -205,8 +209,9 @@ class AutoDrafter:
             if self._is_warm:
                 plain.steps += 1
                 plain.seconds += now - plain.began
-            plain.num_new = context.num_new
-            if not selector.is_probing and self._num_steps % AUTO_SETTINGS.steps_per_decision:
+                plain.between += self._since_last_step(plain.began)
+            plain.num_new, self._ended = context.num_new, now
+            if self._num_steps % AUTO_SETTINGS.steps_per_decision and not (selector.is_probing or selector.has_news):
                 return
             self._count_plain()
         else:
@@ -214,13 +219,16 @@ class AutoDrafter:
             now = self._measure(self._proposal, accepted, verified_at)
             self._report(context.num_new, len(accepted.tokens))
         if selector.is_due(self._num_steps, now):
+            is_extra = selector.has_news
             selector.decide(context)
-            selector.postpone(now)
+            if not is_extra:
+                selector.postpone(now)
             self._watch(context, accepted)
         self._num_same += 1
         if selector.active != active:  # the new candidate has not seen the latest tokens
             self._num_same = 0
             self._drafters[selector.active].observe(context, accepted)
+        self._ended = self._clock()
 
     def _measure(self, proposal: Proposal, accepted: Accepted, verified_at: float) -> float:
         """Count the step's guesses and time; returns what the clock shows."""
@@ -230,8 +238,9 @@ class AutoDrafter:
         self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
         draft = drafted_at - began + (now := self._clock()) - verified_at
         if self._is_warm:
-            self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft,
-                                is_typical=self._num_same >= AUTO_SETTINGS.untypical_steps)
+            is_typical = self._num_same >= AUTO_SETTINGS.untypical_steps
+            self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft, is_typical,
+                                self._since_last_step(began))
         return now
 
     @property
@@ -239,11 +248,15 @@ class AutoDrafter:
         """Whether this is not the first step of the text, which may take fifty times as long as the others."""
         return self._num_steps > 1
 
+    def _since_last_step(self, began: float) -> float:
+        """Seconds since the step before. After the first one the engine gives back memory of the prompt's chunks."""
+        return began - self._ended if self._num_steps > 2 else 0.0
+
     def _count_plain(self) -> None:
         """Count the steps of plain decoding since the last decision."""
         run, self._plain = self._plain, PlainRun()
         if run.steps:
-            self.selector.spend(run.tokens, 1, run.seconds, 0, 0.0, is_typical=True, steps=run.steps)
+            self.selector.spend(run.tokens, 1, run.seconds, 0, 0.0, True, run.between, run.steps)
         if run.tokens:
             self._report(run.num_new, run.tokens)
 

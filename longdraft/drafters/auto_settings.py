@@ -26,6 +26,7 @@ class AutoSettings:
     enough_times           steps that must have timed a drafter before its costs are no longer in doubt
     doubt                  costs that are in doubt may be so many times too high: those in the user's cache folder may
                            come from a busy machine
+    near                   a candidate may well be the fastest if it takes at most so many times the leader's time
     probe_budget           share of the time that probes may lose
     hopeful_budget         share of the time that the probes of one candidate may lose, whatever others lost, while it
                            is expected to be the fastest
@@ -51,6 +52,7 @@ class AutoSettings:
     check_steps: int = 3
     enough_times: int = 4
     doubt: float = 3.0
+    near: float = 1.3
     probe_budget: float = 0.005
     hopeful_budget: float = 0.0025
     allowance: float = 4.0

@@ -5,7 +5,8 @@
 `measure` runs real steps over a cache of random keys and values: trees of 1 to 32 guesses that no drafter drafted, then
 each drafter at two depths. It takes a second or two for a model of 500 million parameters. The guesses are
 different tokens, because rows of one token would choose the same experts. Otherwise times do not depend on what the
-tokens are, so these costs serve every text. `Pace` notices while writing that they are off.
+tokens are, so these costs serve every text. `Pace` (longdraft/drafters/knowledge.py)
+notices while writing that they are off.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,8 +25,10 @@ from numpy.typing import NDArray
 
 from longdraft.cache.full import FullCache
 from longdraft.core import Context
+from longdraft.kernels import threads
+from longdraft.kernels.launched import HostWork
 from longdraft.model.fingerprint import cache_dir, write_cached
-from longdraft.model.routine import atomic, run_alone
+from longdraft.model.routine import CostClock, atomic, run_alone
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
@@ -44,14 +46,11 @@ _ENOUGH_S, _LEAST_REPEATS, _MOST_REPEATS = 0.06, 2, 8  # the fastest one counts;
 _MOST_WARM_UPS = 4  # steps in which a drafter may read the text before it drafts
 _SLOW_S = 0.2  # what takes longer is timed once
 _USUAL_STEPS, _LONG_S = 40, 4.0  # a measurement takes as long as so many steps; a line announces one that takes longer
-_FORMAT = 6
+_FORMAT = 7
 _STRIDE = 9973  # between the guesses' token ids; a prime, so that they differ
 _SEVERAL = 8  # rows by which the growth of the text's part is measured
 _GROWTH = 0.02  # where it is not
 
-_OUTLIER = 3.0  # a measured time counts as at most this many times the expected one, and at least 1 / 3 of it
-_MACHINE_RATE, _KIND_RATE = 0.2, 0.1  # how much of a ratio is taken over at once
-_ENOUGH, _TOLERANCE = 100, 1.5  # pieces of work after which a factor beyond this one means that costs are off
 
 
 class ForwardCosts(NamedTuple):
@@ -77,11 +76,11 @@ class ForwardCosts(NamedTuple):
         """Before anything was measured: a forward that reads its bytes once, and whose rows cost little."""
         return cls(0.0, tuple(1 + 0.02 * rows for rows in ROWS), weights_in_tokens)
 
-    def at(self, rows: Sequence[float] | NDArray[np.int64], context: int | Sequence[int], requests: float = 1
-           ) -> NDArray[np.float64]:
+    def at(self, rows: Sequence[float] | NDArray[np.int64], context: int | Sequence[int],
+           requests: float | NDArray[np.float64] = 1) -> NDArray[np.float64]:
         """Seconds of one request's part of a forward, for each number of rows, after `context` tokens (one number, or
-        one for each of rows), if each of `requests` requests has so many rows: its own keys and values, and an equal
-        share of the weights."""
+        one for each of rows), if each of `requests` requests (likewise) has so many rows: its own keys and values, and
+        an equal share of the weights."""
         own = np.asarray(rows, dtype=np.float64)
         near = np.minimum(context, self.near)
         reads = near / self.near_positions + (context - near) / self.positions
@@ -103,15 +102,27 @@ class DraftCosts(NamedTuple):
     token  seconds for each token of depth
     nodes  guesses in the tree for each token of depth
     depth  depth of the deepest tree
+    lanes  requests of a batch that draft at the same time, each on one thread; 1: their drafts are made in turn, or
+           share forwards
+    apart  seconds for each token of depth on one thread, with two lanes or more
     """
 
     base: float
     token: float
     nodes: float
     depth: int
+    lanes: int = 1
+    apart: float = 0.0
 
-    def at(self, depth: int) -> float:
-        return self.base + self.token * depth
+    def at(self, depth: int, requests: int = 1) -> float:
+        """Seconds of one request's part of drafts of `requests` requests."""
+        return self.base + self.token_of(requests) * depth
+
+    def token_of(self, requests: int) -> float:
+        """Seconds for each token of depth, where so many requests draft together."""
+        if requests == 1 or self.lanes == 1:
+            return self.token
+        return self.apart * -(-requests // self.lanes) / requests
 
 
 class Costs(NamedTuple):
@@ -135,66 +146,9 @@ class Costs(NamedTuple):
             raise ValueError("not the costs of these drafters")
         drafts = {}
         for place, name in enumerate(names):
-            base, token, nodes, depth = numbers[end + size * place : end + size * (place + 1)]
-            drafts[name] = DraftCosts(base, token, nodes, int(depth))
+            base, token, nodes, depth, lanes, apart = numbers[end + size * place : end + size * (place + 1)]
+            drafts[name] = DraftCosts(base, token, nodes, int(depth), int(lanes), apart)
         return cls(ForwardCosts(numbers[0], tuple(numbers[1 : end - 4]), *numbers[end - 4 : end]), drafts)
-
-
-class Pace:
-    """Measured seconds over expected seconds, for each kind of work, relative to how fast the machine is now.
-
-    A machine that is busy with other work makes all kinds slower, and that changes no decision. How fast it is now is
-    seen in the latest forwards. What a kind deviates from them in the long run is the error of its costs. A forward
-    tells that only after a forward of another kind: in a row of the same kind, all that changes is the machine.
-
-    machine  factor for the expected seconds of all kinds
-    """
-
-    def __init__(self) -> None:
-        self.machine = 1.0
-        self._num_forwards = 0
-        self._latest: object = None  # kind of the latest forward
-        self._of: dict[object, float] = {}
-        self._counts: defaultdict[object, int] = defaultdict(int)
-        self._telling: defaultdict[object, int] = defaultdict(int)
-
-    def __getitem__(self, kind: object) -> float:
-        """Factor for the expected seconds of this kind of work."""
-        return self._of.get(kind, 1.0)
-
-    def __contains__(self, kind: object) -> bool:
-        """Whether work of this kind was timed."""
-        return kind in self._of
-
-    def times(self, kind: object) -> int:
-        """How often work of this kind was timed."""
-        return self._counts[kind]
-
-    def add(self, kind: object, measured: float, expected: float, *, is_forward: bool = False, slack: float = 0.0
-            ) -> None:
-        """A piece of work took `measured` seconds. expected: this kind's factor included
-
-        slack  seconds of noise, which both may have besides. Work that takes less does not tell that its costs are off
-        """
-        expected *= self.machine
-        ratio = min(_OUTLIER, max(1 / _OUTLIER, (measured + slack) / (expected + slack)))
-        self._telling[kind] += expected > slack
-        rate = _KIND_RATE
-        if not is_forward or kind != self._latest:  # the first ones tell much
-            self._counts[kind] += 1
-            rate = max(rate, 1 / (1 + self._counts[kind]))
-        if is_forward:
-            rate *= self._latest not in (None, kind)
-            self._num_forwards += 1
-            self.machine *= ratio ** (max(_MACHINE_RATE, 1 / (1 + self._num_forwards)) * (1 - rate))
-            self._latest = kind
-        self._of[kind] = self[kind] * ratio ** rate
-
-    @property
-    def is_off(self) -> bool:
-        """Whether some kind of work takes much longer, or shorter, than its costs say."""
-        return any(self._telling[kind] >= _ENOUGH and not 1 / _TOLERANCE < factor < _TOLERANCE
-                   for kind, factor in self._of.items())
 
 
 class _Guesses:
@@ -221,11 +175,13 @@ class _RandomText:
         self.model, self.sampler, self._agree = model, sampler.of_another_text(is_structured=False), agree
         self.cache = model.random_cache(positions, 1024)
         self.context = Context([1] * (positions + 1))
+        self.clock = CostClock(always=True)
+        self.threads = int(agree(threads(model.kernels)))
 
-    def step(self, drafter: Drafter, depth: int) -> tuple[Accepted, Timings]:
+    def step(self, drafter: Drafter, depth: int, on_one_thread: bool = False) -> tuple[Accepted, Timings]:
         timings = Timings()
         step = Step(self.model, self.cache, drafter, self.sampler, self.context, timings, Tally())
-        return run_alone(step.run(depth + 1)), timings
+        return run_alone(step.run(depth + 1), on_one_thread), timings
 
     def seconds(self, rows: int) -> Timings:
         """A step with so many rows: the shortest time of each of its parts, because noise only adds to it."""
@@ -241,19 +197,32 @@ class _RandomText:
         seconds = self._agree(seconds)
         return 0 if seconds > _SLOW_S else int(max(_LEAST_REPEATS, min(_MOST_REPEATS, _ENOUGH_S / max(seconds, 1e-6))))
 
-    def draft(self, drafter: Drafter, depth: int) -> tuple[Accepted, float]:
-        """The fastest of the deepest drafts, and what it drafted: a draft of nothing takes no time."""
-        found = [self.step(drafter, depth)]
-        found += [self.step(drafter, depth) for _ in range(self._repeats(found[0][1].draft))]
-        accepted, timings = min(found, key=lambda each: (-each[0].depth, each[1].draft))
-        return accepted, timings.draft
+    def drafts(self, drafter: Drafter, on_one_thread: bool = False) -> list[tuple[Accepted, float]]:
+        """For each of _DEPTHS the fastest of the deepest drafts, and what it drafted: a draft of nothing takes no time.
+        The depths take turns, because a machine may be slower for a while."""
+        found = [[self.step(drafter, depth, on_one_thread)] for depth in _DEPTHS]
+        for _ in range(self._repeats(found[0][0][1].draft)):
+            for of_depth, depth in zip(found, _DEPTHS, strict=True):
+                of_depth.append(self.step(drafter, depth, on_one_thread))
+        best = [min(of_depth, key=lambda each: (-each[0].depth, each[1].draft)) for of_depth in found]
+        return [(accepted, timings.draft) for accepted, timings in best]
+
+    def drafts_apart(self, drafter: Drafter) -> bool:
+        """Whether requests of a batch draft with this drafter at the same time."""
+        self.clock.batch_size = 2
+        draft = drafter.propose(self.context, _DEPTHS[0])
+        try:
+            return isinstance(next(draft, None), HostWork)
+        finally:
+            draft.close()
+            self.clock.batch_size = 1
 
 
-def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCache, Sampler], Mapping[str, Drafter]],
-            agree: Callable[[float], float]) -> Costs:
+def measure(model: Transformer, sampler: Sampler, agree: Callable[[float], float],
+            candidates: Callable[[FullCache, Sampler, CostClock], Mapping[str, Drafter]]) -> Costs:
     """Time steps of plain decoding, and drafts.
 
-    candidates  makes the drafters for a text with this cache and this sampler
+    candidates  makes the drafters for a text with this cache, this sampler and this clock
     agree       maps this rank's number to that of all ranks
     """
     short = _RandomText(model, sampler, agree, 0)
@@ -267,7 +236,7 @@ def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCach
     rising = [float(each) for each in np.minimum.accumulate(seconds[::-1])[::-1]]
     forward = ForwardCosts(host, tuple(rising), *_text_costs(model, sampler, agree, rising))
     text = _RandomText(model, sampler, agree, min(_SHORT, model.config.max_positions // 2))
-    drafters = candidates(text.cache, text.sampler)
+    drafters = candidates(text.cache, text.sampler, text.clock)
     return Costs(forward, {name: _of_drafter(text, drafter) for name, drafter in drafters.items()})
 
 
@@ -302,13 +271,18 @@ def _of_drafter(text: _RandomText, drafter: Drafter) -> DraftCosts:
     for _ in range(_MOST_WARM_UPS):
         if text.step(drafter, _DEPTHS[0])[0].drafted:
             break
-    (short, low), (long, high) = (text.draft(drafter, depth) for depth in _DEPTHS)
-    if long.depth > short.depth:
+    (short, low), (long, high) = text.drafts(drafter)
+    is_deeper, lanes, apart = long.depth > short.depth, 1, 0.0
+    if is_deeper:
         token = max(0.0, (high - low) / (long.depth - short.depth))
         base = max(0.0, low - token * short.depth)
     else:
         base, token = min(low, high), 0.0
-    return DraftCosts(base, token, long.drafted / max(1, long.depth), long.depth)
+    if is_deeper and text.threads > 1 and text.drafts_apart(drafter):
+        lanes = text.threads
+        (_, low), (_, high) = text.drafts(drafter, on_one_thread=True)
+        apart = max(token, (high - low) / (long.depth - short.depth))
+    return DraftCosts(base, token, long.drafted / max(1, long.depth), long.depth, lanes, apart)
 
 
 def load_or_measure(identity: Mapping[str, Any], names: Sequence[str], agree: Callable[[float], float],

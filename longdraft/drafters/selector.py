@@ -1,118 +1,23 @@
-"""What the drafter `auto` (longdraft/drafters/auto.py) knows of its candidates, and how it decides between them."""
+"""How the drafter `auto` (longdraft/drafters/auto.py) decides between its candidates."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import cycle
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longdraft.core import Context
-from longdraft.drafters.acceptance import AcceptanceByDepth
 from longdraft.drafters.auto_settings import AUTO_SETTINGS
-from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace
+from longdraft.drafters.knowledge import Delivery, Rating, SharedKnowledge
 from longdraft.model.routine import CostClock
 from longdraft.tree import Tree
 
 _SIZES = [rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)]  # forwards of a size share a pace
 _INTERRUPTED = 3.0  # times the expected seconds: a forward that takes longer counts as one that takes so long
 _NOISE = 0.05  # of a step: a draft that takes less does not tell that its costs are off
-
-FloatArray = NDArray[np.float64]
-
-
-class Rating(NamedTuple):
-    """What to expect of a candidate.
-
-    seconds  for each token at its best depth
-    depth    that depth; 0 for plain decoding
-    least    seconds for each token if all guesses were right
-    tokens   expected of a step
-    short    seconds of a step with a draft of two tokens, and the tokens expected of it
-    """
-
-    seconds: float
-    depth: int
-    least: float
-    tokens: float
-    short: tuple[float, float]
-
-
-class Candidate:
-    """What the requests of an engine know of one drafter.
-
-    costs  as they were measured on this machine
-    prior  share of right guesses to expect before it has drafted
-    """
-
-    def __init__(self, costs: DraftCosts, prior: float) -> None:
-        self.costs = costs
-        self.acceptance = AcceptanceByDepth(AUTO_SETTINGS.max_depth, prior)
-        self.steps = 0
-        self.lost = 0.0  # seconds, by its probes
-        self._nodes = costs.nodes  # guesses that are verified, for each token of depth
-
-    def add(self, tree: Tree, allowed: int, accepted: int) -> None:
-        """A step that could draft `allowed` deep and verified `tree`."""
-        self.steps += 1
-        self.acceptance.add(allowed, accepted)
-        self._nodes += 0.05 * ((len(tree) - 1) / max(1, allowed) - self._nodes)
-
-    def rate(self, steps: FloatArray, draft_factor: float, reached: list[float]) -> Rating:
-        """steps: seconds of a step without its draft, by rows from 0 on; draft_factor: of the seconds of a draft;
-        reached: P(1), P(2), ..."""
-        depths = np.arange(1, 1 + (self.costs.depth or AUTO_SETTINGS.max_depth))
-        rows = np.minimum(len(steps) - 1, 1 + np.rint(self._nodes * depths)).astype(np.int64)
-        seconds = steps[rows] + draft_factor * (self.costs.base + self.costs.token * depths)
-        tokens = 1 + np.cumsum(reached[: len(depths)])
-        best = int((seconds / tokens).argmin())
-        two = min(2, len(depths)) - 1
-        return Rating(float(seconds[best] / tokens[best]), best + 1, float((seconds / (1 + depths)).min()),
-                      float(tokens[best]), (float(seconds[two]), float(tokens[two])))
-
-
-class Delivery:
-    """What a candidate delivers in one request, beside what its rating promises: the seconds that its steps took, and
-    the seconds that its tokens should have taken. Whatever is wrong with a rating shows here."""
-
-    def __init__(self) -> None:
-        self._spent = self._promised = 0.0
-        self._prior = AUTO_SETTINGS.delivery_prior  # what is left of it
-
-    def add(self, spent: float, promised: float) -> None:
-        decay = AUTO_SETTINGS.delivery_decay
-        self._spent, self._promised = decay * self._spent + spent, decay * self._promised + promised
-        self._prior *= decay
-
-    def forget_half(self) -> None:
-        """It is tried again: the latest steps shall decide."""
-        self._spent, self._promised = self._spent / 2, self._promised / 2
-
-    def error(self, plain: float) -> float:
-        """Factor for the rated seconds, 1 or more. plain: seconds of a step of plain decoding"""
-        prior = self._prior * plain
-        return max(1.0, (self._spent + prior) / (self._promised + prior))
-
-
-class SharedKnowledge:
-    """What the requests of an engine know, and what their probes may lose. One thread runs the requests of an engine.
-
-    weights_in_tokens  tokens of context whose KV cache is as large as the model's weights
-    """
-
-    def __init__(self, weights_in_tokens: float = 1.0) -> None:
-        self.forward = ForwardCosts.by_size(weights_in_tokens)
-        self.candidates: dict[str, Candidate] = {}
-        self.pace = Pace()
-        self.seconds = 0.0  # of all steps
-        self.lost = 0.0  # by probes, and reserved for those that are being made
-
-    def begin(self, costs: Costs, priors: Mapping[str, float]) -> None:
-        """Take over the measured costs. priors: share of right guesses to expect of each candidate"""
-        self.forward = costs.forward
-        self.candidates = {name: Candidate(draft, priors[name]) for name, draft in costs.drafts.items()}
+_SHARING_RATE = 0.02  # how much of the share of requests that verify together is taken over at once
+_BETWEEN_RATE = 0.05  # how much of the seconds between two steps is taken over at once
 
 
 class Selector:
@@ -125,12 +30,15 @@ class Selector:
         self._plain, *others = shared.candidates
         self._turns = cycle(others or [self._plain])
         self.turn = self._plain  # the candidate that was rated last
-        self._acceptance = {name: known.acceptance.of_a_request() for name, known in shared.candidates.items()}
+        own = {id(known.acceptance): known.acceptance.of_a_request() for known in shared.candidates.values()}
+        self._acceptance = {name: own[id(known.acceptance)] for name, known in shared.candidates.items()}
         self._deliveries = {name: Delivery() for name in shared.candidates}
         self._promises: dict[str, float] = {}  # seconds for each token, as the model of costs says
         self._ratings: dict[str, Rating] = {}
         self._next_decision = 0.0  # by the clock
+        self._num_known, self._batch_size = shared.num_known, clock.batch_size  # at the latest decision
         self._probe_steps, self._reserved = 0, 0.0  # steps and seconds that are left to the current probe
+        self._step_loss = 0.0  # seconds that each of its steps was expected to lose
         self._probe_depth = AUTO_SETTINGS.max_depth  # of its drafts at most
         self._look(context)
         for name in shared.candidates:
@@ -149,9 +57,14 @@ class Selector:
         """Whether plain decoding is active."""
         return self.active == self._plain
 
+    @property
+    def has_news(self) -> bool:
+        """Whether other requests got to know a candidate, or joined or left, since the latest decision."""
+        return self._num_known != self._shared.num_known or self._batch_size != self._clock.batch_size
+
     def is_due(self, num_steps: int, now: float) -> bool:
         """Whether to decide after this step. now: by the clock"""
-        if self.is_probing:
+        if self.is_probing or self.has_news:
             return True
         every = AUTO_SETTINGS.steps_per_decision if self.is_plain else AUTO_SETTINGS.drafts_per_decision
         return num_steps % every == 0 and now >= self._next_decision
@@ -169,7 +82,7 @@ class Selector:
         deepest = self._deepest() if ends_itself else self._ratings[self.active].depth
         if self.is_probing:
             deepest = min(deepest, self._probe_depth)
-        return min(deepest, 2 << min(8, self._shared.candidates[self.active].steps))
+        return min(deepest, 2 << min(8, self._shared.candidates[self.active].acceptance.steps))
 
     def _deepest(self) -> int:
         """How deep tokens pay together if they are certain. One row can be dear: the first that reads the weights
@@ -190,17 +103,20 @@ class Selector:
     @property
     def _token_seconds(self) -> float:
         """Seconds of a further token of the active candidate's draft."""
-        return self._draft_factor(self.active) * self._shared.candidates[self.active].costs.token
+        costs = self._shared.candidates[self.active].costs
+        return self._draft_factor(self.active) * costs.token_of(self._clock.batch_size)
 
     def decide(self, context: Context) -> None:
         """Choose the active candidate."""
         self._look(context)
-        self.turn = next(self._turns)  # one at a time: rating all would cost a part of a short step
-        for name in {self._plain, self._leader, self.active, self.turn}:
+        self.turn = self._next_turn()
+        for name in self._ratings if self.has_news else {self._plain, self._leader, self.active, self.turn}:
             self._rate(name)
+        are_others = self._batch_size != self._clock.batch_size
+        self._num_known, self._batch_size = self._shared.num_known, self._clock.batch_size
         if self.is_probing:
-            self._probe_steps -= 1
             is_promising = self._ratings[self.active].seconds < self._ratings[self._leader].seconds
+            self._probe_steps = 0 if are_others and not self._is_near(self.active) else self._probe_steps - 1
             if self.is_probing and (self._reserved > 0 or is_promising):  # bad luck alone does not end a probe
                 return
             self._probe_steps = 0
@@ -214,31 +130,63 @@ class Selector:
         if self.turn != self._leader:
             self._probe(self.turn)
 
+    def _next_turn(self) -> str:
+        """The candidate to rate, one at a time: rating all would cost a part of a short step. Every other time one that
+        may well be the fastest and whose drafts were not timed yet."""
+        untimed = [name for name in self._ratings
+                   if self._is_near(name) and not self._is_timed(name) and name not in self._watched]
+        if not untimed or self.turn in untimed:
+            return next(self._turns)
+        return min(untimed, key=lambda name: self._ratings[name].seconds)
+
+    def _is_near(self, name: str) -> bool:
+        """Whether a candidate may well be the fastest."""
+        return self._ratings[name].seconds <= AUTO_SETTINGS.near * self._ratings[self._leader].seconds
+
     def learn(self, name: str, tree: Tree, allowed: int, accepted: int) -> None:
         """The outcome of a draft of a candidate, which could draft `allowed` deep."""
-        self._shared.candidates[name].add(tree, allowed, accepted)
+        known = self._shared.candidates[name]
+        known.add(tree, allowed, accepted)
+        self._shared.num_known += known.acceptance.steps == AUTO_SETTINGS.first_steps
         self._acceptance[name].add(allowed, accepted)
 
-    def spend(self, tokens: int, rows: int, step: float, drafted: int, draft: float, is_typical: bool, steps: int = 1
-              ) -> None:
+    def spend(self, tokens: int, rows: int, step: float, drafted: int, draft: float, is_typical: bool, between: float,
+              steps: int = 1) -> None:
         """A step wrote `tokens` tokens. It took `step` seconds with so many rows, after `draft` seconds for a draft
-        `drafted` tokens deep. is_typical: the draft did nothing else. steps: so many steps did all this"""
+        `drafted` tokens deep. is_typical: the draft did nothing else. between: seconds since the step before. steps: so
+        many steps did all this"""
         shared, pace = self._shared, self._shared.pace
-        if rows < len(self._steps):
-            expected = float(self._steps[rows])
+        found = min(between / steps / pace.machine, float(self._forwards[1]))  # an interrupted host counts little
+        shared.between += (_BETWEEN_RATE if shared.between else 1.0) * (found - shared.between)
+        is_expected = self._batch_size == self._clock.batch_size  # else costs were reckoned for other forwards
+        if rows < len(self._steps) and is_expected:
+            expected = self._expected(rows)
             pace.add(self._forward_kind(_SIZES[rows]), step / steps, expected, is_forward=True)
             step = min(step, steps * _INTERRUPTED * expected * pace.machine)
-        if is_typical and not self.is_plain:
-            expected = self._draft_factor(self.active) * shared.candidates[self.active].costs.at(drafted)
-            pace.add(self._draft_kind(self.active), draft, expected, slack=_NOISE * step)
-        seconds = (step + draft) / pace.machine  # on a machine that is as fast as it was when costs were measured
+        if is_typical and is_expected and not self.is_plain:
+            kind, costs = self._draft_kind(self.active), shared.candidates[self.active].costs
+            pace.begin(kind, factor := self._draft_factor(self.active))
+            pace.add(kind, draft, factor * costs.at(drafted, self._clock.together), slack=_NOISE * step)
+            shared.num_known += pace.times(kind) == AUTO_SETTINGS.enough_times
+        seconds = (step + draft + between) / pace.machine  # on a machine as fast as it was when costs were measured
         shared.seconds += seconds
         if self.is_probing:
             loss = seconds - tokens * self._ratings[self._leader].seconds
-            self._reserved -= loss
+            known = loss if is_typical else min(loss, self._step_loss)  # a drafter's first step reads the whole text
+            self._reserved -= known
+            shared.lost += loss - known
             shared.candidates[self.active].lost += max(0.0, loss)
         elif is_typical and not self.is_plain:  # drafts of probes are shorter than the rated ones
             self._deliveries[self.active].add(seconds, tokens * self._promises[self.active])
+
+    def _expected(self, rows: int) -> float:
+        """Seconds of a forward with so many rows of this request, which as many requests shared as the latest one."""
+        sharers, num_requests = self._clock.sharers, self._clock.batch_size
+        if num_requests == 1:
+            return float(self._forwards[rows])
+        if rows > 1:
+            self._shared.sharing += _SHARING_RATE * (sharers / num_requests - self._shared.sharing)
+        return float(self._factors[rows] * self._shared.forward.at([rows], self._length, sharers)[0])
 
     def num_guesses(self, reach: Sequence[float]) -> int:
         """How many of the likeliest guesses are worth their rows. reach: P(guess becomes text), falling"""
@@ -255,10 +203,13 @@ class Selector:
         for size, kind in enumerate(map(self._forward_kind, range(_SIZES[-1] + 1))):
             # Several rows that were not timed are expected to be as far off as fewer of them.
             factors.append(factors[-1] if size > _SIZES[2] and kind not in pace else pace[kind])
-        forward, requests = self._shared.forward, self._clock.batch_size
-        self._steps = np.take(factors, _SIZES) * forward.at(np.arange(len(_SIZES)), len(context), requests)
-        several = self._steps[2:]  # noise only adds to their times: more rows take no less
+        self._factors, self._length = np.take(factors, _SIZES), len(context)
+        rows, num_requests = np.arange(len(_SIZES)), self._clock.batch_size
+        sharers = np.where(rows > 1, max(1.0, self._shared.sharing * num_requests), num_requests)
+        self._forwards = self._factors * self._shared.forward.at(rows, self._length, sharers)
+        several = self._forwards[2:]  # noise only adds to their times: more rows take no less
         np.minimum.accumulate(several[::-1], out=several[::-1])
+        self._steps = self._forwards + self._shared.between
 
     def _forward_kind(self, size: int) -> tuple[object, ...]:
         return size, self._clock.batch_size > 1
@@ -267,9 +218,15 @@ class Selector:
         return name, self._clock.batch_size > 1
 
     def _draft_factor(self, name: str) -> float:
-        """For the measured costs. Drafts of several requests share the weights, but each drafted token is a step of the
-        host: what that comes to is not known before they have drafted."""
-        return self._shared.pace[self._draft_kind(name)]
+        """For the measured costs. Where drafts of several requests share forwards, each drafted token is a step of the
+        host: what that comes to is not known before they have drafted. A candidate that was not timed is expected to be
+        as far off as another one of its model."""
+        shared, kind = self._shared, self._draft_kind(name)
+        if kind in shared.pace:
+            return shared.pace[kind]
+        kinds = (self._draft_kind(other) for other, known in shared.candidates.items()
+                 if known.acceptance is shared.candidates[name].acceptance)
+        return next((shared.pace[other] for other in kinds if other in shared.pace), 1.0)
 
     def _rate(self, name: str) -> None:
         if name == self._plain:
@@ -277,13 +234,13 @@ class Selector:
             self._ratings[name] = Rating(plain, 0, plain, 1.0, (plain, 1.0))
         else:
             rating = self._shared.candidates[name].rate(
-                self._steps, self._draft_factor(name), self._acceptance[name].reached())
+                self._steps, self._draft_factor(name), self._acceptance[name].reached(), self._clock.batch_size)
             error = self._deliveries[name].error(float(self._steps[1]))
             self._promises[name], self._ratings[name] = rating.seconds, rating._replace(seconds=rating.seconds * error)
 
     def _is_trusted(self, name: str) -> bool:
         """Whether the acceptance of a candidate is known well enough to choose it."""
-        return name == self._plain or self._shared.candidates[name].steps >= AUTO_SETTINGS.first_steps
+        return name == self._plain or self._shared.candidates[name].acceptance.steps >= AUTO_SETTINGS.first_steps
 
     def _best(self) -> str:
         return min(filter(self._is_trusted, self._ratings), key=self._ratings.__getitem__)
@@ -311,7 +268,8 @@ class Selector:
         depth  of its drafts at most
         """
         shared, plain = self._shared, self._ratings[self._plain].seconds
-        loss = steps * max(AUTO_SETTINGS.least_loss * plain, loss)
+        self._step_loss = max(AUTO_SETTINGS.least_loss * plain, loss)
+        loss = steps * self._step_loss
         budget = AUTO_SETTINGS.probe_budget * shared.seconds
         if not self._is_trusted(name):
             budget += AUTO_SETTINGS.allowance * plain

@@ -4,7 +4,7 @@ A text that drafts on a device launches the whole chain and yields a `Launched` 
 the other texts launch theirs meanwhile, and the host waits once for all of them (`read_together`).
 
 Work that several texts can do in one graph is yielded before it is launched (`Shareable`): `read_together` launches it
-for all of them at once.
+for all of them at once. So is work of the processor that texts can do at the same time (`HostWork`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Launched:
 class LaunchesTogether(Protocol):
     """What launches the work of several texts at once."""
 
-    def launch(self, parts: Sequence[Any]) -> list[Tensor]:
+    def launch(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Launch these parts; returns the outcome of each."""
 
 
@@ -53,12 +53,12 @@ class Shareable(Launched):
     alone  launches it by itself; returns its outcome
     """
 
-    def __init__(self, group: LaunchesTogether, part: Any, alone: Callable[[], Tensor]) -> None:
+    def __init__(self, group: LaunchesTogether, part: Any, alone: Callable[[], Any]) -> None:
         self.group, self.part, self._alone = group, part, alone
         self.is_launched = False
         self._on_host = None
 
-    def launched(self, outcome: Tensor) -> None:
+    def launched(self, outcome: Any) -> None:
         """Set the outcome of work that was launched."""
         self.outcome, self.is_launched = outcome, True
 
@@ -70,6 +70,19 @@ class Shareable(Launched):
     def read(self) -> Tensor:
         self.launch_alone()
         return super().read()
+
+
+class HostWork(Shareable):
+    """Work of the processor: a launch returns when it is done, and its outcome may be anything. Alone it has all
+    threads; beside the work of other texts, one."""
+
+    def launch_on_one_thread(self) -> None:
+        """Do the work as beside that of other texts."""
+        self.launched(self.group.launch([self.part])[0])
+
+    def read(self) -> Any:
+        self.launch_alone()
+        return self.outcome
 
 
 LaunchedWork = Generator[Launched, None, T]  # returns a T, once what it yields can be read
@@ -98,7 +111,7 @@ def read_together(launched: Sequence[Launched]) -> None:
     _launch_together([each for each in launched if isinstance(each, Shareable)])
     groups: dict[object, list[Launched]] = {}
     for each in launched:
-        if not isinstance(each, Shareable) or each.is_launched:
+        if not isinstance(each, HostWork) and (not isinstance(each, Shareable) or each.is_launched):
             key = each.outcome.device, each.outcome.dtype, each.outcome.shape[1:]
             groups.setdefault(key, []).append(each)
     for group in groups.values():

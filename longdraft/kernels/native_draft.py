@@ -2,6 +2,8 @@
 
 The step-by-step chain in longdraft/drafters/chain.py gives the same tokens, bit for bit. Between two tokens it returns
 to Python, which takes longer than the arithmetic of a small model.
+
+The chains of several texts of a batch are drafted at the same time, each on one thread (`ChainsApart`).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,6 +22,7 @@ from longdraft.kernels.cpu_decoder import CpuDecoder
 from longdraft.kernels.cpu_store import CpuLinear
 from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import Decoder, Kernels, KVStore, RemainderMaps
+from longdraft.kernels.launched import HostWork, LaunchedWork
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import Linear
 
@@ -146,9 +150,36 @@ def supports(kernels: Kernels, decoder: Decoder, weights: DraftWeights) -> bool:
             and {type(table) for table in tables} == {CpuLinear})
 
 
+class NativeChain(NamedTuple):
+    """A chain as the compiled module takes it, which refers to `held`."""
+
+    kernels: _cpu.Kernels
+    chain: _cpu.Chain
+    held: object
+
+    def draft(self) -> list[Ranked]:
+        """On all threads."""
+        return [Ranked(*place) for place in self.kernels.draft(self.chain)]
+
+
+class ChainsApart:
+    """Drafts the chains of several texts at the same time. Each chain has one thread: threads that share the small
+    products of one chain wait for each other more than they compute."""
+
+    def launch(self, parts: Sequence[NativeChain]) -> list[list[Ranked]]:
+        found = parts[0].kernels.draft_apart([part.chain for part in parts])
+        return [[Ranked(*place) for place in places] for places in found]
+
+
+@cache
+def _chains_apart(variant: str) -> ChainsApart:
+    """The same for all texts that one variant of the kernels computes: their weights are packed for it."""
+    return ChainsApart()
+
+
 def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache: DraftStores, ranking: Ranking,
                 end: ChainEnd, root: int, path: Sequence[int], rotations: tuple[Tensor, Tensor],
-                position: int) -> list[Ranked]:
+                position: int) -> LaunchedWork[list[Ranked]]:
     """Draft a token for each row of `rotations`, or fewer if `end` says so.
 
     root       the last token of the text
@@ -165,7 +196,7 @@ def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache
     cos, sin = (part.contiguous() for part in rotations)
     stores, remainders = decoder.draft_arguments(cache.stores, cache.length, cache.remainder, cos, sin)
     inputs = weights.inputs
-    places = kernels.native.draft(
+    chain = _cpu.chain(
         decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.embedding_factor,
         weights.logits_divisor, weights.logits_cap, stores, cache.length, remainders,
         decoder.chain_arguments(cache.states), ranking.choice, len(cos), position,
@@ -174,4 +205,8 @@ def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache
         [part.native for part in inputs[:2] if isinstance(part, CpuLinear)] if inputs else [],
         0 if inputs is None else decoder.checked_norm(inputs.norm).data_ptr(),
         inputs.factors(embedding.native.k, kernels.dtype) if inputs else [])
-    return [Ranked(*place) for place in places]
+    native = NativeChain(kernels.native, chain, (decoder, weights, cache, ranking, cos, sin))
+    work = HostWork(_chains_apart(kernels.native.name), native, native.draft)
+    yield work
+    places: list[Ranked] = work.read()
+    return places

@@ -20,7 +20,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from longdraft.errors import translated_error
-from longdraft.kernels.launched import Launched
+from longdraft.kernels.launched import HostWork, Launched
 from longdraft.model.transformer import Forward, ForwardRequest
 
 T = TypeVar("T")
@@ -39,12 +39,17 @@ def atomic(function: Callable[P, T]) -> Callable[P, Routine[T]]:
     return routine
 
 
-def run_alone(routine: Routine[T]) -> T:
-    """Run a routine with one forward for each request; returns the routine's result."""
+def run_alone(routine: Routine[T], on_one_thread: bool = False) -> T:
+    """Run a routine with one forward for each request; returns the routine's result.
+
+    on_one_thread  do work of the processor as it is done beside that of other texts
+    """
     try:
         request = next(routine)
         while True:
             if isinstance(request, Launched):
+                if on_one_thread and isinstance(request, HostWork):
+                    request.launch_on_one_thread()
                 request = next(routine)
             else:
                 request = routine.send(request.model.forward_batch([request])[0])
@@ -86,11 +91,13 @@ class CostClock:
     """Measures the cost of one text: the time of its own work, and its share of the forwards that it takes part in.
 
     batch_size  number of texts that currently share forwards
+    together    number of texts whose latest launched work was done together
+    sharers     number of texts that shared the latest verification
     """
 
     def __init__(self, always: bool = False, agree: Callable[[float], float] = float) -> None:
         """always: start now, for a text generated alone; agree: maps this rank's number to that of all ranks."""
-        self.batch_size = 1
+        self.batch_size = self.together = self.sharers = 1
         self._charged = 0.0
         self.agree = agree
         self._since = time.perf_counter() if always else None  # start of the text's own work; None: stopped
@@ -105,7 +112,7 @@ class CostClock:
 
     def start(self, batch_size: int = 1) -> None:
         """Start the clock of the text's own work."""
-        self.batch_size = batch_size
+        self.batch_size, self.together = batch_size, min(self.together, batch_size)
         self._since = time.perf_counter()
 
     def stop(self) -> None:

@@ -287,8 +287,8 @@ class Transformer:
             return (yield from ranking.sampler.draft_chain(self._decoder, weights, cache, ranking, turns, path, end))
         if not native_draft.supports(self.kernels, self._decoder, weights):
             return None
-        return native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, end, root, path,
-                                        turns, position)
+        return (yield from native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, end, root,
+                                                    path, turns, position))
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         """Logits of each text's last rows. wanted: (end of the text's rows, number of logits)."""

@@ -7,7 +7,7 @@ import random
 from longdraft.core import Context
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
-from longdraft.drafters.selector import SharedKnowledge
+from longdraft.drafters.knowledge import Guesser, SharedKnowledge
 from longdraft.model.routine import atomic, run_alone
 from longdraft.speculation.drafter import Accepted
 from longdraft.tree import chain, root_only
@@ -18,7 +18,7 @@ FORWARD = ForwardCosts(0.0, (1.0, 1.02, 1.05, 1.075, 1.1, 1.2, 1.4), 1e6)  # sec
 class Clock:
     """A clock of a request that shows `now`."""
 
-    batch_size = 1.0
+    batch_size = together = sharers = 1
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -54,7 +54,8 @@ class Text:
     def __init__(self, drafters: dict[str, tuple[float, float]], *, forward: ForwardCosts = FORWARD, seed: int = 1,
                  shared: SharedKnowledge | None = None, clock: Clock | None = None, prior: float = 0.8,
                  believed: dict[str, float] | None = None, believed_forward: ForwardCosts | None = None,
-                 reader: str = "") -> None:
+                 reader: str = "", between: float = 0.0) -> None:
+        self.between = between
         self.clock, self.forward, self.numbers = clock or Clock(), forward, random.Random(seed)
         self.drafters = {"plain": Chained(self.clock, 0.0, None)} | {
             name: Chained(self.clock, *given) for name, given in drafters.items()}
@@ -66,7 +67,7 @@ class Text:
                            {name: DraftCosts(0.0, seconds[name], 1.0, 16) for name in self.drafters})
 
         def calibrate() -> None:
-            shared.begin(self.costs, dict.fromkeys(self.drafters, prior))
+            shared.begin(self.costs, {name: Guesser(name, prior) for name in self.drafters})
 
         self.has_forgotten = False
         self.auto = AutoDrafter(self.drafters, calibrate, self.forget, shared, self.clock)
@@ -87,6 +88,7 @@ class Text:
         path = tuple(range(right + 1))
         self.context.extend([2] * len(path))
         self.auto.observe(self.context, Accepted((2,) * len(path), path, ("self",) * right, None))
+        self.clock.now += self.between
         self.ends += [self.clock.now] * len(path)
         self.rows.append(len(tree))
 

@@ -21,6 +21,7 @@ from longdraft.core import SamplingParams
 from longdraft.drafters import chain
 from longdraft.engine import Engine
 from longdraft.generation import Generation
+from longdraft.kernels.native_draft import ChainsApart
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
@@ -267,16 +268,34 @@ def test_drafts_of_one_request_and_verifications_of_another_share_a_forward(tiny
     assert all(len(rows) == 2 for rows in seen) and any(1 in rows and max(rows) > 1 for rows in seen)
 
 
-def test_small_models_draft_each_chain_in_one_call(tiny, monkeypatch):
+def test_small_models_draft_all_chains_of_a_round_in_one_call(tiny, monkeypatch):
     engine = longdraft.load(str(tiny["gqa"]), drafter="magicdec", drafter_options={"chain": 3, "suffix": "false"})
     batch = engine.batch()
     for seed in range(2):
         batch.add(prompt_of(30, seed), batch_params(seed, max_new_tokens=30))
     batch.step()
-    seen = counted(monkeypatch)
+    seen, apart, launch = counted(monkeypatch), [], ChainsApart.launch
+    monkeypatch.setattr(ChainsApart, "launch", lambda self, parts: apart.append(len(parts)) or launch(self, parts))
     for _ in range(4):
         batch.step()
     assert all(len(rows) == 2 and min(rows) > 3 for rows in seen), "verifications only"
+    assert apart == [2] * 4
+
+
+def test_chains_of_different_kernels_are_not_drafted_together(tiny, monkeypatch):
+    """Their weights are packed differently."""
+    calls, launch = [], ChainsApart.launch
+    monkeypatch.setattr(ChainsApart, "launch", lambda self, parts: (
+        calls.append([part.kernels.name for part in parts]), launch(self, parts))[1])
+    engines = [longdraft.load(str(tiny["gqa"]), drafter="magicdec", kernels_name=name)
+               for name in kernels.available() if name != "reference"][:2]
+    batch = engines[0].batch()
+    for seed in range(2 * len(engines)):
+        batch.admit(engines[seed % len(engines)].generate(prompt_of(30, seed), batch_params(seed, max_new_tokens=20)))
+    while batch:
+        batch.step()
+    assert calls and all(len(set(names)) == 1 for names in calls)
+    assert len({names[0] for names in calls}) == len(engines)
 
 
 def test_requests_of_different_models_do_not_share_a_forward(plain, tiny):

@@ -10,13 +10,14 @@ import pytest
 import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.simulated_text import FORWARD, Chained, Clock, Text
-from longdraft.core import SamplingParams
+from longdraft.core import Context, SamplingParams
 from longdraft.drafters import costs
 from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
 from longdraft.drafters.auto_settings import AUTO_SETTINGS
 from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
-from longdraft.drafters.selector import Candidate, Selector, SharedKnowledge
+from longdraft.drafters.knowledge import Candidate, Guesser, SharedKnowledge
+from longdraft.drafters.selector import Selector
 from longdraft.model.routine import atomic, run_alone
 from longdraft.speculation.drafter import Accepted
 from longdraft.tree import chain, from_paths
@@ -67,7 +68,7 @@ def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
 
 @pytest.mark.parametrize("token, rate, expected", [(0.02, 0.9, range(7, 17)), (0.3, 0.9, range(2, 6))])
 def test_the_best_depth_follows_from_what_drafts_cost(token, rate, expected):
-    candidate = Candidate(DraftCosts(0.0, token, 1.0, 16), rate)
+    candidate = Candidate(DraftCosts(0.0, token, 1.0, 16), AcceptanceByDepth(16, rate))
     steps = FORWARD.at(np.arange(40), 0)
     rating = candidate.rate(steps, 1.0, candidate.acceptance.reached())
     assert rating.depth in expected
@@ -147,6 +148,70 @@ def test_several_texts_share_what_their_first_probes_may_lose():
     later = Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared, clock=clock)
     later.write(256)
     assert later.auto.turns["plain"] >= 250, "a new text starts with what the earlier ones have seen"
+
+
+def test_a_request_decides_anew_as_soon_as_another_one_got_to_know_a_drafter():
+    """Without that, texts that begin together would wait for their next decision."""
+    shared, clock = SharedKnowledge(), Clock()
+    texts = [Text({"chain": (0.02, 0.9)}, shared=shared, clock=clock, seed=seed) for seed in range(8)]
+    assert sum(text.auto.selector.active == "chain" for text in texts) == 2, "that is all that probes may lose"
+    for _ in range(3):
+        for text in texts:
+            text.step()
+    assert all(text.auto.selector.active == "chain" for text in texts)
+
+
+def test_a_probe_ends_when_other_requests_join():
+    """What it may lose was reckoned for another number of requests."""
+    shared, clock = SharedKnowledge(), Clock()
+    text = Text({"chain": (0.3, 0.9)}, shared=shared, clock=clock)
+    assert text.auto.selector.is_probing
+    clock.batch_size = 8  # a drafted token is as dear as before, a step of plain decoding costs an eighth
+    text.step()
+    assert text.auto.selector.is_plain and shared.lost < 1.0
+
+
+def test_drafters_that_guess_with_one_model_share_their_acceptance():
+    target, heads, shared = Guesser("target", 0.9), Guesser("heads", 0.5), SharedKnowledge()
+    guessers = {"plain": Guesser("plain", 0.0), "one": target, "two": target, "three": heads}
+    shared.begin(Costs(FORWARD, {name: DraftCosts(0.0, 0.1, 1.0, 16) for name in guessers}), guessers)
+    selector = Selector(shared, Clock(), Context([2]))
+    for _ in range(20):
+        selector.learn("one", from_paths(1, [(3, 5)], "self"), 2, 0)
+    one, two, three = (selector._acceptance[name].reached()[0] for name in ("one", "two", "three"))
+    assert one == two < 0.3 and three == 0.5
+    assert shared.candidates["two"].acceptance.steps == 20
+
+
+def test_a_drafter_that_was_not_timed_is_expected_to_be_as_far_off_as_another_one_of_its_model():
+    shared = SharedKnowledge()
+    guessers = {"plain": Guesser("plain", 0.0), "one": Guesser("target", 0.9), "two": Guesser("target", 0.9),
+                "three": Guesser("heads", 0.9)}
+    shared.begin(Costs(FORWARD, {name: DraftCosts(0.0, 0.1, 1.0, 16) for name in guessers}), guessers)
+    selector = Selector(shared, Clock(), Context([2]))
+    for _ in range(30):
+        shared.pace.add(selector._draft_kind("one"), 0.5 * shared.pace.machine, selector._draft_factor("one"))
+    assert selector._draft_factor("two") == selector._draft_factor("one") == pytest.approx(0.5, rel=0.1)
+    assert selector._draft_factor("three") == 1.0
+
+
+def test_a_drafter_that_cannot_be_probed_does_not_keep_others_from_their_turns():
+    text = Text({"one": (0.3, 0.9), "two": (0.3, 0.9), "three": (5.0, 0.9)})
+    selector, turns = text.auto.selector, set()
+    selector._probe = lambda name: None
+    for _ in range(12):
+        selector.decide(text.context)
+        turns.add(selector.turn)
+    assert turns == {"one", "two", "three"}
+
+
+def test_what_passes_between_steps_is_a_part_of_each_step():
+    """A step of plain decoding pays it for one token, a draft for many."""
+    text = Text({"chain": (0.9, 0.8)})
+    text.write(400)
+    busy = Text({"chain": (0.9, 0.8)}, between=1.0)
+    busy.write(400)
+    assert text.auto.turns["chain"] < 100 < 300 < busy.auto.turns["chain"]
 
 
 def test_auto_verifies_as_many_guesses_as_pay_for_their_rows():
@@ -239,7 +304,7 @@ def test_the_requests_of_an_engine_share_their_knowledge(tiny, tmp_path, monkeyp
     for _ in engine.generate("abcabc" * 9, SamplingParams(max_new_tokens=40, seed=1)):
         pass
     knowledge = engine.loaded.knowledge
-    assert sum(candidate.steps for candidate in knowledge.candidates.values()) > 0
+    assert sum(candidate.acceptance.steps for candidate in knowledge.candidates.values()) > 0
     assert engine.with_drafter("auto").loaded.knowledge is knowledge
     make_checkpoint(tmp_path, num_hidden_layers=1)
     other = engine.with_drafter("draft-model", {"model": str(tmp_path)})

@@ -11,12 +11,13 @@ import longdraft
 from helpers.checkpoints import load
 from longdraft.core import SamplingParams
 from longdraft.drafters import costs
-from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace, load_or_measure
+from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, load_or_measure
+from longdraft.drafters.knowledge import Pace
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
 
 FORWARD = ForwardCosts(0.5, (10.0, 10.0, 11.0, 12.5, 14.0, 20.0, 32.0), 1000.0, 0.1)
-COSTS = Costs(FORWARD, {"plain": DraftCosts(0.0, 0.0, 0.0, 0), "magicdec": DraftCosts(0.1, 2.0, 1.5, 12)})
+COSTS = Costs(FORWARD, {"plain": DraftCosts(0.0, 0.0, 0.0, 0), "magicdec": DraftCosts(0.1, 2.0, 1.5, 12, 2, 3.0)})
 
 
 def alone(number: float) -> float:
@@ -42,6 +43,13 @@ def test_the_parts_of_requests_that_do_the_same_add_up_to_the_forward():
     assert parts == pytest.approx(4 * 0.5 + 14.0 + 4 * 10.0 * 0.1 * 1.1), "own work, weights, texts"
 
 
+def test_drafts_that_are_made_at_the_same_time_take_turns_on_the_threads():
+    drafts = COSTS.drafts["magicdec"]
+    assert drafts.at(10) == pytest.approx(20.1), "alone, with all threads"
+    assert [4 * drafts.token_of(4), 3 * drafts.token_of(3)] == pytest.approx([6.0, 6.0]), "two turns of two texts"
+    assert drafts._replace(lanes=1).token_of(4) == drafts.token
+
+
 def test_measured_costs_are_kept_and_found_again(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names, identity = list(COSTS.drafts), {"model": "a"}
@@ -58,7 +66,7 @@ def test_measured_costs_are_kept_and_found_again(monkeypatch, tmp_path):
         load_or_measure(identity, names, alone, never)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '["x"]', "[NaN]", json.dumps([-1.0] * 19)])
+@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '["x"]', "[NaN]", json.dumps([-1.0] * len(COSTS.numbers()))])
 def test_a_damaged_file_is_measured_anew(monkeypatch, tmp_path, content):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = list(COSTS.drafts)

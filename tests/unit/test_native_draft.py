@@ -8,6 +8,7 @@ import torch
 from helpers.checkpoints import load
 from helpers.equality import SETTINGS, params_of, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, MIXTURES, make_family
+from longdraft import kernels
 from longdraft.core import Context
 from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.chain import Chain, SelfDraftModel
@@ -15,6 +16,7 @@ from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows
+from longdraft.kernels.launched import finished, read_together
 from longdraft.kernels.native_draft import NEVER
 from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import chain_rows
@@ -78,6 +80,36 @@ def test_chains_of_hybrids_mixtures_and_gemma_4_are_the_same_natively(tmp_path, 
     native = drafts(model, params_of("paper"), prompt_of(60), budget=budget, natively=True)
     assert native[0] == step_by_step[0]
     assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "gemma4, inputs"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_chains_of_several_texts_at_the_same_time_have_the_guesses_of_each_alone(tmp_path, family, threads):
+    make_family(tmp_path, family)
+    model = load(tmp_path, "bfloat16")
+
+    def begun(seed):
+        """A text whose prompt is read, with a partial cache."""
+        cache, context = model.new_cache(), Context(prompt_of(40 + 9 * seed, seed))
+        partial = new_partial_cache(MagicDecOptions(budget=24, sinks=4).settings(), model, cache)
+        forward = model.forward(chain_rows(context.slice(0, len(context) - 1).tolist(), 0), cache)
+        cache.commit(range(len(context) - 1))
+        partial.update(AttentionRows.all(forward.attention_output))
+        return SelfDraftModel(model, partial), context, Sampler(params_of("paper"), [1])
+
+    def routine(draft_model, context, sampler, length):
+        return draft_model.draft_natively(context, [context.last], length, sampler, 2, 0.5, NEVER)
+
+    lengths = (5, 2, 7, 1)
+    alone = [finished(routine(*begun(seed), length)) for seed, length in enumerate(lengths)]
+    kernels.set_threads(threads)
+    try:
+        routines = [routine(*begun(seed), length) for seed, length in enumerate(lengths)]
+        read_together([next(each) for each in routines])
+        assert [finished(each) for each in routines] == alone
+        assert [len(places) for places in alone] == list(lengths)
+    finally:
+        kernels.set_threads(1)
 
 
 @pytest.mark.parametrize("width", [1, 3])
