@@ -52,7 +52,6 @@ _SEVERAL = 8  # rows by which the growth of the text's part is measured
 _GROWTH = 0.02  # where it is not
 
 
-
 class ForwardCosts(NamedTuple):
     """Seconds of a step without its draft: the forward, the sampler and the commit.
 
@@ -77,12 +76,12 @@ class ForwardCosts(NamedTuple):
         return cls(0.0, tuple(1 + 0.02 * rows for rows in ROWS), weights_in_tokens)
 
     def at(self, rows: Sequence[float] | NDArray[np.int64], context: int | Sequence[int],
-           requests: float | NDArray[np.float64] = 1) -> NDArray[np.float64]:
+           requests: float | NDArray[np.float64] = 1, batch_size: int = 1) -> NDArray[np.float64]:
         """Seconds of one request's part of a forward, for each number of rows, after `context` tokens (one number, or
         one for each of rows), if each of `requests` requests (likewise) has so many rows: its own keys and values, and
-        an equal share of the weights."""
+        an equal share of the weights. batch_size: requests whose texts share the processor's caches"""
         own = np.asarray(rows, dtype=np.float64)
-        near = np.minimum(context, self.near)
+        near = np.minimum(context, self.near / batch_size)
         reads = near / self.near_positions + (context - near) / self.positions
         text = self.rows[0] * reads * (1 + self.growth * (own - 1))
         return self.host + self._line(own * requests) / requests + text

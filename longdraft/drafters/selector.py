@@ -186,7 +186,7 @@ class Selector:
             return float(self._forwards[rows])
         if rows > 1:
             self._shared.sharing += _SHARING_RATE * (sharers / num_requests - self._shared.sharing)
-        return float(self._factors[rows] * self._shared.forward.at([rows], self._length, sharers)[0])
+        return float(self._factors[rows] * self._shared.forward.at([rows], self._length, sharers, num_requests)[0])
 
     def num_guesses(self, reach: Sequence[float]) -> int:
         """How many of the likeliest guesses are worth their rows. reach: P(guess becomes text), falling"""
@@ -206,7 +206,7 @@ class Selector:
         self._factors, self._length = np.take(factors, _SIZES), len(context)
         rows, num_requests = np.arange(len(_SIZES)), self._clock.batch_size
         sharers = np.where(rows > 1, max(1.0, self._shared.sharing * num_requests), num_requests)
-        self._forwards = self._factors * self._shared.forward.at(rows, self._length, sharers)
+        self._forwards = self._factors * self._shared.forward.at(rows, self._length, sharers, num_requests)
         several = self._forwards[2:]  # noise only adds to their times: more rows take no less
         np.minimum.accumulate(several[::-1], out=several[::-1])
         self._steps = self._forwards + self._shared.between

@@ -34,6 +34,7 @@ def test_the_first_part_of_a_text_may_be_read_from_the_processors_caches():
     forward = FORWARD._replace(near=200.0, near_positions=4000.0)
     assert forward.at([1], 200)[0] == pytest.approx(10.5 + 0.5)
     assert forward.at([1], 1200)[0] == pytest.approx(10.5 + 0.5 + 10.0)
+    assert forward.at([1], 1200, 1, 4)[0] == pytest.approx(10.5 + 0.125 + 11.5), "four texts share the caches"
     costs = Costs(forward, {})
     assert Costs.from_numbers([], costs.numbers()) == costs
 
