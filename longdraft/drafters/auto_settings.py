@@ -25,7 +25,7 @@ class AutoSettings:
     check_steps            steps of a probe with drafts of two tokens, of which the last one times the drafter
     enough_times           steps that must have timed a drafter before its costs are no longer in doubt
     doubt                  costs that are in doubt may be so many times too high: those in the user's cache folder may
-                           come from a busy machine
+                           come from a busy machine, and those of plain decoding were not checked while others draft
     near                   a candidate may well be the fastest if it takes at most so many times the leader's time
     probe_budget           share of the time that probes may lose
     hopeful_budget         share of the time that the probes of one candidate may lose, whatever others lost, while it

@@ -131,8 +131,13 @@ class Selector:
             self._probe(self.turn)
 
     def _next_turn(self) -> str:
-        """The candidate to rate, one at a time: rating all would cost a part of a short step. Every other time one that
-        may well be the fastest and whose drafts were not timed yet."""
+        """The candidate to rate, one at a time: rating all would cost a part of a short step. Every other time plain
+        decoding, if it could be the fastest: only its steps tell whether the machine is slow, or forwards of drafts are
+        dearer than their costs. Else, every other time one that may well be the fastest and whose drafts were not
+        timed."""
+        plain, leader = self._ratings[self._plain], self._ratings[self._leader]
+        if self._plain not in (self._leader, self.turn) and plain.seconds <= AUTO_SETTINGS.doubt * leader.seconds:
+            return self._plain
         untimed = [name for name in self._ratings
                    if self._is_near(name) and not self._is_timed(name) and name not in self._watched]
         if not untimed or self.turn in untimed:
@@ -275,6 +280,8 @@ class Selector:
             budget += AUTO_SETTINGS.allowance * plain
         is_hopeful = self._ratings[name].seconds < self._ratings[self._leader].seconds and (
             shared.candidates[name].lost + loss <= AUTO_SETTINGS.hopeful_budget * shared.seconds)
+        if name == self._plain:  # what drafts are compared with has a budget of its own
+            is_hopeful = shared.candidates[name].lost + loss <= budget + AUTO_SETTINGS.allowance * plain
         if is_hopeful or shared.lost + loss <= budget:
             self.active, self._probe_steps, self._probe_depth, self._reserved = name, steps, depth, loss
             if not is_hopeful:

@@ -205,6 +205,14 @@ def test_a_drafter_that_cannot_be_probed_does_not_keep_others_from_their_turns()
     assert turns == {"one", "two", "three"}
 
 
+def test_forwards_of_drafts_that_are_dearer_than_their_costs_do_not_pass_for_a_slow_machine():
+    """Costs are timed in warm caches; drafts leave cold ones to the forward that verifies them."""
+    dear = FORWARD._replace(rows=(1.0, *(4.0 * seconds for seconds in FORWARD.rows[1:])))
+    texts = [Text({"chain": (0.3, 0.9)}, forward=dear, believed_forward=FORWARD, seed=seed) for seed in range(8)]
+    assert np.mean([text.write(512) for text in texts]) > 0.95
+    assert min(text.write(512) for text in texts) > 0.95
+
+
 def test_what_passes_between_steps_is_a_part_of_each_step():
     """A step of plain decoding pays it for one token, a draft for many."""
     text = Text({"chain": (0.9, 0.8)})
