@@ -65,7 +65,7 @@ def buckets(turns: Sequence[Record], first: Sequence[Record], size: int) -> list
 
 def _bucket(turns: Sequence[Record], first: Sequence[Record]) -> Record:
     tokens, seconds, steps = (sum(turn[key] for turn in turns) for key in ("tokens", "seconds", "steps"))
-    ratios = [mine["tokens"] / mine["seconds"] * other["seconds"] / other["tokens"]
+    ratios = [mine["tokens"] * other["seconds"] / (mine["seconds"] * other["tokens"])  # exactly 1 for the first drafter
               for mine, other in zip(turns, first, strict=True) if mine["tokens"] and other["tokens"]]
     return {
         "until": turns[-1]["until"], "tokens": tokens, "seconds": seconds,
