@@ -81,7 +81,7 @@ class FullCache:
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
         self.reserve(self.length + k.shape[1])
-        taps = self.taps.append(k.shape[1]) if self.taps else None
+        taps = self.taps.append(k.shape[1]) if self.taps and self.taps.is_on else None
         deltas = self.states.append(k.shape[1]) if self.states else ()
         self._tail = LayersKV(self.stores, self.length, k, v, taps=taps, deltas=deltas)
         return self._tail

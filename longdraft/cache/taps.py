@@ -1,7 +1,8 @@
 """The tapped states of a text (`Taps`), from the forwards that compute them to the drafter that reads them.
 
 The full cache appends and commits them with its keys and values. So they are those of the text's rows, whichever
-drafter guessed the tokens, and a drafter that has not drafted for a while finds what it has missed.
+drafter guessed the tokens, and a drafter that has not drafted for a while finds what it has missed. While no drafter
+will read the states, forwards need not copy them (`TapLog.is_on`).
 """
 
 from __future__ import annotations
@@ -35,16 +36,25 @@ class TapLog:
 
     layers  that are tapped, as for `Taps`
     width   of a row
+    is_on   whether forwards copy the states of their rows. Those of a device always do: they are captured so
     """
 
     def __init__(self, kernels: Kernels, layers: Sequence[int], width: int) -> None:
         self.layers = tuple(layers)
-        self._kernels, self._width = kernels, width
+        self._kernels, self._width, self._is_on = kernels, width, True
         self._first: list[TappedRows] = []
         self._runs: list[TappedRows] = []
         self._spare: list[Tensor] = []  # each [layers, 1, width]
         self._end = 0
         self._tail: Taps | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    @is_on.setter
+    def is_on(self, is_on: bool) -> None:
+        self._is_on = is_on or self._kernels.is_device
 
     def append(self, count: int) -> Taps:
         """Provisional rows, for a forward to fill."""
@@ -69,8 +79,10 @@ class TapLog:
             self.commit(range(size))
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these provisional rows, in this order; drop the others."""
-        if self._tail is not None and len(rows):
+        """Keep these provisional rows, in this order; drop the others. Rows that no forward copied are skipped."""
+        if self._tail is None:
+            self.skip(len(rows))
+        elif len(rows):
             states = self._tail.rows
             count = states.shape[1]
             if len(rows) != count or (count > 1 and list(rows) != list(range(count))):  # selecting takes long

@@ -43,8 +43,18 @@ from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.routine import CostClock, Routine, run_alone
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Drafter, ReadsPrompt, ReadsText, Verified, memory_of
+from longdraft.speculation.drafter import (
+    Accepted,
+    Drafter,
+    ReadsPrompt,
+    ReadsStates,
+    ReadsText,
+    Verified,
+    memory_of,
+)
 from longdraft.tree import Tree, root_only
+
+_UNTYPICAL_STEPS = 2  # first steps: the first takes longer, and the prompt's memory is given back after it
 
 
 @dataclass(frozen=True)
@@ -88,19 +98,18 @@ class Proposal(NamedTuple):
 
 @dataclass
 class PlainRun:
-    """Steps of plain decoding that are not counted yet: what is done beside a short step would be felt.
+    """Steps of plain decoding that are timed together: what is done beside a short step would be felt. The run began
+    when the step before it ended.
 
-    between  seconds between the steps
-    num_new  new tokens of the text after the last of them
-    began    of the current step, in seconds
+    tokens    of these steps
+    reported  of the tokens, those that are in the report
+    latest    when the latest step began, in seconds, by the clock; None: news from other requests ended the run early
     """
 
     steps: int = 0
     tokens: int = 0
-    seconds: float = 0.0
-    between: float = 0.0
-    num_new: int = 0
-    began: float = 0.0
+    reported: int = 0
+    latest: float | None = None
 
 
 class Watched(NamedTuple):
@@ -137,13 +146,15 @@ class AutoDrafter:
         self._node_acceptance = NodeAcceptance()
         self._proposal: Proposal | None = None  # None: plain decoding
         self._plain = PlainRun()
+        self._followers = {name: each for name, each in self._drafters.items() if isinstance(each, ReadsStates)}
         self._readers = [name for name, drafter in self._drafters.items() if isinstance(drafter, ReadsText)]
         self._confidences = {name: confidence_of(drafter) for name, drafter in self._drafters.items()}
         self._watched: Watched | None = None
         self._num_steps = 0
         self._num_same = 0  # steps of the active candidate since a switch
         self._last_writer = ""
-        self._ended = 0.0  # of the latest step, in seconds
+        self._num_new = 0  # tokens of the text that are in the report
+        self._ended = 0.0  # when the latest step that was timed ended, in seconds
         self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
         self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
 
@@ -163,12 +174,22 @@ class AutoDrafter:
         if not self._shared.candidates:
             self._calibrate()
         self.selector = Selector(self._shared, self._clock, context, self._readers)
+        self._num_new = context.num_new
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have states of the target copied only for drafters that could be the fastest."""
+        for name, drafter in self._followers.items():
+            drafter.follow(self.selector.could_lead(name))
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
-        began, selector = self._clock(), self.selector
+        selector = self.selector
         if selector.is_plain:
-            self._proposal, self._plain.began = None, began
+            self._proposal = None
+            if selector.is_probing or (self._num_steps + 1) % AUTO_SETTINGS.steps_per_decision == 0:
+                self._plain.latest = self._clock()
             return root_only(context.last)
+        began = self._clock()
         drafter = self._drafters[selector.active]
         is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not selector.is_probing
         if confidence := self._confidences[selector.active]:
@@ -200,29 +221,27 @@ class AutoDrafter:
         return tree.kept([at_all >= falling[count - 1] for at_all in reach])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        verified_at, selector = self._clock(), self.selector
-        active = selector.active
+        selector = self.selector
         self._num_steps += 1
         if self._proposal is None:
-            plain, now = self._plain, verified_at
-            plain.tokens += len(accepted.tokens)
-            if self._is_warm:
-                plain.steps += 1
-                plain.seconds += now - plain.began
-                plain.between += self._since_last_step(plain.began)
-            plain.num_new, self._ended = context.num_new, now
-            if self._num_steps % AUTO_SETTINGS.steps_per_decision and not (selector.is_probing or selector.has_news):
+            self._plain.steps += 1
+            self._plain.tokens += len(accepted.tokens)
+            is_timed = self._num_steps <= _UNTYPICAL_STEPS or not self._num_steps % AUTO_SETTINGS.steps_per_decision
+            if not (is_timed or selector.is_probing or selector.has_news):
                 return
-            self._count_plain()
+        now, active = self._clock(), selector.active
+        if self._proposal is None:
+            self._count_plain(now)
         else:
             self._drafters[active].observe(context, accepted)
-            now = self._measure(self._proposal, accepted, verified_at)
-            self._report(context.num_new, len(accepted.tokens))
+            now = self._measure(self._proposal, accepted, now)
+            self._report(len(accepted.tokens))
         if selector.is_due(self._num_steps, now):
             is_extra = selector.has_news
             selector.decide(context)
             if not is_extra:
                 selector.postpone(now)
+            self._follow()
             self._watch(context, accepted)
         self._num_same += 1
         if selector.active != active:  # the new candidate has not seen the latest tokens
@@ -250,15 +269,16 @@ class AutoDrafter:
 
     def _since_last_step(self, began: float) -> float:
         """Seconds since the step before. After the first one the engine gives back memory of the prompt's chunks."""
-        return began - self._ended if self._num_steps > 2 else 0.0
+        return began - self._ended if self._num_steps > _UNTYPICAL_STEPS else 0.0
 
-    def _count_plain(self) -> None:
-        """Count the steps of plain decoding since the last decision."""
-        run, self._plain = self._plain, PlainRun()
-        if run.steps:
-            self.selector.spend(run.tokens, 1, run.seconds, 0, 0.0, True, run.between, run.steps)
-        if run.tokens:
-            self._report(run.num_new, run.tokens)
+    def _count_plain(self, now: float) -> None:
+        """Count the steps of plain decoding since the latest step that was timed. now: by the clock"""
+        run = self._plain
+        if run.latest is not None and self._num_steps - run.steps >= _UNTYPICAL_STEPS:
+            forwards = run.steps * (now - run.latest)
+            self.selector.spend(run.tokens, 1, forwards, 0, 0.0, True, now - self._ended - forwards, run.steps)
+        self._report_plain()
+        self._plain = PlainRun()
 
     def _watch(self, context: Context, accepted: Accepted) -> None:
         """Compare a watched draft with the text that follows it, and watch another one."""
@@ -279,25 +299,32 @@ class AutoDrafter:
             depth = AUTO_SETTINGS.max_depth
             self._watched = Watched(name, run_alone(self._drafters[name].propose(context, depth)), depth, len(context))
 
-    def _report(self, num_new: int, written: int) -> None:
+    def _report(self, written: int) -> None:
         self._last_writer = self.selector.active
+        self._num_new += written
         self.turns[self._last_writer] += written
-        while len(self.choices) <= num_new // AUTO_SETTINGS.tokens_per_report:
+        while len(self.choices) <= self._num_new // AUTO_SETTINGS.tokens_per_report:
             self.choices.append(Counter())
             if self._shared.pace.is_off:
                 self._forget()
         self.choices[-1][self._last_writer] += written
 
+    def _report_plain(self) -> None:
+        """Report the tokens of plain decoding so far."""
+        if written := self._plain.tokens - self._plain.reported:
+            self._report(written)
+            self._plain.reported += written
+
     def inherit(self, earlier: AutoDrafter, num_retracted: int) -> None:
         """Continue the figures of a drafter of the same text, of whose tokens the last ones were taken back."""
-        earlier._count_plain()
+        earlier._report_plain()
         self.turns, self.choices, self._last_writer = earlier.turns, earlier.choices, earlier._last_writer
         for counts in (self.turns, self.choices[-1]) if self.choices else ():
             counts[self._last_writer] -= num_retracted
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """The tokens written with each candidate, in all and for each part of the text, for the statistics."""
-        self._count_plain()
+        self._report_plain()
         turns, choices = self.turns.copy(), [counts.copy() for counts in self.choices]
         if beyond := turns.total() - num_tokens:  # tokens of the last step beyond the end of the text
             turns[self._last_writer] -= beyond

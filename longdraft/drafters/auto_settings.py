@@ -41,9 +41,9 @@ class AutoSettings:
     max_rows: int = 64
     switch_ratio: float = 0.97
     batch_ratio: float = 0.95
-    steps_per_decision: int = 8
+    steps_per_decision: int = 32
     drafts_per_decision: int = 2
-    decision_share: float = 0.005
+    decision_share: float = 0.003
     steps_per_exploration: int = 32
     exploration_depth: int = 2
     first_steps: int = 4

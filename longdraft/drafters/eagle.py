@@ -123,15 +123,16 @@ class EagleDraftModel:
     def _read_text(self, context: Context) -> None:
         """Read the rows whose states are new: of many, the first and the latest ones that the head can see."""
         runs = self._taps.take()
-        if not runs:
-            return
-        self.rows.num_drafts, self._drafts = 0, []
+        if runs:
+            self.rows.num_drafts, self._drafts = 0, []
         first_seen, chunk = len(context) - 1 - self._window, min(_READ_CHUNK, self._window)
         for run in runs:
             end = run.start + run.states.shape[1]
             for start, stop in ((run.start, min(end, self._sinks)), (max(run.start, first_seen, self._sinks), end)):
                 for place in range(start, stop, chunk):
                     self._read(context, run.cut(place, min(place + chunk, stop)))
+        if self.rows.end != len(context) - 1:  # the state of the text's last row is not known
+            self._outputs = []
 
     def _read(self, context: Context, run: TappedRows) -> None:
         count = run.states.shape[1]
@@ -158,3 +159,8 @@ class EagleDrafter(LayerDrafter):
         window = options.window or min(trained or _USUAL_WINDOW, LATEST)
         sinks = options.sinks if options.sinks >= 0 else 0 if trained else _USUAL_SINKS
         super().__init__(EagleDraftModel(head, cache, window, sinks, options.chain), EAGLE, options, sampler, params)
+        assert cache.taps is not None
+        self._taps = cache.taps
+
+    def follow(self, is_wanted: bool) -> None:
+        self._taps.is_on = is_wanted

@@ -144,6 +144,10 @@ class Selector:
             return next(self._turns)
         return min(untimed, key=lambda name: self._ratings[name].seconds)
 
+    def could_lead(self, name: str) -> bool:
+        """Whether a candidate would be the fastest if all its guesses were right, as far as its costs are known."""
+        return name == self.active or self._ratings[name].least <= self._ratings[self._leader].seconds
+
     def _is_near(self, name: str) -> bool:
         """Whether a candidate may well be the fastest."""
         return self._ratings[name].seconds <= AUTO_SETTINGS.near * self._ratings[self._leader].seconds
@@ -162,7 +166,8 @@ class Selector:
         many steps did all this"""
         shared, pace = self._shared, self._shared.pace
         found = min(between / steps / pace.machine, float(self._forwards[1]))  # an interrupted host counts little
-        shared.between += (_BETWEEN_RATE if shared.between else 1.0) * (found - shared.between)
+        rate = _BETWEEN_RATE if shared.between else 1.0
+        shared.between = max(0.0, shared.between + rate * (found - shared.between))
         is_expected = self._batch_size == self._clock.batch_size  # else costs were reckoned for other forwards
         if rows < len(self._steps) and is_expected:
             expected = self._expected(rows)
@@ -259,7 +264,7 @@ class Selector:
         leader, rating = self._ratings[self._leader], self._ratings[name]
         if name in self._watched:
             return
-        if rating.least <= leader.seconds or name == self._plain:
+        if self.could_lead(name) or name == self._plain:
             steps = AUTO_SETTINGS.probe_steps if self._is_trusted(name) else AUTO_SETTINGS.first_steps
             self._begin_probe(name, steps, rating.tokens * (rating.seconds - leader.seconds))
         if not self.is_probing and not self._is_timed(name) and rating.least <= AUTO_SETTINGS.doubt * leader.seconds:

@@ -109,6 +109,15 @@ class ReadsText(Protocol):
     reads_text_only: bool
 
 
+@runtime_checkable
+class ReadsStates(Protocol):
+    """A drafter that reads states of the target, which forwards have to copy for it."""
+
+    def follow(self, is_wanted: bool) -> None:
+        """Whether forwards copy these states from now on. After a gap the drafter reads on after it, and drafts nothing
+        before the state of the text's last row is known."""
+
+
 def memory_of(drafter: Drafter) -> int:
     """Bytes of the drafter's own caches; 0 if it has none."""
     return drafter.nbytes if isinstance(drafter, HoldsMemory) else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,13 +141,13 @@ def test_a_hopeful_drafter_is_tried_although_another_one_lost_much():
 
 
 def test_several_texts_share_what_their_first_probes_may_lose():
-    shared, clock = SharedKnowledge(), Clock()
-    texts = [Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared, clock=clock, seed=seed) for seed in range(8)]
+    shared = SharedKnowledge()
+    texts = [Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared, seed=seed) for seed in range(8)]
     for _ in range(256):
         for text in texts:
             text.step()
-    assert clock.now < 8 * 256 * FORWARD.rows[0] / 0.985
-    later = Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared, clock=clock)
+    assert sum(text.clock.now for text in texts) < 8 * 256 * FORWARD.rows[0] / 0.985
+    later = Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared)
     later.write(256)
     assert later.auto.turns["plain"] >= 250, "a new text starts with what the earlier ones have seen"
 
@@ -195,6 +197,32 @@ def test_a_drafter_that_was_not_timed_is_expected_to_be_as_far_off_as_another_on
     assert selector._draft_factor("three") == 1.0
 
 
+def test_states_of_the_target_are_copied_only_for_a_drafter_that_could_be_the_fastest():
+    text = Text({"dear": (2.0, 0.9), "cheap": (0.05, 0.9)})
+    wanted = {}
+    for name in ("dear", "cheap"):
+        text.auto._followers[name] = SimpleNamespace(follow=partial(wanted.__setitem__, name))
+    text.write(200)
+    assert wanted == {"dear": False, "cheap": True}
+    text.auto._shared.candidates["dear"].costs = DraftCosts(0.0, 0.01, 1.0, 16)
+    text.write(400)
+    assert wanted["dear"]
+
+
+def test_a_short_step_of_plain_decoding_reads_no_clock_and_the_report_has_all_tokens():
+    """Beside a step of half a millisecond, all that is done for `auto` would be felt."""
+    text = Text({"dear": (9.0, 0.0)}, between=0.25)
+    text.write(3 * AUTO_SETTINGS.steps_per_decision)
+    readings = []
+    text.auto._clock = text.auto.selector._clock = Counting(text.clock, readings)
+    text.write(4 * AUTO_SETTINGS.steps_per_decision)
+    assert len(readings) < AUTO_SETTINGS.steps_per_decision, "of four times as many steps"
+    assert text.auto._shared.between == pytest.approx(0.25, rel=0.01)
+    text.write(5)
+    assert text.auto.summary(len(text.context) - 1)["tokens_by_choice"]["plain"] == len(text.context) - 1
+    assert text.auto.summary(len(text.context) - 1)["tokens_by_choice"]["plain"] == len(text.context) - 1
+
+
 def test_a_drafter_that_cannot_be_probed_does_not_keep_others_from_their_turns():
     text = Text({"one": (0.3, 0.9), "two": (0.3, 0.9), "three": (5.0, 0.9)})
     selector, turns = text.auto.selector, set()
@@ -239,6 +267,20 @@ def test_trees_are_smaller_after_a_text_whose_rows_are_dear():
         text.write(2000)
     cheap, dear = (np.mean(text.rows[-100:]) for text in texts)
     assert dear < 0.7 * cheap
+
+
+class Counting:
+    """A clock that notes each reading."""
+
+    def __init__(self, clock: Clock, readings: list[float]) -> None:
+        self._clock, self._readings = clock, readings
+
+    def __getattr__(self, name):
+        return getattr(self._clock, name)
+
+    def __call__(self):
+        self._readings.append(self._clock())
+        return self._readings[-1]
 
 
 class Hesitant(Chained):

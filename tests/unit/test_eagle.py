@@ -111,6 +111,25 @@ def test_the_layouts_of_one_head_give_the_same_guesses(tiny, tmp_path, layout, s
     assert torch.equal(*logits)
 
 
+def test_after_a_gap_in_the_states_a_head_drafts_nothing_until_the_last_one_is_known(tiny):
+    """Forwards copy no states while `auto` has no use for them."""
+    model = load(tiny["mha"])
+    head = load_eagle(tiny["mha"] / "eagle", model)
+    draft_model, context = read(model, head, IDS[:9])
+    assert run_alone(draft_model.next_logits(context, [context.last])) is not None
+    draft_model._taps.skip(6)
+    context.extend(IDS[9:15])
+    assert run_alone(draft_model.next_logits(context, [context.last])) is None
+    tapped, cache = model.with_taps(head.taps), model.with_taps(head.taps).new_cache()
+    tapped.forward(chain_rows(IDS[:-1], 0), cache)
+    cache.commit(range(len(IDS) - 1))
+    draft_model._taps._runs.append(cache.taps.take()[0].cut(14, len(IDS) - 1))
+    context.extend(IDS[15:])
+    found = run_alone(draft_model.next_logits(context, [context.last, *DRAFTS]))
+    assert found is not None and torch.isfinite(found).any()
+    assert draft_model.rows.first == 14, "the head sees the rows after the gap"
+
+
 @pytest.mark.parametrize("window, sinks", [(2048, 4), (7, 0), (7, 3)])
 def test_rejected_drafts_leave_nothing_behind(tiny, window, sinks):
     """After each step the guesses are those of a head that has read the text at once, without any draft."""

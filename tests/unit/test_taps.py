@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -85,6 +87,29 @@ def test_the_log_holds_the_first_and_the_latest_rows(monkeypatch):
         assert run.states[:, :, 0].tolist() == [[float(run.start + i) for i in range(run.states.shape[1])]] * 2
     write(2, [0, 1])
     assert [(run.start, run.states.shape) for run in log.take()] == [(18, (2, 2, HIDDEN))]
+
+
+def test_forwards_copy_no_states_while_no_drafter_reads_them(tiny):
+    model = load(tiny["gqa"]).with_taps((0, 2))
+    ids, found = prompt_of(12), {}
+    for off in (range(0), range(5, 9)):
+        cache = model.new_cache()
+        for place, token in enumerate(ids):
+            cache.taps.is_on = place not in off
+            model.forward(chain_rows([token], place), cache)
+            assert (cache._tail.taps is None) == (place in off)
+            cache.commit([0])
+        found[off] = cache.taps.take()
+    (whole,), (before, after) = found.values()
+    assert (before.start, after.start) == (0, 9), "the positions go on"
+    assert torch.equal(before.states, whole.cut(0, 5).states) and torch.equal(after.states, whole.cut(9, 12).states)
+
+
+def test_a_device_copies_states_always():
+    """Its forwards are captured with the copies, and texts of a batch share one capture."""
+    log = TapLog(SimpleNamespace(is_device=True), (0,), HIDDEN)
+    log.is_on = False
+    assert log.is_on
 
 
 def test_wrong_taps_are_refused_before_memory_is_written(tiny):
