@@ -42,11 +42,12 @@ _DEPTHS = (4, 12)  # depths of the drafts that are timed
 _SHORT = 256  # positions of the text after which they are timed
 _MOST_BYTES = 1 << 28  # of the cache of random positions
 _UNCACHED_BYTES = 3 << 25  # so many do not stay in the processor's caches
-_ENOUGH_S, _LEAST_REPEATS, _MOST_REPEATS = 0.06, 2, 8  # the fastest one counts; noise disturbs short times more
+_ENOUGH_S, _LEAST_REPEATS, _MOST_REPEATS = 0.06, 2, 8  # noise disturbs short times more
+_PLAIN_STEPS = 4  # short steps of one row, one after another
 _MOST_WARM_UPS = 4  # steps in which a drafter may read the text before it drafts
 _SLOW_S = 0.2  # what takes longer is timed once
 _USUAL_STEPS, _LONG_S = 40, 4.0  # a measurement takes as long as so many steps; a line announces one that takes longer
-_FORMAT = 7
+_FORMAT = 8
 _STRIDE = 9973  # between the guesses' token ids; a prime, so that they differ
 _SEVERAL = 8  # rows by which the growth of the text's part is measured
 _GROWTH = 0.02  # where it is not
@@ -150,6 +151,12 @@ class Costs(NamedTuple):
         return cls(ForwardCosts(numbers[0], tuple(numbers[1 : end - 4]), *numbers[end - 4 : end]), drafts)
 
 
+def _typical(seconds: Sequence[float]) -> float:
+    """The lower quartile. Noise adds to times, and the least of them is from a step whose weights happened to be in the
+    processor's caches."""
+    return float(np.percentile(seconds, 25))
+
+
 class _Guesses:
     """A drafter that proposes a chain of different tokens, at no cost."""
 
@@ -182,14 +189,22 @@ class _RandomText:
         step = Step(self.model, self.cache, drafter, self.sampler, self.context, timings, Tally())
         return run_alone(step.run(depth + 1), on_one_thread), timings
 
-    def seconds(self, rows: int) -> Timings:
-        """A step with so many rows: the shortest time of each of its parts, because noise only adds to it."""
+    def seconds(self, *sizes: int) -> list[Timings]:
+        """A step with each of these numbers of rows. The sizes take turns, because a machine may be slower for a while.
+        So the step before has left other rows in the processor's caches, as a draft does; but short steps of one row
+        come after others, as in plain decoding."""
         guesses = _Guesses(self.model.config.vocab_size)
-        found = [self.step(guesses, rows - 1)[1]]
-        found += [self.step(guesses, rows - 1)[1] for _ in range(self._repeats(found[0].verify))]
-        if len(found) > 1:  # the processor's caches and clocks made the first one slower
-            del found[0]
-        return Timings(*(min(getattr(each, part.name) for each in found) for part in fields(Timings)))
+        found = [[self.step(guesses, rows - 1)[1]] for rows in sizes]
+        repeats = [self._repeats(of_size[0].verify) for of_size in found]
+        for turn in range(max(repeats)):
+            for of_size, rows, times in zip(found, sizes, repeats, strict=True):
+                if turn == 0 and times:  # the processor's caches and clocks made the first one slower
+                    of_size.clear()
+                in_turn = _PLAIN_STEPS if rows == 1 and times == _MOST_REPEATS else 1
+                if turn < times:
+                    of_size += [self.step(guesses, rows - 1)[1] for _ in range(in_turn)]
+        return [Timings(*(_typical([getattr(each, part.name) for each in of_size]) for part in fields(Timings)))
+                for of_size in found]
 
     def _repeats(self, seconds: float) -> int:
         """How often to repeat what took so long, on all ranks."""
@@ -197,14 +212,15 @@ class _RandomText:
         return 0 if seconds > _SLOW_S else int(max(_LEAST_REPEATS, min(_MOST_REPEATS, _ENOUGH_S / max(seconds, 1e-6))))
 
     def drafts(self, drafter: Drafter, on_one_thread: bool = False) -> list[tuple[Accepted, float]]:
-        """For each of _DEPTHS the fastest of the deepest drafts, and what it drafted: a draft of nothing takes no time.
-        The depths take turns, because a machine may be slower for a while."""
+        """For each of _DEPTHS one of the deepest drafts, and the time of these: a draft of nothing takes no time. The
+        depths take turns, because a machine may be slower for a while."""
         found = [[self.step(drafter, depth, on_one_thread)] for depth in _DEPTHS]
         for _ in range(self._repeats(found[0][0][1].draft)):
             for of_depth, depth in zip(found, _DEPTHS, strict=True):
                 of_depth.append(self.step(drafter, depth, on_one_thread))
-        best = [min(of_depth, key=lambda each: (-each[0].depth, each[1].draft)) for of_depth in found]
-        return [(accepted, timings.draft) for accepted, timings in best]
+        deepest = [max(of_depth, key=lambda each: each[0].depth)[0] for of_depth in found]
+        return [(accepted, _typical([timings.draft for each, timings in of_depth if each.depth == accepted.depth]))
+                for accepted, of_depth in zip(deepest, found, strict=True)]
 
     def drafts_apart(self, drafter: Drafter) -> bool:
         """Whether requests of a batch draft with this drafter at the same time."""
@@ -225,11 +241,11 @@ def measure(model: Transformer, sampler: Sampler, agree: Callable[[float], float
     agree       maps this rank's number to that of all ranks
     """
     short = _RandomText(model, sampler, agree, 0)
-    plain = short.seconds(1)
+    plain, = short.seconds(1)
     if (expected := _USUAL_STEPS * plain.verify) > _LONG_S:
         log.warning("timing the drafters of this model on this machine, once: about %d s", expected)
-    by_rows = [plain, *(short.seconds(rows) for rows in ROWS[1:])]
-    host = min(timings.sample + timings.commit for timings in by_rows)  # noise only adds to it
+    by_rows = short.seconds(*ROWS)
+    host = min(timings.sample + timings.commit for timings in by_rows)
     seconds = [timings.verify + timings.sample + timings.commit - host for timings in by_rows]
     # More rows take no less time, and noise only adds to it: a time above that of more rows is noise.
     rising = [float(each) for each in np.minimum.accumulate(seconds[::-1])[::-1]]
@@ -253,11 +269,11 @@ def _text_costs(model: Transformer, sampler: Sampler, agree: Callable[[float], f
         """Seconds for the text itself."""
         by_size = rows[0] * length / weights
         is_small = length < weights / 4
-        return by_size if is_small else max(text.seconds(1).verify - rows[0], 0.1 * by_size)
+        return by_size if is_small else max(text.seconds(1)[0].verify - rows[0], 0.1 * by_size)
 
     far = max(near, min(most, _UNCACHED_BYTES // model.cache_bytes_per_token))
     text = _RandomText(model, sampler, agree, far)
-    far_s, several = alone(text, far), text.seconds(_SEVERAL).verify - rows[ROWS.index(_SEVERAL)]
+    far_s, several = alone(text, far), text.seconds(_SEVERAL)[0].verify - rows[ROWS.index(_SEVERAL)]
     growth = max(0.0, (several / far_s - 1) / (_SEVERAL - 1))
     if far == near:
         return near * rows[0] / far_s, growth, 0.0, 1.0

@@ -180,10 +180,11 @@ def test_a_plain_step_that_is_interrupted_gives_no_negative_costs(monkeypatch, t
     """Other work may take the processor while the first step chooses its token."""
     seconds, seen = costs._RandomText.seconds, []
 
-    def interrupted(text, rows):
-        timings = seconds(text, rows)
-        timings.sample += 5.0 if not seen else 0.0
-        seen.append(rows)
+    def interrupted(text, *sizes):
+        timings = seconds(text, *sizes)
+        if len(sizes) > 1:
+            timings[0].sample += 5.0
+            seen.append(sizes)
         return timings
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -192,7 +193,7 @@ def test_a_plain_step_that_is_interrupted_gives_no_negative_costs(monkeypatch, t
     events = list(engine.generate("It was", SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)))
     assert events[-1].finish_reason == "length"
     file, = (tmp_path / "longdraft" / "drafting-costs").iterdir()
-    assert min(json.loads(file.read_text())) >= 0
+    assert min(json.loads(file.read_text())) >= 0 and seen == [costs.ROWS]
 
 
 def test_a_measurement_that_takes_long_is_announced_and_times_each_step_once(monkeypatch, tmp_path, tiny, caplog):
