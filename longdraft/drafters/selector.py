@@ -88,7 +88,7 @@ class Selector:
         """How deep tokens pay together if they are certain. One row can be dear: the first that reads the weights
         again."""
         most = min(AUTO_SETTINGS.max_depth, len(self._steps) - 2)
-        gain = self._ratings[self.active].seconds - self._token_seconds
+        gain = self._promised - self._token_seconds
         return 1 + int((gain * np.arange(1, most + 1) - self._steps[2 : most + 2]).argmax())
 
     @property
@@ -98,7 +98,13 @@ class Selector:
         rating = self._ratings[self.active]
         deep = max(1, min(rating.depth, len(self._steps) - 2))
         row = float(self._steps[1 + deep] - self._steps[1]) / deep
-        return (self._token_seconds + row) / rating.seconds
+        return (self._token_seconds + row) / self._promised
+
+    @property
+    def _promised(self) -> float:
+        """Seconds for each token of the active candidate, as costs and acceptance say. What it delivers may be less, but
+        that does not make a deeper draft worth while."""
+        return self._promises[self.active]
 
     @property
     def _token_seconds(self) -> float:
@@ -203,7 +209,7 @@ class Selector:
         most = min(len(reach), len(self._steps) - 2)
         if not most:
             return 0
-        gain = np.cumsum(reach[:most]) * self._ratings[self.active].seconds - self._steps[2 : most + 2]
+        gain = np.cumsum(reach[:most]) * self._promised - self._steps[2 : most + 2]
         best = int(gain.argmax())
         return best + 1 if gain[best] > -self._steps[1] else 0
 
