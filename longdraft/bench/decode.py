@@ -36,6 +36,7 @@ from longdraft.timing import Call, Timing, interleaved
 STEP_SAMPLING = SamplingParams(seed=7, min_p=0.1, repetition_penalty=1.2)  # T = 1, penalty within 1,024 tokens
 STEPS_PER_REPEAT = 4  # of `roofline`
 _WARM_UP_STEPS = 2
+_ROOM = 64  # rows of the largest forward, or steps, after a text
 
 
 class CachedText(NamedTuple):
@@ -70,7 +71,7 @@ class ModelCopies:
         count = num_copies(self.bytes_of_step(context), memory)
         while len(self._loaded) < count:
             self._loaded.append(checkpoint.load_transformer(self._files, self.config, self.kernels, self.quantize))
-        return [CachedText(model, model.random_cache(context)) for model in self._loaded[:count]]
+        return [CachedText(model, model.random_cache(context, _ROOM)) for model in self._loaded[:count]]
 
     def check(self, contexts: Sequence[int], steps: int) -> None:
         """Raise UsageError if the contexts and the steps after them exceed the model's context limit."""

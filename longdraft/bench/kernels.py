@@ -85,9 +85,10 @@ def measure_attention(kernels: Kernels, shape: AttentionShape, plan: KernelPlan,
     heads, kv_heads, dim = shape
     nbytes = 2 * plan.positions * kv_heads * dim * kernels.dtype.itemsize
     stores = [kernels.new_store(kv_heads, dim) for _ in range(num_copies(nbytes, plan.memory))]
+    written = plan.positions + max(*plan.rows, plan.prefill_rows)  # the system gives memory that is written to
     for store in stores:
-        store.reserve(plan.positions)
-        fill_randomly(store, plan.positions, kernels)
+        store.reserve(written)
+        fill_randomly(store, written, kernels)
     turn = cycle(stores)
 
     def call_with(rows: int) -> Call:

@@ -141,10 +141,11 @@ class FullCache:
             store.write_heads(start, keys, values)
 
     def fill_randomly(self, positions: int, room: int) -> None:
-        """Fill an empty cache, with memory for `room` more positions; see the function of that name."""
+        """Fill an empty cache, and memory for `room` more positions; see the function of that name. The system gives
+        memory when it is first written to, and what is timed must not wait for that."""
         self.reserve(positions + room)
         for store in self.stores:
-            fill_randomly(store, positions, self._kernels)
+            fill_randomly(store, positions + room, self._kernels)
         self.length = positions
         if self.taps:
             self.taps.fill(positions)

@@ -102,8 +102,8 @@ class Selector:
 
     @property
     def _promised(self) -> float:
-        """Seconds for each token of the active candidate, as costs and acceptance say. What it delivers may be less, but
-        that does not make a deeper draft worth while."""
+        """Seconds for each token of the active candidate, as costs and acceptance say. It may deliver less, but that
+        does not make a deeper draft worth while."""
         return self._promises[self.active]
 
     @property

@@ -224,7 +224,7 @@ class Transformer:
     def random_cache(self, positions: int, room: int = 0) -> FullCache:
         """A cache of random keys and values, to time forwards after so many positions.
 
-        room  positions for which memory is reserved besides
+        room  positions for which memory is reserved and written besides
         """
         cache = self.new_cache()
         cache.fill_randomly(positions, room)
