@@ -1,4 +1,4 @@
-"""`auto`: what it knows of costs and acceptance, and what it decides."""
+"""`auto`: what it decides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.simulated_text import FORWARD, Chained, Clock, Text
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters import costs
-from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
+from longdraft.drafters.acceptance import AcceptanceByDepth
 from longdraft.drafters.auto_settings import AUTO_SETTINGS
 from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
@@ -23,49 +23,6 @@ from longdraft.drafters.selector import Selector
 from longdraft.model.routine import atomic, run_alone
 from longdraft.speculation.drafter import Accepted
 from longdraft.tree import chain, from_paths
-
-# Acceptance.
-
-
-def test_depths_that_were_not_tried_are_expected_to_do_as_well_as_the_last_one():
-    depths = AcceptanceByDepth(4)
-    for accepted in (0, 1, 2, 3) * 30:
-        depths.add(2, accepted)
-    first, second, third, fourth = depths.reached()
-    assert first == pytest.approx(0.75, abs=0.05) and second == pytest.approx(0.5, abs=0.05)
-    assert third == pytest.approx(second * second / first) and fourth == pytest.approx(third * second / first)
-
-
-def test_a_new_request_starts_with_the_acceptance_of_the_earlier_ones():
-    others = AcceptanceByDepth(4)
-    for _ in range(50):
-        others.add(4, 3)
-    own = others.of_a_request()
-    assert own.reached() == pytest.approx(others.reached(), abs=0.1)
-    for _ in range(80):
-        own.add(4, 0)
-    assert own.reached()[0] < 0.1 < 0.9 < others.reached()[0]
-
-
-def test_acceptance_is_counted_by_source_depth_and_rank():
-    acceptance = NodeAcceptance()
-    tree = from_paths(1, [(2, 4), (3,)], "self")
-    for step in range(300):
-        acceptance.add(tree, [0, 1, 2] if step % 2 else [0, 3] if step % 10 == 0 else [0])
-    reach = acceptance.reach(tree)
-    assert reach[0] == 1
-    assert reach[1] == pytest.approx(0.5, abs=0.1) and reach[2] == pytest.approx(reach[1], abs=0.05)
-    assert reach[3] == pytest.approx(0.1, abs=0.06)
-
-
-def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
-    tree = from_paths(1, [(2, 4), (3, 5)], "self")
-    kept = tree.kept([True, False, True, True, True])
-    assert kept == from_paths(1, [(3, 5)], "self")
-    assert tree.kept([True] * 5) is tree
-
-
-# Decisions.
 
 
 @pytest.mark.parametrize("token, rate, expected", [(0.02, 0.9, range(7, 17)), (0.3, 0.9, range(2, 6))])
