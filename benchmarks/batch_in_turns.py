@@ -5,7 +5,8 @@
 
 `longdraft bench batch` compares texts side by side with the same texts one after another. Here the drafters take turns
 instead, from the first token on, and no text waits for another one of its batch. Ratios are those of the seconds for
-each token to the first drafter's, over 256 tokens of each text. The drafters must write the same texts.
+each token to the first drafter's, over 256 tokens of each text. The drafters must write the same texts. A control is in
+`--drafters "plain plain auto"`: the ratio of plain decoding to itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from longdraft import machine
 from longdraft.batching import Batch
 from longdraft.bench.document import document
 from longdraft.bench.options import settings
-from longdraft.bench.systems import System
+from longdraft.bench.systems import System, systems_named
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError, check
@@ -35,8 +36,7 @@ PART = 256  # tokens of each text for which a ratio is given
 class Texts:
     """The texts of one drafter, whose prompts are read."""
 
-    def __init__(self, engine: Engine, drafter: str, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        system = System.named(drafter)
+    def __init__(self, engine: Engine, system: System, prompts: Sequence[Sequence[int]], tokens: int) -> None:
         self.batch: Batch = engine.with_drafter(system.drafter, system.options).batch()
         self.texts: list[Generation] = []
         self.seconds: list[float] = []  # for each token, of each turn
@@ -76,7 +76,7 @@ class Texts:
 def measure(engine: Engine, drafters: Sequence[str], prompts: Sequence[Sequence[int]], tokens: int, turn: int
             ) -> Record:
     """`tokens` tokens of each text. UsageError if two drafters write different texts."""
-    groups = {drafter: Texts(engine, drafter, prompts, tokens) for drafter in drafters}
+    groups = {name: Texts(engine, system, prompts, tokens) for name, system in systems_named(drafters).items()}
     for number in range(tokens // turn):
         order = list(groups.values())
         for group in order if number % 2 else reversed(order):

@@ -31,10 +31,11 @@ from longdraft.loading import load
 from longdraft.report.turns import Record
 
 LAST = 512  # tokens of the prompt that the large model reads
+TURN = 64  # tokens
 
 
 def measure(engine: Engine, small: FullCache, places: Places, chosen: Sequence[str], prompt: Sequence[int],
-            params: SamplingParams, output: Path | None) -> Record:
+            params: SamplingParams, bucket: int, output: Path | None) -> Record:
     start = turns.start
     about = {"machine": machine.description(engine.model.kernels) | engine.provenance, "prefill": len(prompt)}
 
@@ -45,7 +46,7 @@ def measure(engine: Engine, small: FullCache, places: Places, chosen: Sequence[s
 
     if not engine.model.config.hybrid:
         turns.start = start_filled  # type: ignore[assignment]
-    found = length.measure_length(engine, chosen, prompt, params, params.max_new_tokens, 64, lambda found: None)
+    found = length.measure_length(engine, chosen, prompt, params, bucket, TURN, lambda found: None)
     with document("length", output, is_printed=False, **about, drafters=found):
         return found
 
@@ -57,10 +58,13 @@ def main() -> None:
     parser.add_argument("--prompt-file", required=True)
     parser.add_argument("--prefill", type=int, default=32768)
     parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--bucket", type=int, help="new tokens that are reported together; default: all")
     parser.add_argument("--drafters", default="plain auto")
     parser.add_argument("--quantize", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    bucket = given.max_new_tokens if given.bucket is None else given.bucket
+    check(bucket >= TURN, "--bucket", bucket, f"a turn's tokens ({TURN}) or more")
     engine, source = load(given.model, quantize=given.quantize, cache_ram=0), load(given.source)
     ids = engine.encode(read_prompt(None, given.prompt_file))
     check(1 <= given.prefill <= len(ids), "--prefill", given.prefill, f"1 to {len(ids)}, the tokens of the prompt")
@@ -70,7 +74,7 @@ def main() -> None:
     places = Places(source.model.config, engine.model.config)
     small = read_by(source.model, prompt[: max(0, len(prompt) - LAST)])
     chosen = settings("--drafters", given.drafters)
-    length.table(measure(engine, small, places, chosen, prompt, params, given.output)).show()
+    length.table(measure(engine, small, places, chosen, prompt, params, bucket, given.output)).show()
 
 
 if __name__ == "__main__":

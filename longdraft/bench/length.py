@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from longdraft.bench.results import Results
-from longdraft.bench.systems import Engines, System
+from longdraft.bench.systems import Engines, systems_named
 from longdraft.bench.turns import write_in_turns
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
@@ -25,7 +25,7 @@ _TEXT = "length"
 
 def measure_length(engine: Engine, settings: Sequence[str], prompt: Sequence[int], params: SamplingParams,
                    bucket: int, turn: int, on_round: Callable[[Record], None]) -> Record:
-    """For each setting ("plain", "magicdec,chain=6") its buckets and final statistics.
+    """For each setting ("plain", "magicdec,chain=6") its buckets and final statistics. A setting may stand twice.
 
     bucket    new tokens that are reported together
     turn      new tokens of a turn
@@ -33,7 +33,7 @@ def measure_length(engine: Engine, settings: Sequence[str], prompt: Sequence[int
 
     Raises UsageError if prompt and new tokens exceed the model's context, or if two drafters write different texts.
     """
-    systems = {setting: System.named(setting) for setting in settings}
+    systems = systems_named(settings)
     engine.check_request(list(prompt), params)
     results = Results()
     results.add({"kind": "text", "text": _TEXT, "reference": settings[0],
@@ -47,7 +47,7 @@ def measure_length(engine: Engine, settings: Sequence[str], prompt: Sequence[int
 
     def emit(record: Record) -> None:
         results.add(record)
-        if record["system"] == settings[-1]:
+        if record["system"] == list(systems)[-1]:
             on_round(figures())
 
     ends = [*range(turn, params.max_new_tokens, turn), params.max_new_tokens]

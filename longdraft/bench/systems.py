@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,16 @@ class System:
     def options_for(self, prefill: int) -> dict[str, Any]:
         """The options, with "prefill" and "prefill/N" replaced by numbers of tokens."""
         return {name: _resolved(value, prefill) for name, value in self.options.items()}
+
+
+def systems_named(settings: Sequence[str]) -> dict[str, System]:
+    """The system of each setting. The same setting again is a control, whose ratio to the first shows the noise: its
+    name is then "plain (2)". Raises UsageError."""
+    systems: dict[str, System] = {}
+    for place, setting in enumerate(settings):
+        again = settings[: place + 1].count(setting)
+        systems[setting if again == 1 else f"{setting} ({again})"] = System.named(setting)
+    return systems
 
 
 def _resolved(value: Any, prefill: int) -> Any:

@@ -39,7 +39,8 @@ _PREFILL = 4096  # tokens of the prompt, unless --prefill says otherwise
 def length(
     prompt_file: Annotated[Path, typer.Option(help="The prompt, a text file.")],
     drafters: Annotated[str, typer.Option(
-        help="Drafters to compare, with options such as magicdec,chain=6; separated by spaces.")] = "plain auto",
+        help="Drafters to compare, with options such as magicdec,chain=6; separated by spaces. One that stands twice "
+             "shows the noise.")] = "plain auto",
     model: ModelOption = "novelist",
     prefill: Annotated[int | None, typer.Option(help="Use only the first N tokens of the prompt.",
                                                 show_default="4096, or all if it has fewer")] = None,

@@ -120,7 +120,7 @@ class Candidate:
     def __init__(self, costs: DraftCosts, acceptance: AcceptanceByDepth) -> None:
         self.costs = costs
         self.acceptance = acceptance
-        self.lost = 0.0  # seconds, by its probes
+        self.lost = 0.0  # seconds, by its probes, and reserved for those that are being made
         self._nodes = costs.nodes  # guesses that are verified, for each token of depth
 
     def add(self, tree: Tree, allowed: int, accepted: int) -> None:

@@ -126,7 +126,8 @@ class Selector:
             if self.is_probing and (self._reserved > 0 or is_promising):  # bad luck alone does not end a probe
                 return
             self._probe_steps = 0
-            self._shared.lost = max(0.0, self._shared.lost - self._reserved)
+            self._reserve(-self._reserved)
+            self._shared.lost = max(0.0, self._shared.lost)
         self._rate(self._best())  # its rating may be old
         best = self._best()
         if best == self._plain or self._ratings[best].seconds < (
@@ -189,8 +190,8 @@ class Selector:
         if self.is_probing:
             loss = seconds - tokens * self._ratings[self._leader].seconds
             known = loss if is_typical else min(loss, self._step_loss)  # a drafter's first step reads the whole text
-            self._reserved -= known
-            shared.lost += loss - known
+            self._reserve(-known)
+            shared.lost += loss
             shared.candidates[self.active].lost += max(0.0, loss)
         elif is_typical and not self.is_plain:  # drafts of probes are shorter than the rated ones
             self._deliveries[self.active].add(seconds, tokens * self._promises[self.active])
@@ -294,7 +295,13 @@ class Selector:
         if name == self._plain:  # what drafts are compared with has a budget of its own
             is_hopeful = shared.candidates[name].lost + loss <= budget + AUTO_SETTINGS.allowance * plain
         if is_hopeful or shared.lost + loss <= budget:
-            self.active, self._probe_steps, self._probe_depth, self._reserved = name, steps, depth, loss
+            self.active, self._probe_steps, self._probe_depth, self._reserved = name, steps, depth, 0.0
             if not is_hopeful:
                 self._deliveries[name].forget_half()
-            shared.lost += loss
+            self._reserve(loss)
+
+    def _reserve(self, seconds: float) -> None:
+        """Reserve so many more seconds for the current probe, so that no other request spends them meanwhile."""
+        self._reserved += seconds
+        for account in (self._shared, self._shared.candidates[self.active]):
+            account.lost += seconds

@@ -286,9 +286,10 @@ def test_bench_length_writes_the_same_text_with_each_drafter(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 9)
     command = ["bench", "length", "--prompt-file", str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "out.json"),
                "--prefill", "60", "--max-new-tokens", "90", "--bucket", "40", "--turn", "10", "--drafters",
-               "plain magicdec auto"]
+               "plain plain magicdec auto"]
     assert run(command) == 0
     figures = json.loads((tmp_path / "out.json").read_text())["drafters"]
+    assert list(figures) == ["plain", "plain (2)", "magicdec", "auto"]
     assert len({figure["stats"]["sha256_tokens"] for figure in figures.values()}) == 1
     for figure in figures.values():
         assert len(figure["buckets"]) == 3 and sum(bucket["tokens"] for bucket in figure["buckets"]) == 90

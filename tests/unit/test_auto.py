@@ -130,6 +130,17 @@ def test_a_probe_ends_when_other_requests_join():
     assert text.auto.selector.is_plain and shared.lost < 1.0
 
 
+def test_requests_share_the_probes_of_plain_decoding():
+    """What it learns of the machine counts for all of them."""
+    shared, most = SharedKnowledge(), 0
+    texts = [Text({"chain": (0.4, 0.7)}, shared=shared, seed=seed) for seed in range(8)]
+    for _ in range(200):
+        for text in texts:
+            text.step()
+        most = max(most, sum(text.auto.selector.is_plain and text.auto.selector.is_probing for text in texts))
+    assert 1 <= most <= 2, "they share what these probes may lose"
+
+
 def test_drafters_that_guess_with_one_model_share_their_acceptance():
     target, heads, shared = Guesser("target", 0.9), Guesser("heads", 0.5), SharedKnowledge()
     guessers = {"plain": Guesser("plain", 0.0), "one": target, "two": target, "three": heads}
