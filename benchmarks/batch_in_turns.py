@@ -6,12 +6,14 @@
 `longdraft bench batch` compares texts side by side with the same texts one after another. Here the drafters take turns
 instead, from the first token on, and no text waits for another one of its batch. Ratios are those of the seconds for
 each token to the first drafter's, over 256 tokens of each text. The drafters must write the same texts. A control is in
-`--drafters "plain plain auto"`: the ratio of plain decoding to itself.
+`--drafters "plain plain auto"`: the ratio of plain decoding to itself. `--repeats` measures as many times, each time
+with a new engine, which knows nothing of the texts yet, and prints the lowest, the median and the highest ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -98,20 +100,26 @@ def main() -> None:
     parser.add_argument("--drafters", default="plain auto")
     parser.add_argument("--tokens", type=int, default=1024, help="of each text")
     parser.add_argument("--turn", type=int, default=64, help="tokens of each text in a turn; divides 256")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    check(given.repeats > 0, "--repeats", given.repeats, "1 or more")
     check(given.turn > 0 and PART % given.turn == 0, "--turn", given.turn, f"a number that divides {PART}")
     engine = load(given.model, drafter="auto")
     ids = engine.encode(read_prompt(None, given.prompt_file))
     distance = (len(ids) - given.context) // given.texts
     check(distance > 0, "--prompt-file", f"{len(ids)} tokens", "a longer file, or fewer --texts or less --context")
     prompts = [ids[place * distance : place * distance + given.context] for place in range(given.texts)]
-    found = measure(engine, settings("--drafters", given.drafters), prompts, given.tokens, given.turn)
+    chosen = settings("--drafters", given.drafters)
     about = {"machine": machine.description(engine.model.kernels) | engine.provenance, "context": given.context,
              "texts": given.texts, "turn": given.turn}
-    with document("batch in turns", given.output, is_printed=False, **about, drafters=found):
-        for drafter, record in found.items():
-            print(f"{drafter:<40}", *(f"{ratio:.2f}" for ratio in record["to_first"]))
+    runs = []
+    for _ in range(given.repeats):
+        runs.append(measure(load(given.model, drafter="auto"), chosen, prompts, given.tokens, given.turn))
+    with document("batch in turns", given.output, is_printed=False, **about, runs=runs):
+        for drafter in runs[0]:
+            parts = zip(*(run[drafter]["to_first"] for run in runs), strict=True)
+            print(f"{drafter:<40}", *(f"{min(of):.2f} {statistics.median(of):.2f} {max(of):.2f} |" for of in parts))
 
 
 if __name__ == "__main__":
