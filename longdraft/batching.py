@@ -98,9 +98,12 @@ class Batch:
         journal, logits that are not finite). The text then leaves the batch, and the others continue.
         """
         events: list[tuple[int, Event]] = []
+        began = time.perf_counter()
         with kernels.single_threaded_torch(self._model.target.kernels):
             chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
             batch_size = max(1, len(chosen) - len(self._waiting.intersection(chosen)))
+            clocks = [self._texts[text].clock for text in chosen if text not in self._waiting]
+            charged = sum(clock.charged for clock in clocks)
             for text in chosen:
                 if text not in self._requests and text not in self._launched:
                     self._advance(text, None, batch_size, events)
@@ -114,6 +117,9 @@ class Batch:
                 {texts[index]: requests[texts[index]] for index in indices}, seconds))
             for text, result in zip(requests, results, strict=True):
                 self._advance(text, result, batch_size, events)
+        own = sum(clock.charged for clock in clocks) - charged
+        for clock in clocks:  # the round's own work is a part of the step of each text
+            clock.charge(max(0.0, time.perf_counter() - began - own) / len(clocks))
         return events
 
     def _read_launched(self, launched: dict[int, Launched]) -> None:

@@ -88,7 +88,8 @@ def _run_together(requests: Sequence[ForwardRequest]) -> Sequence[Forward | Exce
 
 
 class CostClock:
-    """Measures the cost of one text: the time of its own work, and its share of the forwards that it takes part in.
+    """Measures the cost of one text: the time of its own work, and its share of the forwards and rounds that it takes
+    part in.
 
     batch_size  number of texts that currently share forwards
     together    number of texts whose latest launched work was done together
@@ -106,8 +107,13 @@ class CostClock:
         """Cost so far, in seconds."""
         return self.agree(self._charged + (0.0 if self._since is None else time.perf_counter() - self._since))
 
+    @property
+    def charged(self) -> float:
+        """Cost up to the latest `stop` or `charge`, in seconds, on this rank."""
+        return self._charged
+
     def charge(self, seconds: float) -> None:
-        """Add the text's share of a forward, in seconds."""
+        """Add the text's share of what several texts do together, in seconds."""
         self._charged += seconds
 
     def start(self, batch_size: int = 1) -> None:
