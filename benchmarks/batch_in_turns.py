@@ -114,8 +114,9 @@ def main() -> None:
     about = {"machine": machine.description(engine.model.kernels) | engine.provenance, "context": given.context,
              "texts": given.texts, "turn": given.turn}
     runs = []
-    for _ in range(given.repeats):
-        runs.append(measure(load(given.model, drafter="auto"), chosen, prompts, given.tokens, given.turn))
+    for place in range(given.repeats):
+        engine = load(given.model, drafter="auto") if place else engine
+        runs.append(measure(engine, chosen, prompts, given.tokens, given.turn))
     with document("batch in turns", given.output, is_printed=False, **about, runs=runs):
         for drafter in runs[0]:
             parts = zip(*(run[drafter]["to_first"] for run in runs), strict=True)

@@ -295,7 +295,7 @@ class Selector:
         if name == self._plain:  # what drafts are compared with has a budget of its own
             is_hopeful = shared.candidates[name].lost + loss <= budget + AUTO_SETTINGS.allowance * plain
         if is_hopeful or shared.lost + loss <= budget:
-            self.active, self._probe_steps, self._probe_depth, self._reserved = name, steps, depth, 0.0
+            self.active, self._probe_steps, self._probe_depth = name, steps, depth
             if not is_hopeful:
                 self._deliveries[name].forget_half()
             self._reserve(loss)

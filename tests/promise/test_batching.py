@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, LIARS, SETTINGS, batch_params, liar, prompt_of
-from longdraft import kernels
+from longdraft import batching, kernels
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
 from longdraft.drafters import chain
@@ -240,6 +241,17 @@ def test_one_forward_serves_all_requests_of_a_batch(plain, monkeypatch):
     while batch:
         batch.step()
     assert seen == [[8] * 8] + [[1] * 8] * 10
+
+
+def test_a_rounds_own_work_is_charged_to_its_texts(plain, monkeypatch):
+    """Else a step of a batch looks cheaper to `auto` than it is."""
+    work, run_batched = 0.02, batching.run_batched
+    monkeypatch.setattr(batching, "run_batched", lambda *given: (time.sleep(work), run_batched(*given))[1])
+    with plain.batch() as batch:
+        texts = [batch.add(prompt_of(9, seed), batch_params(seed)) for seed in range(2)]
+        for rounds in range(1, 4):
+            batch.step()
+            assert all(batch[text].clock.charged >= rounds * work / len(texts) for text in texts)
 
 
 def test_prompts_are_prefilled_in_small_chunks_while_other_requests_decode(plain, monkeypatch):
