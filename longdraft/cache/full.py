@@ -90,8 +90,8 @@ class FullCache:
         assert self._tail is not None or not len(rows), "commit without a forward"
         if self._tail is not None and len(rows) and not self._is_placed:
             self._kernels.keep(self._tail, rows)
-        if self.taps:
-            self.taps.commit(rows)
+        if self.taps and self._tail is not None and self._tail.taps is not None:
+            self.taps.commit(self._tail.taps, rows, self.length)
         if self.states:
             self.states.commit(rows)
         self._tail, self._is_placed = None, False
@@ -152,8 +152,6 @@ class FullCache:
 
     def skip(self, count: int) -> None:
         """Commit `count` rows that `fill` wrote. States of tapped layers are not known."""
-        if self.taps:
-            self.taps.skip(count)
         self.length += count
 
     def clear(self) -> None:

@@ -36,25 +36,19 @@ class TapLog:
 
     layers  that are tapped, as for `Taps`
     width   of a row
-    is_on   whether forwards copy the states of their rows. Those of a device always do: they are captured so
+    is_on   whether forwards copy the states of their rows (`follow`)
     """
 
     def __init__(self, kernels: Kernels, layers: Sequence[int], width: int) -> None:
         self.layers = tuple(layers)
-        self._kernels, self._width, self._is_on = kernels, width, True
+        self._kernels, self._width, self.is_on = kernels, width, True
         self._first: list[TappedRows] = []
         self._runs: list[TappedRows] = []
         self._spare: list[Tensor] = []  # each [layers, 1, width]
-        self._end = 0
-        self._tail: Taps | None = None
 
-    @property
-    def is_on(self) -> bool:
-        return self._is_on
-
-    @is_on.setter
-    def is_on(self, is_on: bool) -> None:
-        self._is_on = is_on or self._kernels.is_device
+    def follow(self, is_wanted: bool) -> None:
+        """Whether forwards copy states from now on. Those of a device always do: they are captured so."""
+        self.is_on = is_wanted or self._kernels.is_device
 
     def append(self, count: int) -> Taps:
         """Provisional rows, for a forward to fill."""
@@ -64,48 +58,41 @@ class TapLog:
             if not self._spare:
                 self._spare = list(self._allocate(1, _SPARE).unbind())
             rows = self._spare.pop()
-        self._tail = Taps(self.layers, rows)
-        return self._tail
+        return Taps(self.layers, rows)
 
     def _allocate(self, count: int, *times: int) -> Tensor:
         shape = (*times, len(self.layers), count, self._width)
         return torch.empty(shape, dtype=self._kernels.dtype, device=self._kernels.device)
 
     def fill(self, count: int) -> None:
-        """Commit `count` rows of zeros."""
+        """Commit `count` rows of zeros at the text's beginning."""
         for start in range(0, count, LATEST):
             size = min(LATEST, count - start)
-            self.append(size).rows.zero_()
-            self.commit(range(size))
+            taps = self.append(size)
+            taps.rows.zero_()
+            self.commit(taps, range(size), start)
 
-    def commit(self, rows: Sequence[int]) -> None:
-        """Keep these provisional rows, in this order; drop the others. Rows that no forward copied are skipped."""
-        if self._tail is None:
-            self.skip(len(rows))
-        elif len(rows):
-            states = self._tail.rows
-            count = states.shape[1]
-            if len(rows) != count or (count > 1 and list(rows) != list(range(count))):  # selecting takes long
-                states = states[:, list(rows)]
-            self._runs.append(TappedRows(self._end, states))
-            self._end += len(rows)
-            if self._end - self._runs[0].start > LATEST:
-                self._forget()
-        self._tail = None
-
-    def skip(self, count: int) -> None:
-        """The next `count` rows of the text are committed without their states."""
-        self._end += count
+    def commit(self, taps: Taps, rows: Sequence[int], start: int) -> None:
+        """Keep these provisional rows, in this order; drop the others. start: position of the first one in the text"""
+        if not len(rows):
+            return
+        states = taps.rows
+        count = states.shape[1]
+        if len(rows) != count or (count > 1 and list(rows) != list(range(count))):  # selecting takes long
+            states = states[:, list(rows)]
+        self._runs.append(TappedRows(start, states))
+        end = start + len(rows)
+        if end - self._runs[0].start > LATEST:
+            self._forget_before(end - LATEST)
 
     def clear(self) -> None:
         """Forget all rows; the text begins again."""
-        self._first, self._runs, self._end, self._tail = [], [], 0, None
+        self._first, self._runs = [], []
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""
         self._first = [run.cut(run.start, length) for run in self._first if run.start < length]
         self._runs = [run.cut(run.start, length) for run in self._runs if run.start < length]
-        self._end = length
 
     def take(self) -> list[TappedRows]:
         """All rows that are held, in order, in as few runs as possible; the log forgets them."""
@@ -118,9 +105,9 @@ class TapLog:
         self._first, self._runs = [], []
         return [TappedRows(runs[0].start, torch.cat([run.states for run in runs], 1)) for runs in joined]
 
-    def _forget(self) -> None:
-        """Drop the runs before the latest rows. Of the run at the text's beginning, the first rows stay."""
-        while len(self._runs) > 1 and self._runs[1].start <= self._end - LATEST:
+    def _forget_before(self, position: int) -> None:
+        """Drop the runs before this position. Of the run at the text's beginning, the first rows stay."""
+        while len(self._runs) > 1 and self._runs[1].start <= position:
             start, states = self._runs.pop(0)
             if start == 0:
                 self._first = [TappedRows(0, states[:, :FIRST].clone())]

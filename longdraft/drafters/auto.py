@@ -96,17 +96,20 @@ class Proposal(NamedTuple):
     ended: float
 
 
-@dataclass
+@dataclass(slots=True)
 class PlainRun:
     """Steps of plain decoding that are timed together: what is done beside a short step would be felt. The run began
     when the step before it ended.
 
+    steps     those at rest included
+    at_rest   steps to come in which nothing is timed or decided
     tokens    of these steps
     reported  of the tokens, those that are in the report
     latest    when the latest step began, in seconds, by the clock; None: news from other requests ended the run early
     """
 
     steps: int = 0
+    at_rest: int = 0
     tokens: int = 0
     reported: int = 0
     latest: float | None = None
@@ -183,6 +186,8 @@ class AutoDrafter:
             drafter.follow(self.selector.could_lead(name))
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
+        if self._plain.at_rest:
+            return root_only(context.last)
         selector = self.selector
         if selector.is_plain:
             self._proposal = None
@@ -221,13 +226,18 @@ class AutoDrafter:
         return tree.kept([at_all >= falling[count - 1] for at_all in reach])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        selector = self.selector
+        run, selector = self._plain, self.selector
+        if run.at_rest:
+            run.at_rest -= 1
+            run.tokens += len(accepted.tokens)
+            return
         self._num_steps += 1
         if self._proposal is None:
-            self._plain.steps += 1
-            self._plain.tokens += len(accepted.tokens)
+            run.steps += 1
+            run.tokens += len(accepted.tokens)
             is_timed = self._num_steps <= _UNTYPICAL_STEPS or not self._num_steps % AUTO_SETTINGS.steps_per_decision
             if not (is_timed or selector.is_probing or selector.has_news):
+                self._rest()
                 return
         now, active = self._clock(), selector.active
         if self._proposal is None:
@@ -247,7 +257,15 @@ class AutoDrafter:
         if selector.active != active:  # the new candidate has not seen the latest tokens
             self._num_same = 0
             self._drafters[selector.active].observe(context, accepted)
+        self._rest()
         self._ended = self._clock()
+
+    def _rest(self) -> None:
+        """Of plain decoding, time and decide nothing until the next look for news from other requests."""
+        if self.selector.is_plain and not self.selector.is_probing and self._num_steps >= _UNTYPICAL_STEPS:
+            self._plain.at_rest = count = -(self._num_steps + 1) % AUTO_SETTINGS.steps_per_look
+            self._plain.steps += count
+            self._num_steps += count
 
     def _measure(self, proposal: Proposal, accepted: Accepted, verified_at: float) -> float:
         """Count the step's guesses and time; returns what the clock shows."""
@@ -256,16 +274,11 @@ class AutoDrafter:
             self._node_acceptance.add(tree, accepted.rows)
         self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
         draft = drafted_at - began + (now := self._clock()) - verified_at
-        if self._is_warm:
+        if self._num_steps > 1:  # the first step of a text may take fifty times as long as the others
             is_typical = self._num_same >= AUTO_SETTINGS.untypical_steps
             self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft, is_typical,
                                 self._since_last_step(began))
         return now
-
-    @property
-    def _is_warm(self) -> bool:
-        """Whether this is not the first step of the text, which may take fifty times as long as the others."""
-        return self._num_steps > 1
 
     def _since_last_step(self, began: float) -> float:
         """Seconds since the step before. After the first one the engine gives back memory of the prompt's chunks."""

@@ -15,6 +15,8 @@ class AutoSettings:
     batch_ratio            the same between plain decoding and a candidate in a batch, whose forwards are charged to the
                            requests by their expected costs, so that errors in these show late
     steps_per_decision     steps between two decisions while plain decoding leads; they are short
+    steps_per_look         steps between two looks for news from other requests while plain decoding leads; a divisor of
+                           `steps_per_decision`
     drafts_per_decision    steps between two decisions while another candidate leads
     decision_share         share of the time that decisions may take
     steps_per_exploration  every so many steps a draft is `exploration_depth` tokens deeper than the best depth
@@ -42,6 +44,7 @@ class AutoSettings:
     switch_ratio: float = 0.97
     batch_ratio: float = 0.95
     steps_per_decision: int = 32
+    steps_per_look: int = 4
     drafts_per_decision: int = 2
     decision_share: float = 0.003
     steps_per_exploration: int = 32

@@ -163,4 +163,4 @@ class EagleDrafter(LayerDrafter):
         self._taps = cache.taps
 
     def follow(self, is_wanted: bool) -> None:
-        self._taps.is_on = is_wanted
+        self._taps.follow(is_wanted)

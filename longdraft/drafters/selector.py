@@ -266,6 +266,11 @@ class Selector:
         """Whether the drafts of a candidate were timed often enough since the engine began."""
         return name == self._plain or self._shared.pace.times(self._draft_kind(name)) >= AUTO_SETTINGS.enough_times
 
+    def _doubt(self, name: str) -> float:
+        """How many times too high the costs of a candidate may be. A time corrects them by half, as `Pace` does."""
+        times = self._shared.pace.times(self._draft_kind(name))
+        return float(AUTO_SETTINGS.doubt ** (1 / (1 + times)))
+
     def _probe(self, name: str) -> None:
         """Probe a candidate if it could be the fastest. If only its costs speak against that, check them."""
         leader, rating = self._ratings[self._leader], self._ratings[name]
@@ -274,7 +279,7 @@ class Selector:
         if self.could_lead(name) or name == self._plain:
             steps = AUTO_SETTINGS.probe_steps if self._is_trusted(name) else AUTO_SETTINGS.first_steps
             self._begin_probe(name, steps, rating.tokens * (rating.seconds - leader.seconds))
-        if not self.is_probing and not self._is_timed(name) and rating.least <= AUTO_SETTINGS.doubt * leader.seconds:
+        if not self.is_probing and not self._is_timed(name) and rating.least <= self._doubt(name) * leader.seconds:
             seconds, tokens = rating.short
             self._begin_probe(name, AUTO_SETTINGS.check_steps, seconds - tokens * leader.seconds, depth=2)
 

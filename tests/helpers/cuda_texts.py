@@ -57,8 +57,9 @@ def copy_of(cache: FullCache, model: Transformer) -> FullCache:
             mine.copy_from(theirs)
         copied.states.length = cache.length
     if cache.taps and copied.taps:
-        copied.taps.append(cache.length).rows.copy_(cache.taps.take()[0].states)
-        copied.taps.commit(range(cache.length))
+        taps = copied.taps.append(cache.length)
+        taps.rows.copy_(cache.taps.take()[0].states)
+        copied.taps.commit(taps, range(cache.length), 0)
     return copied
 
 

@@ -117,7 +117,6 @@ def test_after_a_gap_in_the_states_a_head_drafts_nothing_until_the_last_one_is_k
     head = load_eagle(tiny["mha"] / "eagle", model)
     draft_model, context = read(model, head, IDS[:9])
     assert run_alone(draft_model.next_logits(context, [context.last])) is not None
-    draft_model._taps.skip(6)
     context.extend(IDS[9:15])
     assert run_alone(draft_model.next_logits(context, [context.last])) is None
     tapped, cache = model.with_taps(head.taps), model.with_taps(head.taps).new_cache()

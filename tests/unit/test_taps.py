@@ -76,7 +76,7 @@ def test_the_log_holds_the_first_and_the_latest_rows(monkeypatch):
         for row in kept:
             tail.rows[:, row] = float(number)
             number += 1
-        log.commit(kept)
+        log.commit(tail, kept, number - len(kept))
 
     for count, kept in ((5, [0, 1, 2, 3, 4]), (4, [1, 3]), (4, [0]), (7, list(range(7))), (3, [0, 1, 2]), (4, [])):
         write(count, kept)
@@ -95,7 +95,7 @@ def test_forwards_copy_no_states_while_no_drafter_reads_them(tiny):
     for off in (range(0), range(5, 9)):
         cache = model.new_cache()
         for place, token in enumerate(ids):
-            cache.taps.is_on = place not in off
+            cache.taps.follow(place not in off)
             model.forward(chain_rows([token], place), cache)
             assert (cache._tail.taps is None) == (place in off)
             cache.commit([0])
@@ -108,7 +108,7 @@ def test_forwards_copy_no_states_while_no_drafter_reads_them(tiny):
 def test_a_device_copies_states_always():
     """Its forwards are captured with the copies, and texts of a batch share one capture."""
     log = TapLog(SimpleNamespace(is_device=True), (0,), HIDDEN)
-    log.is_on = False
+    log.follow(False)
     assert log.is_on
 
 

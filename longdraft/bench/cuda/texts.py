@@ -95,7 +95,6 @@ def _begin(model: Transformer, cache: FullCache, prompt: Sequence[int], last: in
     cache.taps = None
     if parts.eagle:
         cache.taps = TapLog(model.kernels, parts.eagle.taps, model.config.hidden_size)
-        cache.taps.skip(start)
     result = model.forward(chain_rows(prompt[start:-1], start), cache, is_prompt=True)
     cache.commit(range(last))
     context, sampler = Context(list(prompt)), Sampler(SAMPLING, kernels=model.kernels)
