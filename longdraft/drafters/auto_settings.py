@@ -46,7 +46,7 @@ class AutoSettings:
     steps_per_decision: int = 32
     steps_per_look: int = 4
     drafts_per_decision: int = 2
-    decision_share: float = 0.003
+    decision_share: float = 0.002
     steps_per_exploration: int = 32
     exploration_depth: int = 2
     first_steps: int = 4

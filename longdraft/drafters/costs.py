@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,10 @@ from longdraft.tree import Tree, chain
 
 log = logging.getLogger(__name__)
 
+FloatArray = NDArray[np.float64]
+
 ROWS = (1, 2, 4, 6, 8, 16, 32)  # of the forwards that are timed; products of more than six rows take several passes
+_ROWS = np.array(ROWS, dtype=np.float64)
 _DEPTHS = (4, 12)  # depths of the drafts that are timed
 _SHORT = 256  # positions of the text after which they are timed
 _MOST_BYTES = 1 << 28  # of the cache of random positions
@@ -76,8 +80,8 @@ class ForwardCosts(NamedTuple):
         """Before anything was measured: a forward that reads its bytes once, and whose rows cost little."""
         return cls(0.0, tuple(1 + 0.02 * rows for rows in ROWS), weights_in_tokens)
 
-    def at(self, rows: Sequence[float] | NDArray[np.int64], context: int | Sequence[int],
-           requests: float | NDArray[np.float64] = 1, batch_size: int = 1) -> NDArray[np.float64]:
+    def at(self, rows: Sequence[float] | FloatArray, context: int | Sequence[int],
+           requests: float | FloatArray = 1, batch_size: int = 1) -> FloatArray:
         """Seconds of one request's part of a forward, for each number of rows, after `context` tokens (one number, or
         one for each of rows), if each of `requests` requests (likewise) has so many rows: its own keys and values, and
         an equal share of the weights. batch_size: requests whose texts share the processor's caches"""
@@ -87,12 +91,19 @@ class ForwardCosts(NamedTuple):
         text = self.rows[0] * reads * (1 + self.growth * (own - 1))
         return self.host + self._line(own * requests) / requests + text
 
-    def _line(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _line(self, rows: FloatArray) -> FloatArray:
         """Seconds after an empty text, along straight lines through the measurements. Beyond the last one, a row costs
         what the last ones do, or what all do if that is more: the difference of two numbers may be noise."""
-        *_, before, last = zip(ROWS, self.rows, strict=True)
-        slope = max((last[1] - start[1]) / (last[0] - start[0]) for start in (before, (ROWS[0], self.rows[0])))
-        return np.interp(rows, ROWS, self.rows) + slope * np.maximum(0.0, rows - ROWS[-1])
+        seconds, slope = _measured(self.rows)
+        return np.interp(rows, _ROWS, seconds) + slope * np.maximum(0.0, rows - ROWS[-1])
+
+
+@lru_cache(maxsize=8)
+def _measured(rows: tuple[float, ...]) -> tuple[FloatArray, float]:
+    """`ForwardCosts.rows`, and the seconds of each row beyond the last of ROWS."""
+    *_, before, last = zip(ROWS, rows, strict=True)
+    slope = max((last[1] - start[1]) / (last[0] - start[0]) for start in (before, (ROWS[0], rows[0])))
+    return np.array(rows), slope
 
 
 class DraftCosts(NamedTuple):

@@ -13,7 +13,8 @@ from longdraft.drafters.knowledge import Delivery, Rating, SharedKnowledge
 from longdraft.model.routine import CostClock
 from longdraft.tree import Tree
 
-_SIZES = [rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)]  # forwards of a size share a pace
+_ROWS = np.arange(1 + AUTO_SETTINGS.max_rows, dtype=np.float64)
+_SIZES = np.array([rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)])  # forwards of a size share a pace
 _INTERRUPTED = 3.0  # times the expected seconds: a forward that takes longer counts as one that takes so long
 _NOISE = 0.05  # of a step: a draft that takes less does not tell that its costs are off
 _SHARING_RATE = 0.02  # how much of the share of requests that verify together is taken over at once
@@ -116,7 +117,8 @@ class Selector:
         """Choose the active candidate."""
         self._look(context)
         self.turn = self._next_turn()
-        for name in self._ratings if self.has_news else {self._plain, self._leader, self.active, self.turn}:
+        rated = set(self._ratings) if self.has_news else {self._plain, self._leader, self.active, self.turn}
+        for name in rated:
             self._rate(name)
         are_others = self._batch_size != self._clock.batch_size
         self._num_known, self._batch_size = self._shared.num_known, self._clock.batch_size
@@ -128,8 +130,9 @@ class Selector:
             self._probe_steps = 0
             self._reserve(-self._reserved)
             self._shared.lost = max(0.0, self._shared.lost)
-        self._rate(self._best())  # its rating may be old
-        best = self._best()
+        if (best := self._best()) not in rated:  # its rating may be old
+            self._rate(best)
+            best = self._best()
         if best == self._plain or self._ratings[best].seconds < (
                 AUTO_SETTINGS.switch_ratio * self._ratings[self._leader].seconds):
             self._leader = best
@@ -178,7 +181,7 @@ class Selector:
         is_expected = self._batch_size == self._clock.batch_size  # else costs were reckoned for other forwards
         if rows < len(self._steps) and is_expected:
             expected = self._expected(rows)
-            pace.add(self._forward_kind(_SIZES[rows]), step / steps, expected, is_forward=True)
+            pace.add(self._forward_kind(rows.bit_length()), step / steps, expected, is_forward=True)
             step = min(step, steps * _INTERRUPTED * expected * pace.machine)
         if is_typical and is_expected and not self.is_plain:
             kind, costs = self._draft_kind(self.active), shared.candidates[self.active].costs
@@ -199,7 +202,7 @@ class Selector:
     def _expected(self, rows: int) -> float:
         """Seconds of a forward with so many rows of this request, which as many requests shared as the latest one."""
         sharers, num_requests = self._clock.sharers, self._clock.batch_size
-        if num_requests == 1:
+        if num_requests == 1 or (rows == 1 and sharers == num_requests):  # as `_look` expects
             return float(self._forwards[rows])
         if rows > 1:
             self._shared.sharing += _SHARING_RATE * (sharers / num_requests - self._shared.sharing)
@@ -217,13 +220,13 @@ class Selector:
     def _look(self, context: Context) -> None:
         """Seconds of a step without its draft, by rows, after the text as it is now."""
         pace, factors = self._shared.pace, list[float]()
-        for size, kind in enumerate(map(self._forward_kind, range(_SIZES[-1] + 1))):
+        for size, kind in enumerate(map(self._forward_kind, range(1 + AUTO_SETTINGS.max_rows.bit_length()))):
             # Several rows that were not timed are expected to be as far off as fewer of them.
-            factors.append(factors[-1] if size > _SIZES[2] and kind not in pace else pace[kind])
-        self._factors, self._length = np.take(factors, _SIZES), len(context)
-        rows, num_requests = np.arange(len(_SIZES)), self._clock.batch_size
-        sharers = np.where(rows > 1, max(1.0, self._shared.sharing * num_requests), num_requests)
-        self._forwards = self._factors * self._shared.forward.at(rows, self._length, sharers, num_requests)
+            factors.append(factors[-1] if size > 2 and kind not in pace else pace[kind])
+        self._factors, self._length = np.array(factors)[_SIZES], len(context)
+        num_requests, sharers = self._clock.batch_size, np.full(len(_SIZES), float(self._clock.batch_size))
+        sharers[2:] = max(1.0, self._shared.sharing * num_requests)
+        self._forwards = self._factors * self._shared.forward.at(_ROWS, self._length, sharers, num_requests)
         several = self._forwards[2:]  # noise only adds to their times: more rows take no less
         np.minimum.accumulate(several[::-1], out=several[::-1])
         self._steps = self._forwards + self._shared.between
