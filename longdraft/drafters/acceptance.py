@@ -31,6 +31,8 @@ class AcceptanceByDepth:
         self._tries = [0.0] * max_depth
         self._hits = [0.0] * max_depth
         self._earlier = earlier
+        self._reached: list[float] = []
+        self._counted = -1, -1  # steps, own and earlier ones, when `_reached` was reckoned
 
     def of_a_request(self) -> AcceptanceByDepth:
         """The acceptance of one request, which starts as this one's."""
@@ -45,7 +47,10 @@ class AcceptanceByDepth:
 
     def reached(self) -> list[float]:
         """P(1), P(2), ..., falling."""
-        return list(accumulate(self._rates(), mul))
+        counted = self.steps, self._earlier.steps if self._earlier else 0
+        if counted != self._counted:
+            self._reached, self._counted = list(accumulate(self._rates(), mul)), counted
+        return self._reached
 
     def _rates(self) -> list[float]:
         """P(guess i is right, if its ancestors are)."""

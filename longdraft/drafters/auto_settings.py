@@ -34,6 +34,8 @@ class AutoSettings:
                            is expected to be the fastest
     allowance              steps of plain decoding that first probes may lose besides
     least_loss             steps of plain decoding that each step of a probe is expected to lose at least
+    batch_loss             a step of a probe in a batch loses so many times what its request expects to lose: the other
+                           requests wait for it as well
     delivery_decay         weight of what earlier steps delivered at each new one: about the last 33 count
     delivery_prior         steps of plain decoding that a candidate is trusted with before what it delivers counts
     tokens_per_report      new tokens over which `choices` of the statistics are counted
@@ -60,6 +62,7 @@ class AutoSettings:
     hopeful_budget: float = 0.0025
     allowance: float = 4.0
     least_loss: float = 0.5
+    batch_loss: float = 2.0
     delivery_decay: float = 0.97
     delivery_prior: float = 8.0
     tokens_per_report: int = 1024

@@ -121,6 +121,7 @@ class Candidate:
         self.costs = costs
         self.acceptance = acceptance
         self.lost = 0.0  # seconds, by its probes, and reserved for those that are being made
+        self._depths = np.arange(1.0, 1 + (costs.depth or AUTO_SETTINGS.max_depth))
         self._nodes = costs.nodes  # guesses that are verified, for each token of depth
 
     def add(self, tree: Tree, allowed: int, accepted: int) -> None:
@@ -131,9 +132,8 @@ class Candidate:
     def rate(self, steps: FloatArray, draft_factor: float, reached: list[float], requests: int = 1) -> Rating:
         """steps: seconds of a step without its draft, by rows from 0 on; draft_factor: of the seconds of a draft;
         reached: P(1), P(2), ...; requests: that draft together"""
-        depths = np.arange(1, 1 + (self.costs.depth or AUTO_SETTINGS.max_depth))
-        rows = np.minimum(len(steps) - 1, 1 + np.rint(self._nodes * depths)).astype(np.int64)
-        token = self.costs.token_of(requests)
+        depths, token = self._depths, self.costs.token_of(requests)
+        rows = np.minimum(len(steps) - 1, (1.5 + self._nodes * depths).astype(np.int64))
         seconds = steps[rows] + draft_factor * (self.costs.base + token * depths)
         tokens = 1 + np.cumsum(reached[: len(depths)])
         best = int((seconds / tokens).argmin())

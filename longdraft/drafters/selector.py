@@ -293,7 +293,8 @@ class Selector:
         depth  of its drafts at most
         """
         shared, plain = self._shared, self._ratings[self._plain].seconds
-        self._step_loss = max(AUTO_SETTINGS.least_loss * plain, loss)
+        self._step_loss = max(AUTO_SETTINGS.least_loss * plain, loss) * (
+            AUTO_SETTINGS.batch_loss if self._clock.batch_size > 1 else 1.0)
         loss = steps * self._step_loss
         budget = AUTO_SETTINGS.probe_budget * shared.seconds
         if not self._is_trusted(name):
