@@ -191,6 +191,21 @@ def test_a_short_step_of_plain_decoding_reads_no_clock_and_the_report_has_all_to
     assert text.auto.summary(len(text.context) - 1)["tokens_by_choice"]["plain"] == len(text.context) - 1
 
 
+def test_while_plain_decoding_leads_only_every_fourth_step_looks_for_news():
+    text, looks = Text({"dear": (9.0, 0.0)}), []
+    text.write(3 * AUTO_SETTINGS.steps_per_decision + 1)
+    selector = text.auto.selector
+    for _ in range(2 * AUTO_SETTINGS.steps_per_decision):
+        is_resting = text.auto._plain.at_rest
+        text.step()
+        looks.append(not is_resting)
+    assert looks.count(True) * AUTO_SETTINGS.steps_per_look == len(looks)
+    text.auto._shared.num_known += 1
+    for _ in range(AUTO_SETTINGS.steps_per_look):
+        text.step()
+    assert not selector.has_news
+
+
 def test_a_drafter_that_cannot_be_probed_does_not_keep_others_from_their_turns():
     text = Text({"one": (0.3, 0.9), "two": (0.3, 0.9), "three": (5.0, 0.9)})
     selector, turns = text.auto.selector, set()

@@ -1,11 +1,13 @@
-"""`auto` where its costs are wrong: measured on a busy machine, or disturbed while the text is written."""
+"""`auto` and costs: measured on a busy machine, disturbed while a text is written, and what finding out may lose."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from helpers.simulated_text import FORWARD, Text
+from helpers.simulated_text import FORWARD, Clock, Text
+from longdraft.drafters.auto_settings import AUTO_SETTINGS
+from longdraft.drafters.knowledge import SharedKnowledge
 
 
 def test_auto_corrects_costs_that_were_measured_wrongly():
@@ -76,3 +78,19 @@ def test_a_few_slow_forwards_do_not_end_all_chains_before_their_number_of_rows()
     selector._shared.pace._of[selector._forward_kind(3)] = 1.7
     selector.decide(text.context)
     assert selector._deepest() > 8 and (np.diff(selector._steps[2:]) >= 0).all()
+
+
+def test_a_drafter_whose_costs_were_found_right_is_not_checked_again():
+    """If they were half of that it could be the fastest, and before its drafts are timed they may be a third."""
+    text = Text({"dear": (2.6, 0.9)})
+    text.write(8000)
+    assert sum(rows > 1 for rows in text.rows) == AUTO_SETTINGS.check_steps
+
+
+def test_other_requests_of_a_batch_wait_for_a_probe():
+    for batch_size, times in ((1, 1.0), (8, AUTO_SETTINGS.batch_loss)):
+        shared, clock = SharedKnowledge(), Clock()
+        text = Text({"chain": (9.0, 0.9)}, shared=shared, clock=clock)
+        clock.batch_size, shared.seconds = batch_size, 1e6
+        text.auto.selector._begin_probe("chain", 3, 2.0)
+        assert shared.lost == 3 * times * 2.0
