@@ -7,18 +7,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longdraft.drafters.acceptance import AcceptanceByDepth
 from longdraft.drafters.auto_settings import AUTO_SETTINGS
-from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
+from longdraft.drafters.costs import Costs, DraftCosts, FloatArray, ForwardCosts
 from longdraft.tree import Tree
 
 _OUTLIER = 3.0  # a measured time counts as at most this many times the expected one, and at least 1 / 3 of it
 _MACHINE_RATE, _KIND_RATE = 0.2, 0.1  # how much of a ratio is taken over at once
 _ENOUGH, _TOLERANCE = 100, 1.5  # pieces of work after which a factor beyond this one means that costs are off
-
-FloatArray = NDArray[np.float64]
 
 
 class Pace:
