@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -107,6 +108,19 @@ class Guesser(NamedTuple):
     prior: float
 
 
+class Losses:
+    """Seconds that probes lost, and those that requests reserved for the probes that they make now. What a request
+    reserved goes with it if it ends during its probe."""
+
+    def __init__(self) -> None:
+        self.past = 0.0
+        self.reserved = WeakKeyDictionary[object, float]()
+
+    @property
+    def seconds(self) -> float:
+        return self.past + sum(self.reserved.values())
+
+
 class Candidate:
     """What the requests of an engine know of one drafter.
 
@@ -117,7 +131,7 @@ class Candidate:
     def __init__(self, costs: DraftCosts, acceptance: AcceptanceByDepth) -> None:
         self.costs = costs
         self.acceptance = acceptance
-        self.lost = 0.0  # seconds, by its probes, and reserved for those that are being made
+        self.losses = Losses()  # by its probes
         self._depths = np.arange(1.0, 1 + (costs.depth or AUTO_SETTINGS.max_depth))
         self._nodes = costs.nodes  # guesses that are verified, for each token of depth
 
@@ -179,7 +193,7 @@ class SharedKnowledge:
         self.sharing = 1.0
         self.num_known = 0
         self.seconds = 0.0  # of all steps
-        self.lost = 0.0  # by probes, and reserved for those that are being made
+        self.losses = Losses()  # by all probes
 
     def begin(self, costs: Costs, guessers: Mapping[str, Guesser]) -> None:
         """Take over the measured costs. guessers: of each candidate"""

@@ -129,7 +129,7 @@ class Selector:
                 return
             self._probe_steps = 0
             self._reserve(-self._reserved)
-            self._shared.lost = max(0.0, self._shared.lost)
+            self._shared.losses.past = max(0.0, self._shared.losses.past)
         if (best := self._best()) not in rated:  # its rating may be old
             self._rate(best)
             best = self._best()
@@ -194,8 +194,8 @@ class Selector:
             loss = seconds - tokens * self._ratings[self._leader].seconds
             known = loss if is_typical else min(loss, self._step_loss)  # a drafter's first step reads the whole text
             self._reserve(-known)
-            shared.lost += loss
-            shared.candidates[self.active].lost += max(0.0, loss)
+            shared.losses.past += loss
+            shared.candidates[self.active].losses.past += max(0.0, loss)
         elif is_typical and not self.is_plain:  # drafts of probes are shorter than the rated ones
             self._deliveries[self.active].add(seconds, tokens * self._promises[self.active])
 
@@ -299,11 +299,12 @@ class Selector:
         budget = AUTO_SETTINGS.probe_budget * shared.seconds
         if not self._is_trusted(name):
             budget += AUTO_SETTINGS.allowance * plain
-        is_hopeful = self._ratings[name].seconds < self._ratings[self._leader].seconds and (
-            shared.candidates[name].lost + loss <= AUTO_SETTINGS.hopeful_budget * shared.seconds)
+        own = shared.candidates[name].losses.seconds + loss
+        is_hopeful = (self._ratings[name].seconds < self._ratings[self._leader].seconds
+                      and own <= AUTO_SETTINGS.hopeful_budget * shared.seconds)
         if name == self._plain:  # what drafts are compared with has a budget of its own
-            is_hopeful = shared.candidates[name].lost + loss <= budget + AUTO_SETTINGS.allowance * plain
-        if is_hopeful or shared.lost + loss <= budget:
+            is_hopeful = own <= budget + AUTO_SETTINGS.allowance * plain
+        if is_hopeful or shared.losses.seconds + loss <= budget:
             self.active, self._probe_steps, self._probe_depth = name, steps, depth
             if not is_hopeful:
                 self._deliveries[name].forget_half()
@@ -313,4 +314,4 @@ class Selector:
         """Reserve so many more seconds for the current probe, so that no other request spends them meanwhile."""
         self._reserved += seconds
         for account in (self._shared, self._shared.candidates[self.active]):
-            account.lost += seconds
+            account.losses.reserved[self] = self._reserved

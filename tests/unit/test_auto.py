@@ -127,7 +127,7 @@ def test_a_probe_ends_when_other_requests_join():
     assert text.auto.selector.is_probing
     clock.batch_size = 8  # a drafted token is as dear as before, a step of plain decoding costs an eighth
     text.step()
-    assert text.auto.selector.is_plain and shared.lost < 1.0
+    assert text.auto.selector.is_plain and shared.losses.seconds < 1.0
 
 
 def test_requests_share_the_probes_of_plain_decoding():

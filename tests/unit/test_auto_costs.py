@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -87,10 +89,19 @@ def test_a_drafter_whose_costs_were_found_right_is_not_checked_again():
     assert sum(rows > 1 for rows in text.rows) == AUTO_SETTINGS.check_steps
 
 
+def test_what_a_request_reserved_for_a_probe_is_free_again_when_the_request_ends():
+    shared = SharedKnowledge()
+    text = Text({"chain": (0.4, 0.9)}, shared=shared)
+    assert text.auto.selector.is_probing and shared.losses.seconds > 0 < shared.candidates["chain"].losses.seconds
+    del text
+    gc.collect()
+    assert shared.losses.seconds == 0 == shared.candidates["chain"].losses.seconds
+
+
 def test_other_requests_of_a_batch_wait_for_a_probe():
     for batch_size, times in ((1, 1.0), (8, AUTO_SETTINGS.batch_loss)):
         shared, clock = SharedKnowledge(), Clock()
         text = Text({"chain": (9.0, 0.9)}, shared=shared, clock=clock)
         clock.batch_size, shared.seconds = batch_size, 1e6
         text.auto.selector._begin_probe("chain", 3, 2.0)
-        assert shared.lost == 3 * times * 2.0
+        assert shared.losses.seconds == 3 * times * 2.0
