@@ -38,7 +38,7 @@ class Selector:
         self._ratings: dict[str, Rating] = {}
         self._next_decision = 0.0  # by the clock
         self._num_known, self._batch_size = shared.num_known, clock.batch_size  # at the latest decision
-        self._probe_steps, self._reserved = 0, 0.0  # steps and seconds that are left to the current probe
+        self._probe_steps = 0  # that are left to the current probe
         self._step_loss = 0.0  # seconds that each of its steps was expected to lose
         self._probe_depth = AUTO_SETTINGS.max_depth  # of its drafts at most
         self._look(context)
@@ -310,8 +310,13 @@ class Selector:
                 self._deliveries[name].forget_half()
             self._reserve(loss)
 
+    @property
+    def _reserved(self) -> float:
+        """Seconds that are left to the current probe."""
+        return self._shared.losses.reserved.get(self, 0.0)
+
     def _reserve(self, seconds: float) -> None:
         """Reserve so many more seconds for the current probe, so that no other request spends them meanwhile."""
-        self._reserved += seconds
+        left = self._reserved + seconds
         for account in (self._shared, self._shared.candidates[self.active]):
-            account.losses.reserved[self] = self._reserved
+            account.losses.reserved[self] = left
