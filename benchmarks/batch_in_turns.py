@@ -19,18 +19,18 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from longdraft import machine
-from longdraft.batching import Batch
-from longdraft.bench.document import document
-from longdraft.bench.options import settings
-from longdraft.bench.systems import System, systems_named
-from longdraft.core import SamplingParams
-from longdraft.engine import Engine
+from longdraft.engine.batching import Batch
+from longdraft.engine.engine import Engine
+from longdraft.engine.generation import Generation
+from longdraft.engine.loading import load
 from longdraft.errors import UsageError, check
-from longdraft.files import read_prompt
-from longdraft.generation import Generation
-from longdraft.loading import load
 from longdraft.report.turns import Record
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.system import machine
+from longdraft.system.files import read_prompt
+from longdraft_bench.document import document
+from longdraft_bench.options import settings
+from longdraft_bench.systems import System, systems_named
 
 PART = 256  # tokens of each text for which a ratio is given
 

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from longdraft.bench.cuda import models, plan, speed
 from longdraft.kernels.cuda import int4_linear, jit_int4, jit_linear
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.launch import ceil_div, chained
 from longdraft.kernels.cuda.linear import Tiling
+from longdraft_bench.cuda import models, plan, speed
 
 _WEIGHTS = {"8B qkv": (6144, 4096), "8B out": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),
             "1.5B qkv": (2048, 1536), "1.5B out": (1536, 1536), "1.5B gate_up": (17920, 1536),

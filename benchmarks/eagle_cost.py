@@ -22,14 +22,15 @@ import torch
 from safetensors.torch import save_file
 
 import longdraft
-from longdraft.core import Context
+from longdraft.checkpoint.config_file import read_config
+from longdraft.checkpoint.hub import resolve
+from longdraft.checkpoint.tensor_files import dump_json
 from longdraft.drafters.eagle import EagleDraftModel
-from longdraft.model.config import ModelConfig, read_config
-from longdraft.model.eagle import Eagle, eagle_shapes
-from longdraft.model.hub import resolve
-from longdraft.model.routine import run_alone
-from longdraft.model.tensor_files import dump_json
+from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parts.eagle import Eagle, eagle_shapes
+from longdraft.request.context import Context
+from longdraft.speculation.routine import run_alone
 from longdraft.train.eagle import head_config, speculators_config
 from longdraft.train.settings import EagleSettings
 

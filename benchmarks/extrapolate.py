@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from longdraft.bench import experiment, results
 from longdraft.errors import UsageError
 from longdraft.report.table import Table
+from longdraft_bench import experiment, results
 
 Points = Sequence[tuple[float, float]]  # (context, seconds per token), by rising context
 

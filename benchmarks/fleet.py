@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from scaling import ROWS, Machine, step, texts_that_fit
 
-from longdraft.bench.shapes import SHAPES
-from longdraft.model import config, sizing
+from longdraft.checkpoint import config_file, sizing
 from longdraft.report.table import Table
+from longdraft_bench.shapes import SHAPES
 
 _STRETCHES = 8  # of a text; a step's time is computed once per stretch
 _RECORD_BYTES, _TOKEN_BYTES = 25, 4  # of a journal
@@ -71,7 +71,7 @@ class Fleet:
 
     def prefill_s(self, tokens: float) -> float:
         """To read a prompt or a continued text, while the batch waits."""
-        parameters = sizing.model_sizes(config.parse_config(SHAPES[self.model])).parameters
+        parameters = sizing.model_sizes(config_file.parse_config(SHAPES[self.model])).parameters
         return 2 * parameters * tokens / (self.gpus * self.machine.operations / 2)
 
 

@@ -25,8 +25,8 @@ import torch
 from fuzzing_inputs import KINDS, Samples
 
 from longdraft import kernels
+from longdraft.checkpoint.tensor_files import TORCH_WEIGHTS as BIN
 from longdraft.errors import LongdraftError
-from longdraft.model.tensor_files import TORCH_WEIGHTS as BIN
 
 SECONDS = 20  # for one input, on a busy machine
 BYTES = 1 << 30  # that a process may grow by

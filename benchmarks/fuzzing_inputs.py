@@ -18,16 +18,15 @@ import numpy as np
 import longdraft
 from longdraft import kernels
 from longdraft.__main__ import run as command_line
+from longdraft.checkpoint import checkpoint, config_file
+from longdraft.checkpoint.tensor_files import TORCH_WEIGHTS as BIN
+from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles
 from longdraft.errors import LongdraftError
-from longdraft.files import read_prompt
 from longdraft.journal import FILE, read_journal
 from longdraft.journal import format as form
-from longdraft.model import checkpoint
-from longdraft.model import config as model_config
-from longdraft.model.sentencepiece_file import NAME as PIECES
-from longdraft.model.tensor_files import TORCH_WEIGHTS as BIN
-from longdraft.model.tensor_files import WEIGHTS, TensorFiles
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.system.files import read_prompt
+from longdraft.text.sentencepiece_file import NAME as PIECES
+from longdraft.text.tokenizer import Tokenizer
 
 VALUES: list[Any] = [None, True, False, 0, 1, 2, -1, 2**31, 2**63, -(2**70), 1e308, -0.0, 0.5, float("nan"),
                      float("inf"), "", "x", "\0", "\ud800", [], {}, [[]], [1, "a"], {"a": []}, "9" * 400, [0] * 1000]
@@ -125,8 +124,8 @@ def _config(samples: Samples, rng: random.Random) -> None:
         data = samples.files[name]
         data = changed(rng, json.loads(data)) if rng.random() < 0.7 else mutated(rng, data)
         (samples.model / name).write_bytes(data)
-    longdraft.model.defaults.read_defaults(samples.model)
-    model_config.read_config(samples.model)
+    longdraft.checkpoint.defaults.read_defaults(samples.model)
+    config_file.read_config(samples.model)
 
 
 def _weights(samples: Samples, rng: random.Random) -> None:
@@ -139,7 +138,7 @@ def _weights(samples: Samples, rng: random.Random) -> None:
     else:
         data = mutated(rng, data, 0, length) if rng.random() < 0.8 else mutated(rng, data, length, len(data))
     (samples.model / WEIGHTS).write_bytes(data)
-    config = model_config.read_config(samples.sound)
+    config = config_file.read_config(samples.sound)
     checkpoint.load_transformer(TensorFiles(samples.model), config, samples.engine.model.kernels)
 
 
@@ -153,7 +152,7 @@ def _gguf(samples: Samples, rng: random.Random) -> None:
         data[at : at + len(new)] = new
     path = samples.model / "model.gguf"
     path.write_bytes(data if rng.random() < 0.7 else mutated(rng, bytes(data), 0, end))
-    config, files = model_config.read_config(path), TensorFiles(path)
+    config, files = config_file.read_config(path), TensorFiles(path)
     Tokenizer(path).encode("It was")
     checkpoint.load_transformer(files, config, samples.engine.model.kernels)
 
@@ -166,7 +165,7 @@ def _bin(samples: Samples, rng: random.Random) -> None:
     least, most = rng.choice([(pickle, data.index(b"PK\x03\x04", pickle)), (first, len(data)), (directory, len(data)),
                               (0, 1 << 14), (0, first)])
     (samples.here / "bin" / BIN).write_bytes(mutated(rng, data, least, most))
-    config = model_config.read_config(samples.sound)
+    config = config_file.read_config(samples.sound)
     checkpoint.load_transformer(TensorFiles(samples.here / "bin"), config, samples.engine.model.kernels)
 
 

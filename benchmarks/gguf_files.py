@@ -13,7 +13,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-WORKERS = Path(__file__).parents[1] / "longdraft" / "bench" / "workers"
+WORKERS = Path(__file__).parents[1] / "longdraft_bench" / "workers"
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18}  # llama_ftype of llama.h
 
 

@@ -52,8 +52,8 @@ def by_llama_cpp(path: Path, ids: list[int], threads: int, repacks: bool) -> flo
 
 def by_longdraft(path: Path, ids: list[int], dtype: str) -> float:
     from longdraft import kernels
-    from longdraft.bench.decode import ModelCopies
-    from longdraft.bench.perplexity import token_nats
+    from longdraft_bench.decode import ModelCopies
+    from longdraft_bench.perplexity import token_nats
 
     model = ModelCopies(str(path), kernels.choose("cpu", dtype), "file").model.for_length(len(ids))
     return sum(float(nats.sum()) for nats in token_nats(model, ids)) / (len(ids) - 1)
@@ -73,7 +73,7 @@ def main() -> None:
         print(by_llama_cpp(given.files[0], json.loads(given.ids), given.threads, not given.no_repacking))
         return
     from longdraft import kernels
-    from longdraft.model.tokenizer import Tokenizer
+    from longdraft.text.tokenizer import Tokenizer
 
     kernels.set_threads(given.threads)
     ids = Tokenizer(given.files[0]).encode(given.text.read_text(encoding="utf-8"))[: given.tokens]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import longdraft
-from longdraft.engine import Engine
-from longdraft.model.medusa import is_medusa
+from longdraft.engine.engine import Engine
+from longdraft.parts.medusa import is_medusa
 from longdraft.report.table import Table
 
 SAMPLING: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "min_p": 0.1})

@@ -22,16 +22,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from longdraft import kernels, machine
-from longdraft.kernels import Linear, _cpu
-from longdraft.kernels.cpu import CpuKernels
-from longdraft.kernels.cpu_store import CpuLinear
+from longdraft import kernels
+from longdraft.checkpoint.checkpoint import Loader
+from longdraft.checkpoint.config_file import parse_config
+from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_names import StackedLinear, expected_shapes
+from longdraft.kernels import Linear
+from longdraft.kernels.cpu import _cpu
+from longdraft.kernels.cpu.kernels import CpuKernels
+from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.kernels.layer import LayerwiseDecoder
-from longdraft.model.checkpoint import Loader
-from longdraft.model.config import ModelConfig, parse_config
-from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.tensor_names import StackedLinear, expected_shapes
+from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.system import machine
 
 ROWS = (1, 2, 4, 8, 16)
 _POLLING_S = 0.02  # for which PyTorch's threads may poll for their next work

@@ -27,9 +27,10 @@ from pathlib import Path
 import torch
 
 import longdraft
-from longdraft import kernels, machine
-from longdraft.kernels import native
-from longdraft.model.tokenizer import Tokenizer
+from longdraft import kernels
+from longdraft.kernels.cpu import native
+from longdraft.system import machine
+from longdraft.text.tokenizer import Tokenizer
 
 
 class _Mallinfo(ctypes.Structure):  # struct mallinfo2 of glibc

@@ -21,7 +21,7 @@ from typing import Any
 import longdraft
 from longdraft import drafters
 from longdraft.cache.full import FullCache
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
 from longdraft.model.transformer import Transformer, chain_rows
 
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from longdraft.bench.shapes import SHAPES
-from longdraft.model import config, hub
-from longdraft.model.heads import HEADS_KIND
-from longdraft.model.tensor_files import HEADS_PREFIX, INDEX, dump_json
-from longdraft.model.tensor_names import expected_shapes
+from longdraft.checkpoint import config_file, hub
+from longdraft.checkpoint.tensor_files import HEADS_PREFIX, INDEX, dump_json
+from longdraft.checkpoint.tensor_names import expected_shapes
+from longdraft.parts.heads import HEADS_KIND
+from longdraft_bench.shapes import SHAPES
 
 HEADS = 3
 SHARD_BYTES = 1 << 29
@@ -34,7 +34,7 @@ def write(shape: dict[str, Any], folder: Path, seed: int) -> None:
     folder.mkdir(parents=True)
     write_tokenizer(folder, shape["vocab_size"])
     dump_json(folder / "config.json", shape)
-    shards = split(expected_shapes(config.parse_config(shape)))
+    shards = split(expected_shapes(config_file.parse_config(shape)))
     generator = torch.Generator().manual_seed(seed)
     where: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import longdraft
-from longdraft.engine import Engine
-from longdraft.machine import description
+from longdraft.engine.engine import Engine
 from longdraft.model.transformer import Transformer
+from longdraft.system.machine import description
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "chapter.txt"
 

@@ -24,16 +24,17 @@ import numpy as np
 
 import longdraft
 import longdraft.model.transformer
-from longdraft import run_statistics
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
-from longdraft.engine import Engine
-from longdraft.generation import Generation
-from longdraft.model.routine import run_alone
+from longdraft.engine import run_statistics
+from longdraft.engine.engine import Engine
+from longdraft.engine.generation import Generation
 from longdraft.report.table import Table
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import from_paths
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
-from longdraft.tree import from_paths
 
 BASE: dict[str, Any] = {"temperature": 1.0, "min_p": 0.1}
 CHAT = {"dry_multiplier": 0.8, "dry_allowed_length": 2}

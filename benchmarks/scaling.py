@@ -15,9 +15,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from longdraft.bench.shapes import SHAPES
-from longdraft.model import config, sizing
+from longdraft.checkpoint import config_file, sizing
+from longdraft.model import config
 from longdraft.report.table import Table
+from longdraft_bench.shapes import SHAPES
 
 ROOFLINE = Path(__file__).parent / "results" / "roofline.json"
 MODELS = ("qwen2.5-32b", "llama-3.1-70b")
@@ -65,7 +66,7 @@ def measured_share() -> float:
 
 def step(name: str, gpus: int, context: int, machine: Machine, rows: int = 1, texts: int = 1) -> Step:
     """A forward of `rows` rows for each of `texts` texts, each with its own context."""
-    shape = config.parse_config(SHAPES[name])
+    shape = config_file.parse_config(SHAPES[name])
     size = sizing.model_sizes(shape)
     read = size.read_bytes + texts * context * size.cache_bytes_per_token
     rows *= texts
@@ -90,7 +91,7 @@ def links(shape: config.ModelConfig, gpus: int, rows: int, machine: Machine) -> 
 
 def texts_that_fit(name: str, gpus: int, context: int, machine: Machine) -> int:
     """How many texts of this length fit beside the weights. A tenth of the memory is left for everything else."""
-    size = sizing.model_sizes(config.parse_config(SHAPES[name]))
+    size = sizing.model_sizes(config_file.parse_config(SHAPES[name]))
     room = 0.9 * gpus * machine.memory - size.weights_bytes
     return max(0, int(room // (context * size.cache_bytes_per_token)))
 

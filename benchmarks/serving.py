@@ -31,8 +31,8 @@ import psutil
 from server_process import COMPLETIONS, PROMPTS, SOUND_BODIES, async_chunks, chunks, left_over, library_text, server
 
 import longdraft
+from longdraft.engine.run_statistics import sha256_tokens
 from longdraft.report.table import Table
-from longdraft.run_statistics import sha256_tokens
 
 
 def body(rng: random.Random, tokens: int, *, stream: bool) -> dict:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 
-from longdraft.bench.shapes import SHAPES
-from longdraft.model import config, sizing
+from longdraft.checkpoint import config_file, sizing
 from longdraft.report.table import Table
+from longdraft_bench.shapes import SHAPES
 
 CONTEXTS = (4096, 100_000)
 
@@ -23,7 +23,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for name, shape in SHAPES.items():
-        sizes = sizing.model_sizes(config.parse_config(shape))
+        sizes = sizing.model_sizes(config_file.parse_config(shape))
         fits = sizes.max_context(int(given.memory * 1e9))
         rows.append([
             name, f"{sizes.parameters / 1e9:.2f} B", f"{sizes.weights_bytes / 1e9:.1f} GB",

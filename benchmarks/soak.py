@@ -28,8 +28,8 @@ import typer
 
 import longdraft
 from longdraft import kernels
+from longdraft.engine.run_statistics import sha256_tokens
 from longdraft.journal import FILE, read_journal
-from longdraft.run_statistics import sha256_tokens
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 DRAFTERS = ("plain", "suffix", "tokenswift", "auto")

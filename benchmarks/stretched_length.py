@@ -17,18 +17,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from longdraft import machine
-from longdraft.bench import length, turns
-from longdraft.bench.document import document
-from longdraft.bench.options import settings
-from longdraft.bench.stretched import Places, fill, read_by
 from longdraft.cache.full import FullCache
-from longdraft.core import SamplingParams
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
+from longdraft.engine.loading import load
 from longdraft.errors import check
-from longdraft.files import read_prompt
-from longdraft.loading import load
 from longdraft.report.turns import Record
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.system import machine
+from longdraft.system.files import read_prompt
+from longdraft_bench import length, turns
+from longdraft_bench.document import document
+from longdraft_bench.options import settings
+from longdraft_bench.stretched import Places, fill, read_by
 
 LAST = 512  # tokens of the prompt that the large model reads
 TURN = 64  # tokens

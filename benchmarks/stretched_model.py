@@ -35,11 +35,10 @@ from typing import Any
 from random_model import write_tokenizer
 from safetensors.torch import load_file, save_file
 
-from longdraft.bench.shapes import HYBRID_SHAPES, SHAPES
-from longdraft.bench.stretched import Stretch, stretched_settings
-from longdraft.model import config as model_config
-from longdraft.model import hub
-from longdraft.model.tensor_files import INDEX, dump_json
+from longdraft.checkpoint import config_file, hub
+from longdraft.checkpoint.tensor_files import INDEX, dump_json
+from longdraft_bench.shapes import HYBRID_SHAPES, SHAPES
+from longdraft_bench.stretched import Stretch, stretched_settings
 
 COPIED = ("tokenizer_config.json", "generation_config.json")
 
@@ -47,10 +46,10 @@ COPIED = ("tokenizer_config.json", "generation_config.json")
 def stretch(source: Path, shape: dict[str, Any], target: Path) -> None:
     """Write the model of `source` in the sizes of `shape` to the new folder `target`, a file for each part."""
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    small = model_config.read_config(source)
+    small = config_file.read_config(source)
     large = stretched_settings(settings, shape)
     weights = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
-    parts = Stretch(small, model_config.parse_config(large), weights)
+    parts = Stretch(small, config_file.parse_config(large), weights)
     target.mkdir(parents=True)
     dump_json(target / "config.json", large)
     write_tokenizer(target, shape["vocab_size"])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import extrapolate
 
-from longdraft.bench import experiment, measures, results
+from longdraft_bench import experiment, measures, results
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks.md"

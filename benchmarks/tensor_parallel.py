@@ -18,7 +18,7 @@ import torch
 
 import longdraft
 from longdraft import kernels, parallel
-from longdraft.core import SamplingParams
+from longdraft.request.sampling_params import SamplingParams
 
 PROMPT = "It was the best of times, it was the worst of times, " * 8
 

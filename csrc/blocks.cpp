@@ -81,7 +81,7 @@ void k_scales(const uint8_t* s, int g, Numbers& to) {
     to.scales[1] = to.scales[0];
 }
 
-// The types, with their numbers in ggml.h: the layouts are those of longdraft/model/gguf/blocks.py.
+// The types, with their numbers in ggml.h: the layouts are those of longdraft/checkpoint/gguf/blocks.py.
 constexpr int Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23;
 
 Groups kind_of(int type) {

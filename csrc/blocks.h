@@ -5,7 +5,7 @@
 
 namespace longdraft {
 
-// The parts of a weight [n, k] with G groups, as longdraft/kernels/groups.py and int4.py have them.
+// The parts of a weight [n, k] with G groups, as longdraft/kernels/formats/groups.py and int4.py have them.
 struct GroupParts {
     const uint8_t* values;  // [n, k] codes
     const void* scales;     // [n, G] or [n, G, 2]: float16, or whole numbers of 8 bits with common scales

@@ -1,4 +1,4 @@
-// The product of a few rows with a weight of whole numbers in groups. longdraft/kernels/int4.py and groups.py define the
+// The product of a few rows with a weight of whole numbers in groups. longdraft/kernels/formats/int4.py and groups.py define the
 // numbers.
 //
 // Both operands are whole numbers: the weight's, of 4 or 8 bits, and each row quantised to int8 group by group. The sum

@@ -1,4 +1,4 @@
-// Quantising a weight to int4. longdraft/kernels/int4.py defines the numbers, groups.h multiplies with them.
+// Quantising a weight to int4. longdraft/kernels/formats/int4.py defines the numbers, groups.h multiplies with them.
 #pragma once
 
 #include "groups.h"

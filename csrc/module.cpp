@@ -1,4 +1,4 @@
-// The Python bindings of the CPU kernels. Only longdraft/kernels/cpu.py and longdraft/sampling/fast.py call them, with
+// The Python bindings of the CPU kernels. Only longdraft/kernels/cpu/kernels.py and longdraft/sampling/fast.py call them, with
 // addresses and sizes that they have checked. What Python cannot check cheaply is checked here.
 #include "module.h"
 

@@ -1,6 +1,6 @@
 // Weights in MXFP4 as words: numbers of 4 bits (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) times a power of two for
 // each group of 32 inputs. Float and bfloat16 hold these products exactly, so the bits of a product are those of a weight
-// that was converted before. longdraft/kernels/mxfp4.py has the numbers.
+// that was converted before. longdraft/kernels/formats/mxfp4.py has the numbers.
 //
 // A tile of 64 outputs holds, for each group of 32 inputs:
 //

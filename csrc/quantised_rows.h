@@ -1,5 +1,5 @@
 // Rows as whole numbers of 8 bits in groups of 32 inputs, as weights in groups are multiplied with them (groups.h).
-// longdraft/kernels/int4.py defines the numbers.
+// longdraft/kernels/formats/int4.py defines the numbers.
 #pragma once
 
 #include "amx.h"

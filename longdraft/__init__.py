@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 from longdraft.version import __version__
 
 if TYPE_CHECKING:
-    from longdraft.batching import Batch
-    from longdraft.core import Event, SamplingParams
-    from longdraft.engine import Engine
+    from longdraft.engine.batching import Batch
+    from longdraft.engine.engine import Engine
+    from longdraft.engine.generation import Generation
+    from longdraft.engine.huggingface import from_transformers, hf_generate
+    from longdraft.engine.loading import load, resume
     from longdraft.errors import JournalError, LongdraftError, ModelError, NumericalError, UsageError
-    from longdraft.generation import Generation
-    from longdraft.huggingface import from_transformers, hf_generate
-    from longdraft.loading import load, resume
+    from longdraft.request.events import Event
+    from longdraft.request.sampling_params import SamplingParams
 
 _HOME = {
-    "Batch": "batching", "Event": "core", "SamplingParams": "core",
-    "Engine": "engine", "Generation": "generation", "load": "loading", "resume": "loading",
+    "Batch": "engine.batching", "Event": "request.events", "SamplingParams": "request.sampling_params",
+    "Engine": "engine.engine", "Generation": "engine.generation", "load": "engine.loading", "resume": "engine.loading",
     "JournalError": "errors", "LongdraftError": "errors", "ModelError": "errors", "NumericalError": "errors",
     "UsageError": "errors",
-    "from_transformers": "huggingface", "hf_generate": "huggingface",
+    "from_transformers": "engine.huggingface", "hf_generate": "engine.huggingface",
 }
 __all__ = ["Batch", "Engine", "Event", "Generation", "JournalError", "LongdraftError", "ModelError", "NumericalError",
            "SamplingParams", "UsageError", "__version__", "from_transformers", "hf_generate", "load", "resume"]

@@ -18,7 +18,7 @@ def main() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - Python sets None if the caller closed it
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
-        from longdraft.console import on_terminate
+        from longdraft.system.console import on_terminate
 
         signal.signal(signal.SIGTERM, on_terminate)
         status = run(sys.argv[1:])
@@ -39,8 +39,8 @@ def run(arguments: list[str]) -> int:
     import typer
 
     from longdraft.cli import app
-    from longdraft.console import Terminated, stdout_lost
     from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError
+    from longdraft.system.console import Terminated, stdout_lost
 
     command = typer.main.get_command(app)
     try:

@@ -26,12 +26,12 @@ def problems_of_file(path: Path) -> list[str]:
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         fields = Parser().parsestr(wheel.read(metadata).decode())
         points = wheel.read(metadata.replace("METADATA", "entry_points.txt")).decode()
-    if not any(name.startswith("longdraft/kernels/_cpu.") for name in names):
+    if not any(name.startswith("longdraft/kernels/cpu/_cpu.") for name in names):
         problems.append("the compiled kernels are missing; was there a C++ compiler?")
     problems += [f"the bundled model {model} is missing" for model in MODELS
                  if f"longdraft/bundled/{model}/model.safetensors" not in names]
     problems += [f"{name} does not belong into the package" for name in names
-                 if not name.startswith(("longdraft/", "longdraft-")) and ".libs/" not in name]
+                 if not name.startswith(("longdraft/", "longdraft_bench/", "longdraft-")) and ".libs/" not in name]
     if "longdraft = longdraft.__main__:main" not in points:
         problems.append("the command is missing")
     wanted = {"Name": "longdraft", "Requires-Python": "<3.14,>=3.11", "License-Expression": "Apache-2.0"}

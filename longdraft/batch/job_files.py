@@ -21,7 +21,7 @@ from typing import Any
 
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError
-from longdraft.files import sync_folder, write_synced
+from longdraft.system.files import sync_folder, write_synced
 
 PARQUET = ".parquet"
 _LONGEST_LINE = 1 << 28  # bytes

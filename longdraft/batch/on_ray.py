@@ -34,11 +34,10 @@ from longdraft.batch import work_folder
 from longdraft.batch.local import Check, Executor
 from longdraft.batch.requests import BatchRequest, RowProgress
 from longdraft.batch.worker import BatchJob, BatchWorker, num_written
+from longdraft.checkpoint import config_file, fingerprint, hub
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError, WorkerError
-from longdraft.model import config as model_config
-from longdraft.model import fingerprint, hub
-from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
 
 _POLL_S = 0.25  # how often a waiting job checks for signals
@@ -224,7 +223,7 @@ def identity_of(load: Mapping[str, Any], device: str) -> dict[str, str]:
     cache = hub.Hub(load.get("revision"), cache_dir=load.get("cache_dir"), offline=True)
     try:
         folder = hub.resolve(str(load["model"]), cache)
-        config = model_config.read_config(folder)
+        config = config_file.read_config(folder)
     except ModelError:
         return expected
     with suppress(ModelError):

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from longdraft.core import ALIASES, SamplingParams
 from longdraft.errors import UsageError
-from longdraft.files import require_text
-from longdraft.model.harmony import ChannelText
-from longdraft.openai_body import UNSUPPORTED, unsupported
-from longdraft.structured import NAMES as STRUCTURE_NAMES
+from longdraft.request.openai_body import UNSUPPORTED, unsupported
+from longdraft.request.sampling_params import ALIASES, SamplingParams
+from longdraft.request.structured import NAMES as STRUCTURE_NAMES
+from longdraft.system.files import require_text
+from longdraft.text.harmony import ChannelText
 
 Row = Mapping[str, Any]
 OutputRecord = dict[str, Any]

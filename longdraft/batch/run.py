@@ -20,8 +20,8 @@ from longdraft.batch.job_files import RecordFile
 from longdraft.batch.local import Check, Executor
 from longdraft.batch.requests import BatchRequest, RowProgress, is_failed, parse
 from longdraft.batch.worker import BatchJob
-from longdraft.console import clock
 from longdraft.errors import UsageError
+from longdraft.system.console import clock
 
 
 @dataclass

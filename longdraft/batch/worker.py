@@ -14,14 +14,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longdraft import loading
 from longdraft.batch import work_folder
 from longdraft.batch.requests import BatchRequest, RowProgress, error_record, seed_of, text_record
-from longdraft.core import Event, SamplingParams
+from longdraft.engine import loading
+from longdraft.engine.generation import Generation
 from longdraft.errors import BusyJournalError, ModelError, NumericalError, UnusableJournalError, UsageError
-from longdraft.generation import Generation
 from longdraft.journal import is_being_written, journal_exists, read_journal, remove_journal
-from longdraft.model.thinking import AnswerFormat, divide, find_format
+from longdraft.request.events import Event
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.text.thinking import AnswerFormat, divide, find_format
 
 log = logging.getLogger(__name__)
 _BUSY_JOURNAL_S = 30.0  # how long to wait for the row's previous worker to exit

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
-from longdraft.bench.cli import app as bench
 from longdraft.cli import batch, book, chat, doctor, generate, journal, serve
 from longdraft.train.cli import app as train
 from longdraft.version import __version__
@@ -23,7 +23,8 @@ app.command("serve")(serve.serve)
 app.command("models")(doctor.models)
 app.command("doctor")(doctor.doctor)
 app.add_typer(train, name="train", help="Train drafters for a model.")
-app.add_typer(bench, name="bench", help="Measure kernels, decoding and other engines on this machine.")
+for command in entry_points(group="longdraft.commands"):  # `bench` is one: the product imports nothing of it
+    app.add_typer(command.load(), name=command.name)
 
 
 def _version(asked: bool) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longdraft.batch.local import Executor
     from longdraft.batch.run import Totals
     from longdraft.batch.worker import BatchJob
-    from longdraft.console import Interrupt
+    from longdraft.system.console import Interrupt
 
 JOB = "Batch job"
 
@@ -82,9 +82,9 @@ def batch(
     these options. A row that cannot be written becomes an error record, and the exit status is then 1. Records are in
     the order in which texts end.
     """
-    from longdraft.core import SamplingParams
+    from longdraft.checkpoint.hub import from_anywhere, with_file
     from longdraft.journal import parse_fsync
-    from longdraft.model.hub import from_anywhere, with_file
+    from longdraft.request.sampling_params import SamplingParams
 
     given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "stop": stop or None,
              "ignore_eos": ignore_eos or None, "on_loop": on_loop, **sampling}
@@ -107,7 +107,7 @@ def batch(
         raise UsageError("--tensor-parallel writes one text at a time on all ranks; leave --workers and --ray out")
     if options.is_follower():
         from longdraft.cli.stream import follow
-        from longdraft.loading import load as load_engine
+        from longdraft.engine.loading import load as load_engine
 
         return follow(lambda: load_engine(**load))
     defaults = {name: list(value) if isinstance(value, list) else value for name, value in given.items()
@@ -143,8 +143,8 @@ def _run(rows: Path, output: Path, job: BatchJob, executor: Executor, retry_erro
     from longdraft.batch.job_files import is_parquet
     from longdraft.batch.run import run
     from longdraft.cli.display import BatchDisplay
-    from longdraft.console import Interrupt, Interrupted
-    from longdraft.files import open_outputs
+    from longdraft.system.console import Interrupt, Interrupted
+    from longdraft.system.files import open_outputs
 
     files = open_outputs({"--stats": stats})
     totals: Totals | None = None

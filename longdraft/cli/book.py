@@ -12,13 +12,13 @@ import typer
 from longdraft.cli import options
 from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
 from longdraft.cli.options import FILES, SAMPLING, option
-from longdraft.console import Interrupt, Interrupted
-from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
-from longdraft.files import read_prompt
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.system.console import Interrupt, Interrupted
+from longdraft.system.files import read_prompt
 
 if TYPE_CHECKING:
-    from longdraft.generation import Generation
+    from longdraft.engine.generation import Generation
 
 
 @with_option_groups
@@ -43,7 +43,7 @@ def book(
     The folder has BOOK.json with the outline, a journal for each chapter, book.md and book.epub. The same premise,
     model, settings and seed give the same book.
     """
-    from longdraft.book import Book, BookPlan
+    from longdraft.book.book import Book, BookPlan
     from longdraft.cli.display import load_with_bar
 
     given = {"seed": seed, **sampling}

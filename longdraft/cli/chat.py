@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from longdraft.cli import options
 from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
 from longdraft.cli.options import FILES, SAMPLING, option
-from longdraft.console import Interrupt, Interrupted, replace_unencodable, stdout_lost
-from longdraft.core import SamplingParams
 from longdraft.errors import OutputError, UsageError, check
-from longdraft.files import OutputFile, require_text
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.system.console import Interrupt, Interrupted, replace_unencodable, stdout_lost
+from longdraft.system.files import OutputFile, require_text
 
 if TYPE_CHECKING:
-    from longdraft.engine import Engine
-    from longdraft.generation import Generation
-    from longdraft.model.thinking import AnswerFormat
+    from longdraft.engine.engine import Engine
+    from longdraft.engine.generation import Generation
+    from longdraft.text.thinking import AnswerFormat
 
 _HELP = """\
 /help        show this list
@@ -59,7 +59,7 @@ def chat(
     require_text(system or "", "--system", "give it in UTF-8")
     chat_options = options.chat_options(chat_option or ())
     from longdraft.cli.display import load_with_bar
-    from longdraft.model.thinking import find_format
+    from longdraft.text.thinking import find_format
 
     engine = load_with_bar({**loading, "cache_ram": cache_ram}, quiet=quiet)
     params = engine.params(**given)
@@ -246,7 +246,7 @@ class AnswerDisplay:
 
 def _stream(conversation: Conversation, message: str, stats: bool, quiet: bool) -> int:
     from longdraft.cli.stream import show_summary
-    from longdraft.model.thinking import opened_thinking
+    from longdraft.text.thinking import opened_thinking
 
     prompt = conversation.prompt(message)
     with Interrupt() as interrupt:

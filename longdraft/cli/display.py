@@ -15,12 +15,12 @@ from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from longdraft.console import clock, replace_unencodable
-from longdraft.core import Event
+from longdraft.request.events import Event
+from longdraft.system.console import clock, replace_unencodable
 
 if TYPE_CHECKING:
     from longdraft.batch.run import Totals
-    from longdraft.engine import Engine
+    from longdraft.engine.engine import Engine
 
 _REFRESH_RATE = 8  # per second
 _LARGE_MODEL = 1 << 30  # bytes of weights from which loading gets a progress bar
@@ -62,7 +62,7 @@ class LoadBar:
 
 def load_with_bar(loading: dict[str, Any], *, quiet: bool) -> Engine:
     """`longdraft.load` with these arguments, and a progress bar."""
-    from longdraft.loading import load
+    from longdraft.engine.loading import load
 
     with LoadBar(quiet=quiet, quantises=loading["quantize"] != "none") as bar:
         return load(**loading, on_load=bar.show)

@@ -22,7 +22,7 @@ def models(
                                                         "HF_HOME.")] = None,
 ) -> None:
     """List the models on this machine: bundled, in the hub's cache, of Ollama and of LM Studio."""
-    from longdraft.model import config, inventory
+    from longdraft.checkpoint import config_file, inventory
 
     found = inventory.models_here(cache_dir)
     if as_json:
@@ -34,8 +34,8 @@ def models(
              "context": model.context or "", "runs": "no" if model.problem else "yes"} for model in found])
     if any(model.problem for model in found):
         print("\n`longdraft doctor --model NAME` says why a model does not run.")
-    print(f"\nCheckpoints of these model families work too ({', '.join(config.SUPPORTED)}): --model FOLDER, --model "
-          "FILE.gguf, or --model owner/name from the hub.")
+    print(f"\nCheckpoints of these model families work too ({', '.join(config_file.SUPPORTED)}): --model FOLDER, "
+          "--model FILE.gguf, or --model owner/name from the hub.")
 
 
 def doctor(
@@ -63,16 +63,17 @@ def doctor(
 
 def _needs(model: str, file: str | None, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     """The memory that a model needs, and a lower bound of its time per token, in bfloat16 on the CPU."""
-    from longdraft import machine
-    from longdraft.model import config, draft_copy, hub, sizing
-    from longdraft.model.checkpoint import require_tensors
-    from longdraft.model.heads import require_model
-    from longdraft.model.tensor_files import TensorFiles, has_weights
+    from longdraft.checkpoint import config_file, hub, sizing
+    from longdraft.checkpoint.checkpoint import require_tensors
+    from longdraft.checkpoint.tensor_files import TensorFiles, has_weights
+    from longdraft.parts import draft_copy
+    from longdraft.parts.heads import require_model
+    from longdraft.system import machine
 
     model = hub.with_file(model, file)
     folder = hub.resolve(model, hub.Hub(cache_dir=cache_dir, offline=offline), is_config_enough=True)
     require_model(folder)
-    parsed = config.read_config(folder)
+    parsed = config_file.read_config(folder)
     if folder.is_file() or has_weights(folder):  # not of the hub, whose weights are not downloaded for this
         require_tensors(TensorFiles(folder), parsed)
     has_mxfp4 = sizing.has_mxfp4(folder, parsed)
@@ -154,8 +155,8 @@ def _report() -> dict[str, Any]:
     import torch
 
     from longdraft import drafters, kernels
-    from longdraft.kernels import native
-    from longdraft.model import hub
+    from longdraft.checkpoint import hub
+    from longdraft.kernels.cpu import native
     from longdraft.version import __version__
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,8 +10,8 @@ import typer
 from longdraft.cli import options
 from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
 from longdraft.cli.options import FILES, SAMPLING, option
-from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UsageError
+from longdraft.request.sampling_params import SamplingParams
 
 
 @with_option_groups
@@ -51,10 +51,10 @@ def generate(
     """
     from longdraft.cli.display import load_with_bar
     from longdraft.cli.stream import TextRun, follow, write_generation
-    from longdraft.files import open_outputs, read_prompt
+    from longdraft.engine.loading import load
     from longdraft.journal import journal_exists, parse_fsync, resume_hint
     from longdraft.journal.snapshot_folder import SnapshotOptions
-    from longdraft.loading import load
+    from longdraft.system.files import open_outputs, read_prompt
 
     given = {
         "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed, "stop": stop or None,

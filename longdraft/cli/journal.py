@@ -50,10 +50,10 @@ def resume(
     """
     from longdraft.cli.display import LoadBar
     from longdraft.cli.stream import TextRun, follow, write_generation
-    from longdraft.files import open_outputs
+    from longdraft.engine.loading import load_for
     from longdraft.journal import parse_fsync, read_journal
     from longdraft.journal.snapshot_folder import SnapshotOptions
-    from longdraft.loading import load_for
+    from longdraft.system.files import open_outputs
 
     parse_fsync(fsync)
     SnapshotOptions.parse(snapshot, snapshot_max)
@@ -94,8 +94,8 @@ def inspect(
     offline: options.Offline = False,
 ) -> None:
     """Show a journal: settings, progress, and speed and acceptance over the length. It may be in use."""
-    from longdraft.files import open_outputs
     from longdraft.journal import read_journal
+    from longdraft.system.files import open_outputs
 
     found = read_journal(journal)
     is_stdout = text is not None and str(text) == "-"
@@ -125,10 +125,10 @@ def inspect(
 
 def _text(found: JournalContent, model: str | None, cache_dir: Path | None, offline: bool) -> str:
     """The text of the tokens, by the journal's tokenizer."""
+    from longdraft.checkpoint import hub
     from longdraft.errors import JournalError
-    from longdraft.model import hub
-    from longdraft.model.tokenizer import Tokenizer
-    from longdraft.text_stream import TextStream
+    from longdraft.text.stream import TextStream
+    from longdraft.text.tokenizer import Tokenizer
 
     name = model or found.header.model
     tokenizer = Tokenizer(hub.resolve(name, hub.Hub(cache_dir=cache_dir, offline=offline)))
@@ -143,7 +143,7 @@ def describe(folder: Path, found: JournalContent) -> dict[str, Any]:
     """The report of `inspect`, with the keys of the statistics."""
     from dataclasses import asdict
 
-    from longdraft import run_statistics
+    from longdraft.engine import run_statistics
     from longdraft.journal import is_being_written
 
     header = asdict(found.header)

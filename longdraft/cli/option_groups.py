@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 from longdraft.cli import options
 from longdraft.cli.options import SAMPLING, option, parse_pairs
-from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
-from longdraft.files import read_text
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.system.files import read_text
 
 _MAX_NAME = 200  # characters of a file's name; a phrase may have as many
 

@@ -13,7 +13,7 @@ import typer
 from longdraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from longdraft.core import SamplingParams
+    from longdraft.request.sampling_params import SamplingParams
 
 SAMPLING, RUNNING, FILES = "Sampling and stopping", "Model, drafter and machine", "Input and output"
 
@@ -122,7 +122,7 @@ def parse_pairs(name: str, pairs: Iterable[str], shape: str = "KEY=VALUE, such a
 
 def chat_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Variables for the chat template. Values are JSON (`false`, 3) if they can be parsed, else text."""
-    from longdraft.model.chat_template import parse_option
+    from longdraft.text.chat_template import parse_option
 
     given = parse_pairs("--chat-option", pairs, "KEY=VALUE, such as enable_thinking=false")
     return {key: parse_option(value) for key, value in given.items()}
@@ -142,7 +142,7 @@ def is_follower() -> bool:
 
 def print_model_defaults(params: SamplingParams, *, quiet: bool) -> None:
     """Print one line on stderr if sampling settings come from the model's own file."""
-    from longdraft.model.defaults import describe_defaults
+    from longdraft.checkpoint.defaults import describe_defaults
 
     if params.from_model and not quiet:
         print(f"longdraft: sampling defaults of the model: {describe_defaults(params)}", file=sys.stderr)

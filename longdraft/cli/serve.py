@@ -123,7 +123,7 @@ def serve(
     run.require_usable(ServerSettings(**given))  # fail before the model is loaded
     logs.configure_logging(log_format, log_level)
     from longdraft.cli.display import load_with_bar
-    from longdraft.loading import MAX_CACHE_RAM
+    from longdraft.engine.loading import MAX_CACHE_RAM
 
     engine = load_with_bar({**loading, "cache_ram": cache_ram}, quiet=quiet)
     given.setdefault("memory_bytes", cache_budget(engine.model.kernels.free_bytes()))

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longdraft.cli.display import TextDisplay
-from longdraft.console import Interrupt, Interrupted, Terminated, clock, stdout_lost
-from longdraft.core import Event
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
+from longdraft.engine.generation import Generation
 from longdraft.errors import LongdraftError
-from longdraft.files import OutputFile
-from longdraft.generation import Generation
 from longdraft.journal import resume_hint
+from longdraft.request.events import Event
+from longdraft.system.console import Interrupt, Interrupted, Terminated, clock, stdout_lost
+from longdraft.system.files import OutputFile
 
 if TYPE_CHECKING:
     from longdraft.report.generation import TurnRecorder

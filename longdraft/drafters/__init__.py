@@ -30,18 +30,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from longdraft import kernels, machine
+from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialCache
-from longdraft.core import SamplingParams
-from longdraft.drafters import costs
 from longdraft.drafters import options as drafter_options
-from longdraft.drafters.auto import AutoDrafter, AutoOptions
+from longdraft.drafters.auto import costs
+from longdraft.drafters.auto.drafter import AutoDrafter, AutoOptions
+from longdraft.drafters.auto.knowledge import Guesser, SharedKnowledge
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.eagle import EagleDrafter, EagleOptions
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
-from longdraft.drafters.knowledge import Guesser, SharedKnowledge
 from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
 from longdraft.drafters.options import DrafterOptions
@@ -50,13 +49,15 @@ from longdraft.drafters.self_draft import MagicDecOptions, SelfDrafter, TokenSwi
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
 from longdraft.errors import UsageError
-from longdraft.model.eagle import Eagle
-from longdraft.model.glide import Glide
-from longdraft.model.heads import Heads
-from longdraft.model.routine import CostClock
 from longdraft.model.transformer import Transformer
+from longdraft.parts.eagle import Eagle
+from longdraft.parts.glide import Glide
+from longdraft.parts.heads import Heads
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter
+from longdraft.speculation.routine import CostClock
+from longdraft.system import machine
 from longdraft.version import __version__
 
 AUTO = "auto"

@@ -16,15 +16,15 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from longdraft.cache.partial import PartialCache
-from longdraft.core import Context
-from longdraft.drafters.confidence import Confidence
+from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
-from longdraft.model.routine import CostClock, Routine
 from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transformer
+from longdraft.request.context import Context
+from longdraft.request.tree import Trie
 from longdraft.sampling.sampler import Sampler
-from longdraft.tree import Trie
+from longdraft.speculation.routine import CostClock, Routine
 
 
 class DraftModel(Protocol):

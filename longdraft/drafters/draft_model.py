@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longdraft.core import Context
+from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain
-from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.options import DrafterOptions, check_chain, check_window
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import check
-from longdraft.model.routine import Routine
 from longdraft.model.transformer import Transformer
+from longdraft.request.context import Context
+from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, Trie
+from longdraft.speculation.routine import Routine
 
 DRAFT = "draft"  # the source of the guesses in the statistics
 _BUDGET, _SINKS, _REFRESH = 1024, 4, 256

@@ -19,12 +19,12 @@ import math
 import numpy as np
 import torch
 
-from longdraft.core import Context
 from longdraft.errors import UsageError, check
 from longdraft.kernels import native_draft
 from longdraft.kernels.native_draft import PartOfVocabulary
-from longdraft.model.draft_copy import outweighs_cache
 from longdraft.model.transformer import Transformer
+from longdraft.parts.draft_copy import outweighs_cache
+from longdraft.request.context import Context
 from longdraft.speculation.drafter import Verified
 
 AUTO, ALL = "auto", "all"

@@ -1,6 +1,6 @@
 """The drafter `eagle`: a chain from trained layers that read the target's own states (EAGLE-3, -2 and -1).
 
-longdraft/model/eagle.py has the head. The states of every row of the text come from the target's cache
+longdraft/parts/eagle.py has the head. The states of every row of the text come from the target's cache
 (longdraft/cache/taps.py). The rows that the head computes for its own drafts are dropped after each step: when their
 tokens became text, their true states replace them.
 
@@ -19,17 +19,18 @@ from torch import Tensor
 from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TappedRows
 from longdraft.cache.window import RowWindow
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.errors import check
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, Ranked
-from longdraft.model.eagle import Eagle
-from longdraft.model.routine import atomic
+from longdraft.parts.eagle import Eagle
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import common_prefix
 from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
-from longdraft.tree import common_prefix
+from longdraft.speculation.routine import atomic
 
 EAGLE = "eagle"  # the source of the guesses in the statistics
 _READ_CHUNK = 256  # rows of text read in one forward

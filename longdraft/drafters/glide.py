@@ -1,6 +1,6 @@
 """The drafter `glide` (after LongSpec): a chain from one trained layer that reads the target's own KV cache.
 
-longdraft/model/glide.py holds the layer, longdraft/cache/window.py its keys and values of the latest text and of
+longdraft/parts/glide.py holds the layer, longdraft/cache/window.py its keys and values of the latest text and of
 drafts. The rows of a draft that became text stay there.
 """
 
@@ -13,17 +13,18 @@ from torch import Tensor
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.window import RowWindow
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, Ranked
-from longdraft.model.glide import Glide, GlideRows
-from longdraft.model.routine import atomic
 from longdraft.model.transformer import Transformer
+from longdraft.parts.glide import Glide, GlideRows
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import common_prefix
 from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
-from longdraft.tree import common_prefix
+from longdraft.speculation.routine import atomic
 
 GLIDE = "glide"  # the source of the guesses in the statistics
 _READ_CHUNK = 8  # rows of text read in one forward: the largest lag between a row and the target's keys in training

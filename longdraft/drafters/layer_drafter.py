@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from longdraft.core import Context, SamplingParams
+from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, DraftModel
-from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
-from longdraft.model.routine import Routine
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, Trie
+from longdraft.speculation.routine import Routine
 
 
 class LayerModel(DraftModel, Protocol):

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from longdraft.core import Context
 from longdraft.drafters import template
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import UsageError
-from longdraft.model.heads import Heads
-from longdraft.model.routine import Routine
+from longdraft.parts.heads import Heads
+from longdraft.request.context import Context
+from longdraft.request.tree import Tree, Trie, root_only
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, Trie, root_only
+from longdraft.speculation.routine import Routine
 
 HEADS = "heads"  # the source of the guesses in the statistics
 

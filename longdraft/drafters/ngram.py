@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.ngram_table import RANKED, NgramTable
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import check
-from longdraft.model.routine import atomic
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, Trie
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, Trie
+from longdraft.speculation.routine import atomic
 
 NGRAM = "ngram"  # the source of the guesses in the statistics
 

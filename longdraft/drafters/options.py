@@ -34,7 +34,7 @@ class DrafterOptions:
 
     @property
     def copy_weights(self) -> str:
-        """Weights that self-drafting chains use (longdraft/model/draft_copy.py); "same": the target's own."""
+        """Weights that self-drafting chains use (longdraft/parts/draft_copy.py); "same": the target's own."""
         return "same"
 
     @property

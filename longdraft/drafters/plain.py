@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longdraft.core import Context
 from longdraft.drafters.options import DrafterOptions
-from longdraft.model.routine import atomic
+from longdraft.request.context import Context
+from longdraft.request.tree import Tree, root_only
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, root_only
+from longdraft.speculation.routine import atomic
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,8 @@ from typing import Literal, NamedTuple
 from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
-from longdraft.core import Context, SamplingParams
+from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, SelfDraftModel
-from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import (
     AUTO,
     DraftVocabulary,
@@ -46,14 +45,16 @@ from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.drafters.template import MAX_NODES, ranked_heads
 from longdraft.errors import UsageError, check
-from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
-from longdraft.model.draft_copy import check_draft_weights
-from longdraft.model.heads import Heads
-from longdraft.model.routine import CostClock, Routine
 from longdraft.model.transformer import Transformer
+from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
+from longdraft.parts.draft_copy import check_draft_weights
+from longdraft.parts.heads import Heads
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, Trie
+from longdraft.speculation.routine import CostClock, Routine
 
 SELF = "self"  # the source of the chain's guesses in the statistics
 _SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds

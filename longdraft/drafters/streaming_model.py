@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.core import Context
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, Ranked
-from longdraft.model.routine import Routine, run_alone
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
+from longdraft.request.context import Context
 from longdraft.sampling import device
 from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import Routine, run_alone
 
 CHUNK = 512  # tokens read in one forward at most
 PROMPT_LIKE = 64  # tokens from which a forward uses the kernels for prompts: drafts need not be exact

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.ngram import DelayedTokens
 from longdraft.drafters.options import DrafterOptions
 from longdraft.drafters.suffix_index import MAX_CONTEXTS, Guesses, Index, TokenArray, new_index
 from longdraft.errors import check
-from longdraft.model.routine import atomic
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, Trie
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, Trie
+from longdraft.speculation.routine import atomic
 
 SUFFIX, CORPUS = "suffix", "corpus"  # sources of the guesses in the statistics
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 try:
-    from longdraft.kernels._cpu import SuffixIndex
+    from longdraft.kernels.cpu._cpu import SuffixIndex
 except ImportError:
     SuffixIndex = None  # type: ignore[assignment, misc]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from longdraft.core import Context
 from longdraft.errors import UsageError, check
 from longdraft.kernels.launched import LaunchedWork
-from longdraft.model.heads import Heads
+from longdraft.parts.heads import Heads
+from longdraft.request.context import Context
 from longdraft.sampling.device import MAX_GUESSES, DeviceRanking
 from longdraft.sampling.sampler import Sampler
 

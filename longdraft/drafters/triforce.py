@@ -27,19 +27,20 @@ from torch import Tensor
 from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.draft_model import DRAFT, windowed
 from longdraft.drafters.ngram import NgramMatcher, NgramOptions
 from longdraft.drafters.options import DrafterOptions, check_window
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import check
-from longdraft.model.routine import Routine, atomic
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Accepted, Verified
+from longdraft.speculation.routine import Routine, atomic
 from longdraft.speculation.verify import accepted_path
-from longdraft.tree import Tree, Trie
 
 RETRIEVAL = "retrieval"  # the source of the tokens that level 2 adds, in the statistics
 RETRIEVAL_CHUNK = 8  # positions that the retrieval cache selects together

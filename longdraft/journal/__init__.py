@@ -7,8 +7,6 @@
 
     format.py      the records of the file, and reading them
     writer.py      appending records
-    provenance.py  headers: what a text depends on
-    resume.py      comparing headers, and opening a journal to continue its text
     snapshot.py    keys and values of the text beside the journal, so that it is not read again
 """
 

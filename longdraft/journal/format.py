@@ -30,8 +30,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UnusableJournalError, UsageError
+from longdraft.request.sampling_params import SamplingParams
 
 FILE = "text.journal"
 MAGIC = b"LDJRNL1\n"

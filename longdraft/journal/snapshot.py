@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from torch import Tensor
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.states import KEPT_BEFORE
-from longdraft.core import Context
 from longdraft.errors import check
 from longdraft.journal.snapshot_files import (
     Block,
@@ -43,11 +42,11 @@ from longdraft.journal.snapshot_files import (
 )
 from longdraft.journal.snapshot_folder import FOLDER, SnapshotOptions, remove_snapshot
 from longdraft.kernels.interface import STORE_BLOCK
-from longdraft.loaded_model import LoadedModel
-from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, Transformer, chain_rows
 from longdraft.parallel import shard_of
+from longdraft.request.context import Context
 from longdraft.speculation.reuse import DRAFTER_ROWS
+from longdraft.speculation.routine import Routine
 
 log = logging.getLogger(__name__)
 _CHECKED_ROWS = KEPT_BEFORE  # last rows of a snapshot that are computed again
@@ -58,10 +57,16 @@ _LEAST_SECONDS = 10.0  # of a text before `auto` writes anything: most requests 
 class Snapshot:
     """The snapshot of one text that is being written: `restore` it, then `offer` its cache after each step."""
 
-    def __init__(self, folder: Path, options: SnapshotOptions, loaded: LoadedModel, model: Transformer,
+    def __init__(self, folder: Path, options: SnapshotOptions, identity: Mapping[str, str], model: Transformer,
                  cache: FullCache, context: Context) -> None:
-        """folder: of the journal; model: the target, for this text's length. See also `open`."""
-        self._folder, self._key, self._options = folder, new_key(loaded.identity, model.rotation_key), options
+        """See `open`.
+
+        folder    of the journal
+        identity  what the text depends on besides its prompt and settings (`LoadedModel.identity`)
+        model     the target, for this text's length
+        """
+        self._folder, self._options = folder, options
+        self._key = new_key(identity, model.rotation_key)
         self._model, self._cache, self._context = model, cache, context
         self._writer: SnapshotWriter | None = None
         self._num_offered = 0  # whole blocks that are on the disk or on their way, once there is a writer
@@ -70,14 +75,19 @@ class Snapshot:
             cache.states.keep(len(context) - 1)
 
     @classmethod
-    def open(cls, folder: Path, options: SnapshotOptions | None, loaded: LoadedModel, model: Transformer,
-             cache: FullCache, context: Context) -> Snapshot | None:
-        """The snapshot of a text, if it has one. UsageError if it should have one and cannot."""
+    def open(cls, folder: Path, options: SnapshotOptions | None, identity: Callable[[], Mapping[str, str]],
+             model: Transformer, cache: FullCache, context: Context) -> Snapshot | None:
+        """The snapshot of a text, if it has one. UsageError if it should have one and cannot.
+
+        identity  called only where there is a snapshot, because it hashes the weights
+        """
         options = options or SnapshotOptions()
-        can = not model.kernels.is_device and shard_of(loaded.target.kernels).size == 1
+        can = not model.kernels.is_device and shard_of(model.kernels).size == 1
         check(can or options.mode != "always", "snapshot", options.mode,
               "auto or never on CUDA and with several ranks")
-        return cls(folder, options, loaded, model, cache, context) if can and options.mode != "never" else None
+        if not can or options.mode == "never":
+            return None
+        return cls(folder, options, identity(), model, cache, context)
 
     def restore(self, available: int) -> Routine[int]:
         """Fill the empty cache with rows of the snapshot, of which the last are computed again. Returns their number.

@@ -11,7 +11,7 @@ import logging
 import queue
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +21,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from longdraft.cache.prefix import Ids
-from longdraft.files import write_synced, write_whole
 from longdraft.journal.snapshot_folder import FOLDER, INDEX, files_of
 from longdraft.kernels import KVStore
 from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import STORE_BLOCK
+from longdraft.system.files import write_synced, write_whole
 
 log = logging.getLogger(__name__)
 _FORMAT = "longdraft-kv-1"
@@ -43,7 +43,7 @@ class Block(NamedTuple):
     blake2b: str
 
 
-def new_key(identity: dict[str, str], rotation_key: object) -> str:
+def new_key(identity: Mapping[str, str], rotation_key: object) -> str:
     """A hash of everything that rows of the cache depend on besides the tokens."""
     text = json.dumps([_FORMAT, sorted(identity.items()), repr(rotation_key)])
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageError, check
-from longdraft.files import sync_folder
 from longdraft.journal import format as form
 from longdraft.journal.format import Header, JournalContent, Run, RunningHash
 from longdraft.journal.snapshot_folder import remove_snapshot
+from longdraft.system.files import sync_folder
 
 if TYPE_CHECKING:
     from longdraft.journal.snapshot import Snapshot  # imports PyTorch

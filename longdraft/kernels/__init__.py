@@ -17,9 +17,9 @@ import os
 import torch
 
 from longdraft.errors import UsageError
-from longdraft.kernels import native
 from longdraft.kernels.attention_output import AttentionOutput, AttentionRows
-from longdraft.kernels.cpu import CpuKernels
+from longdraft.kernels.cpu import native
+from longdraft.kernels.cpu.kernels import CpuKernels
 from longdraft.kernels.interface import KV, Decoder, Kernels, KVStore, LayersKV, Taps
 from longdraft.kernels.reference import ReferenceKernels
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear

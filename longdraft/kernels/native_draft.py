@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu import CpuKernels
-from longdraft.kernels.cpu_decoder import CpuDecoder
-from longdraft.kernels.cpu_store import CpuLinear
+from longdraft.kernels.cpu.decoder import CpuDecoder
+from longdraft.kernels.cpu.kernels import CpuKernels
+from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import Decoder, Kernels, KVStore, RemainderMaps
 from longdraft.kernels.launched import HostWork, LaunchedWork
@@ -27,7 +27,7 @@ from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import Linear
 
 with suppress(ImportError):
-    from longdraft.kernels import _cpu
+    from longdraft.kernels.cpu import _cpu
 
 
 class PartOfVocabulary:

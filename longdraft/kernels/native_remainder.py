@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionRows
-from longdraft.kernels.cpu_store import CpuStore, WholeAttention, require
+from longdraft.kernels.cpu.store import CpuStore, WholeAttention, require
 from longdraft.kernels.interface import KVStore
 
 with suppress(ImportError):
-    from longdraft.kernels import _cpu
+    from longdraft.kernels.cpu import _cpu
 
 
 class FitRules(NamedTuple):

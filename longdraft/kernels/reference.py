@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels import delta, experts, groups, int4, int8
+from longdraft.kernels import delta, experts
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.groups import GroupedWeight
+from longdraft.kernels.formats import groups, int4, int8
+from longdraft.kernels.formats.groups import GroupedWeight
 from longdraft.kernels.interface import FLOAT_DTYPES, KV, Decoder, KVStore, LayersKV, Positions
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.reference_store import SPLIT, ReferenceStore

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from longdraft.kernels.delta import DeltaWeights
-from longdraft.kernels.groups import GroupedWeight
-from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.int8 import Quantised
+from longdraft.kernels.formats.groups import GroupedWeight
+from longdraft.kernels.formats.int4 import Int4Weight
+from longdraft.kernels.formats.int8 import Quantised
 
 QuantisedWeight = Int4Weight | Quantised | GroupedWeight  # a weight whose whole numbers are known
 FILE = "file"  # the format of quantised weights in which each keeps its numbers

@@ -1,1 +1,1 @@
-"""The model: configuration, weights, the transformer, tokenizer, chat templates, heads and glide layers."""
+"""The model: its configuration, the table of families, the transformer and its rotary position embedding."""

@@ -37,8 +37,8 @@ from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, 
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, max_unscaled_length, rotations_of
 from longdraft.model.shared_choice import SharedTextChoices, logits_source_of
+from longdraft.request.tree import Tree
 from longdraft.sampling.device import DeviceRanking, TreeChoice
-from longdraft.tree import Tree
 
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.choice import LogitsSource

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError, WorkerError
 from longdraft.parallel.group import ProcessGroup
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
 
 
 class Request(NamedTuple):

@@ -12,14 +12,14 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
-from longdraft import machine
-from longdraft.core import Event
-from longdraft.engine import Engine
-from longdraft.generation import Generation
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.engine.engine import Engine
+from longdraft.engine.generation import Generation
 from longdraft.report import figures, page
 from longdraft.report.table import Table
 from longdraft.report.turns import MeasuredText, Record, StepCounts
+from longdraft.request.events import Event
+from longdraft.system import machine
+from longdraft.text.tokenizer import Tokenizer
 
 _MAX_TURNS = 100  # points of a figure
 _MIN_TURN_TOKENS = 64

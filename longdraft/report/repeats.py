@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.text.tokenizer import Tokenizer
 
 REPEATED, NEW = "repeated", "new"
 LEAST = 8  # tokens of a passage that counts as repeated

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.core import Event
+from longdraft.request.events import Event
 
 Record = dict[str, Any]
 

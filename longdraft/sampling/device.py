@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from longdraft.core import Context, SamplingParams, TokenLogprob
 from longdraft.kernels import Decoder, Kernels, KVStore
 from longdraft.kernels.launched import Launched, LaunchedWork, Shareable
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 from longdraft.kernels.switches import is_on
+from longdraft.request.context import Context
+from longdraft.request.events import TokenLogprob
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.sampling import process
-from longdraft.tree import Tree
 
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.chain_rows import TextDraft

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.core import Context, SamplingParams
-from longdraft.kernels import native
+from longdraft.kernels.cpu import native
 from longdraft.kernels.native_draft import Ranked, Ranking
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.sampling import process
 from longdraft.sampling.path_penalties import PathPenalties
-from longdraft.tree import Tree
 
 _MAX_WINDOW = 2**31 - 1  # tokens: the largest C++ int; no text is longer
 

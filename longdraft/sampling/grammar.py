@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.core import Context
 from longdraft.errors import UsageError
-from longdraft.structured import Structure
-from longdraft.tree import Tree
+from longdraft.request.context import Context
+from longdraft.request.structured import Structure
+from longdraft.request.tree import Tree
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.sampling_params import LONGEST_REPEAT, SamplingParams
+from longdraft.request.sampling_params import LONGEST_REPEAT, SamplingParams
 
 try:
-    from longdraft.kernels._cpu import PathPenalties as CompiledPenalties
+    from longdraft.kernels.cpu._cpu import PathPenalties as CompiledPenalties
 except ImportError:
     CompiledPenalties = None  # type: ignore[assignment, misc]
 

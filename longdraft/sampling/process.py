@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.core import SamplingParams
 from longdraft.errors import NumericalError
 from longdraft.kernels import reproducible
+from longdraft.request.sampling_params import SamplingParams
 
 MASS_OF_BEST = 2.0**44  # sums of 2^19 tokens fit into 63 bits
 NEGLIGIBLE = 32.0  # nats below the best score at which a mass is 0: e^-32 < 2^-45

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longdraft.core import Context, SamplingParams
 from longdraft.kernels import Kernels, noise
 from longdraft.kernels.launched import LaunchedWork, finished
 from longdraft.kernels.native_draft import Ranked, Ranking
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.sampling import process
 from longdraft.sampling.device import MAX_GUESSES, DeviceRanking, DeviceSampler, TreeChoice
 from longdraft.sampling.fast import FastSampler
@@ -28,7 +30,6 @@ from longdraft.sampling.grammar import Grammar, GrammarRules, Mask
 from longdraft.sampling.path_penalties import HOPELESS, PathPenalties, new_path_penalties
 from longdraft.sampling.process import Support
 from longdraft.sampling.window import PenaltyWindow
-from longdraft.tree import Tree
 
 NO_TOKEN = -1  # the result of `choose` for a row whose logits are not finite
 _MAX_DIRECT = 512  # up to this many tokens, the noise of each is computed

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.core import Context
+from longdraft.request.context import Context
 
 
 class PenaltyWindow:

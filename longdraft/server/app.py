@@ -19,8 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from longdraft import machine
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server import routes
 from longdraft.server.errors import ApiError, Cancelled, from_validation_error
@@ -29,6 +28,7 @@ from longdraft.server.middleware import RequestMiddleware
 from longdraft.server.schemas import body_schemas
 from longdraft.server.service import Service
 from longdraft.server.settings import ServerSettings
+from longdraft.system import machine
 from longdraft.version import __version__
 
 _PRUNE_INTERVAL_S = 600.0

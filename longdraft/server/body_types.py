@@ -19,9 +19,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from longdraft.errors import UsageError
-from longdraft.files import require_text
-from longdraft.sampling_params import MAX_PHRASE, MAX_PHRASES
-from longdraft.structured import MAX_STRUCTURE
+from longdraft.request.sampling_params import MAX_PHRASE, MAX_PHRASES
+from longdraft.request.structured import MAX_STRUCTURE
+from longdraft.system.files import require_text
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024  # texts, characters of each
 MAX_IDS = 1024  # of stop_token_ids and logit_bias
@@ -86,8 +86,8 @@ class StrictModel(BaseModel):
 class SamplerFields(StrictModel):
     """Settings beyond OpenAI's, by the names of llama.cpp and vLLM, and other names that clients send for them.
 
-    They are the same at the top level of a body and in its `longdraft` object. longdraft/sampling_params.py has their
-    meaning.
+    They are the same at the top level of a body and in its `longdraft` object. longdraft/request/sampling_params.py
+    has their meaning.
     """
 
     top_k: int | None = None

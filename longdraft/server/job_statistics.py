@@ -9,7 +9,7 @@ import statistics
 from collections import Counter, deque
 from typing import Any
 
-from longdraft.core import Event
+from longdraft.request.events import Event
 
 _WINDOW_S = 5.0  # throughput and plain decoding are averaged over this time
 _MIN_SAMPLES = 9  # of plain decoding, kept even when they are older

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longdraft.core import Event, SamplingParams
+from longdraft.engine.generation import Generation
 from longdraft.errors import JournalError
-from longdraft.generation import Generation
 from longdraft.journal import journal_exists, remove_journal
+from longdraft.request.events import Event
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.server.job_statistics import DraftAcceptance, PlainDecodingCost, Throughput
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from longdraft.errors import BusyJournalError, JournalError
 from longdraft.journal import FILE, JournalContent, is_being_written, read_journal, remove_journal
 from longdraft.journal.snapshot_folder import remove_snapshot, snapshot_bytes
-from longdraft.model.tokenizer import Tokenizer
 from longdraft.server.logs import log_event
 from longdraft.server.settings import ServerSettings
-from longdraft.text_stream import TextStream
+from longdraft.text.stream import TextStream
+from longdraft.text.tokenizer import Tokenizer
 
 _EXCERPT = 80  # length of an excerpt in characters; it is taken from as many tokens
 

@@ -13,13 +13,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longdraft.core import ALIASES, MAX_SEED, SamplingParams
-from longdraft.engine import Engine
+from longdraft.checkpoint.sizing import LARGEST_TREE
+from longdraft.engine.engine import Engine
+from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal import journal_exists, read_journal
-from longdraft.loaded_model import DrafterChoice
-from longdraft.model.sizing import LARGEST_TREE
-from longdraft.model.thinking import AnswerFormat, find_format
+from longdraft.request.sampling_params import ALIASES, MAX_SEED, SamplingParams
 from longdraft.server.body_types import SamplerFields
 from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
@@ -36,6 +35,7 @@ from longdraft.server.schemas import (
     TokenizeRequest,
 )
 from longdraft.server.settings import ServerSettings
+from longdraft.text.thinking import AnswerFormat, find_format
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room

@@ -15,11 +15,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from longdraft.core import Event, TokenLogprob
-from longdraft.model.harmony import ChannelText
-from longdraft.model.thinking import AnswerReader
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.request.events import Event, TokenLogprob
 from longdraft.server.jobs import GenerationJob
+from longdraft.text.harmony import ChannelText
+from longdraft.text.thinking import AnswerReader
+from longdraft.text.tokenizer import Tokenizer
 
 _LARGE = 8192  # tokens of a reply, or entries of its log-probabilities
 _LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token costs, about

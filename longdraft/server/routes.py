@@ -12,7 +12,8 @@ import fastapi
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from longdraft import drafters, export
+from longdraft import drafters
+from longdraft.book import export
 from longdraft.journal import is_being_written, journal_exists
 from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import ApiError, Cancelled

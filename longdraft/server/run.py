@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
 from longdraft.errors import UsageError
 from longdraft.server.app import App
 from longdraft.server.connections import ConnectionTable, HttpProtocol

@@ -1,8 +1,8 @@
 """Admission, and the one thread that runs the engine.
 
 Jobs wait in order of arrival for a free place and for memory: a job starts once its caches fit at their largest size.
-Running jobs share each round, which is one forward with rows of all of them (longdraft/batching.py). Between rounds,
-jobs join and leave.
+Running jobs share each round, which is one forward with rows of all of them (longdraft/engine/batching.py). Between
+rounds, jobs join and leave.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from longdraft.core import Event
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
+from longdraft.engine.generation import Generation
 from longdraft.errors import LongdraftError, OutputError, UsageError
-from longdraft.generation import Generation
+from longdraft.request.events import Event
 from longdraft.server.errors import ApiError, Cancelled, retry_later
 from longdraft.server.jobs import GenerationJob, JobEnd
 from longdraft.server.journals import has_space

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
-from longdraft.openai_body import UNSUPPORTED, unsupported
+from longdraft.request.openai_body import UNSUPPORTED, unsupported
 from longdraft.server.body_types import (
     MAX_IDS,
     MAX_MEMBERS,

@@ -13,9 +13,9 @@ from typing import Annotated, TypeVar, cast
 from fastapi import Depends, Request
 from fastapi.responses import Response, StreamingResponse
 
-from longdraft.core import Event
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
+from longdraft.request.events import Event
 from longdraft.server.admission import Admission, BoundedThreads
 from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, to_api_error

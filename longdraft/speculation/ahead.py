@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 
 from longdraft.cache.full import FullCache
-from longdraft.core import Context
 from longdraft.kernels.launched import finished
 from longdraft.kernels.native_draft import NEVER, DraftStores
 from longdraft.kernels.switches import is_on
-from longdraft.model.routine import CostClock
 from longdraft.model.transformer import Transformer
+from longdraft.request.context import Context
 from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import CostClock
 
 WRITES_AHEAD = is_on("WRITES_AHEAD")
 MOST = 8  # tokens

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from longdraft.core import Context, TokenLogprob
 from longdraft.kernels import AttentionRows
-from longdraft.model.routine import Routine
 from longdraft.model.transformer import Forward
-from longdraft.tree import Tree
+from longdraft.request.context import Context
+from longdraft.request.events import TokenLogprob
+from longdraft.request.tree import Tree
+from longdraft.speculation.routine import Routine
 
 
 class Verified(NamedTuple):
@@ -68,7 +69,7 @@ class Drafter(Protocol):
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         """A tree below the last token of the context, at most `max_depth` deep. The root alone is plain decoding.
 
-        The drafter yields the forwards that it needs (longdraft/model/routine.py), so that a batch can run the
+        The drafter yields the forwards that it needs (longdraft/speculation/routine.py), so that a batch can run the
         forwards of several requests together. A drafter without forwards is a plain function with `@atomic`.
         """
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from longdraft.core import Context, TokenLogprob
+from longdraft.request.context import Context
+from longdraft.request.events import TokenLogprob
+from longdraft.request.tree import Tree
 from longdraft.sampling.process import Support
 from longdraft.sampling.sampler import Sampler
-from longdraft.tree import Tree
 
 
 def path_logprobs(sampler: Sampler, logits: Tensor, tree: Tree, path: Sequence[int], tokens: Sequence[int],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, chain_rows
 from longdraft.parallel import SingleProcess
 from longdraft.speculation.drafter import ReadsPrompt, Verified
 from longdraft.speculation.reuse import DEVICE_CHUNK, DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
+from longdraft.speculation.routine import Routine
 from longdraft.speculation.step import Step
 
 PREFILL_SHARED = 64  # the same in a batch, where the other requests' steps wait for each forward

@@ -18,11 +18,11 @@ from contextlib import suppress
 from longdraft.cache.full import FullCache
 from longdraft.cache.prefix import Ids, Lease, Match, PrefixTree, Reading
 from longdraft.cache.states import KEPT_BEFORE
-from longdraft.core import Context
 from longdraft.kernels.interface import REPORTED_ROWS, STORE_BLOCK
-from longdraft.model.routine import Routine
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import SingleProcess
+from longdraft.request.context import Context
+from longdraft.speculation.routine import Routine
 
 PREFILL_CHUNK = 512  # prompt tokens in one forward on the CPU; the text does not depend on it
 DEVICE_CHUNK = 2048  # the same on a device, where the text does

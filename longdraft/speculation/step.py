@@ -16,19 +16,19 @@ from time import perf_counter as clock
 from typing import NamedTuple
 
 from longdraft.cache.full import KVCache
-from longdraft.core import Context
 from longdraft.errors import NumericalError
 from longdraft.kernels import single_threaded_torch
-from longdraft.machine import return_free_memory
-from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
+from longdraft.request.context import Context
+from longdraft.request.tree import root_only
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.logprobs import path_logprobs
 from longdraft.speculation.reuse import PREFILL_CHUNK
+from longdraft.speculation.routine import Routine
 from longdraft.speculation.verify import verify
-from longdraft.tree import root_only
+from longdraft.system.machine import return_free_memory
 
 
 @dataclass

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longdraft.cache.full import KVCache
-from longdraft.core import Context
 from longdraft.model.transformer import Forward
+from longdraft.request.context import Context
+from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import Sampler
-from longdraft.tree import Tree
 
 
 def accepted_path(tree: Tree, choices: Sequence[int]) -> list[int]:

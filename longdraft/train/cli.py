@@ -115,8 +115,8 @@ def _preset(kind: str, name: str) -> dict[str, Any]:
 
 def _setting(name: str, value: Any) -> Any:
     """An option's value for the settings, with absolute paths, so that --resume works in any folder."""
-    from longdraft.data_files import is_hub_data
-    from longdraft.model.hub import from_anywhere
+    from longdraft.checkpoint.hub import from_anywhere
+    from longdraft.train.data_files import is_hub_data
 
     if name in ("data", "validation"):
         return tuple(item if is_hub_data(item) else str(Path(item).absolute()) for item in value or ())

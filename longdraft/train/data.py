@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.data_files import Document, Tokens, is_hub_data
 from longdraft.errors import ModelError, UsageError, check
-from longdraft.model import sentencepiece_file
+from longdraft.text import sentencepiece_file
+from longdraft.train.data_files import Document, Tokens, is_hub_data
 from longdraft.version import __version__
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def names(files: Sequence[str]) -> list[str]:
 
 def model_name(model: str) -> str:
     """A model's name for the record: of a folder its name, without the path on this machine."""
-    from longdraft.model.hub import is_local
+    from longdraft.checkpoint.hub import is_local
 
     return Path(model).resolve().name if is_local(model) else model
 

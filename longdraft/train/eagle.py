@@ -25,15 +25,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.data_files import Tokens
+from longdraft.checkpoint.config_file import read_json
+from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles, dump_json
 from longdraft.errors import ModelError
-from longdraft.model.config import ModelConfig, read_json
-from longdraft.model.eagle import OWN_KEY, eagle_shapes
-from longdraft.model.eagle_config import EagleConfig, canonical_names, read_eagle_config
+from longdraft.model.config import ModelConfig
 from longdraft.model.rope import frequencies
 from longdraft.model.rope_config import RopeConfig
-from longdraft.model.tensor_files import WEIGHTS, TensorFiles, dump_json
+from longdraft.parts.eagle import OWN_KEY, eagle_shapes
+from longdraft.parts.eagle_config import EagleConfig, canonical_names, read_eagle_config
 from longdraft.train.checkpoint import write_tensors
+from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import (
     IGNORED,
     FrozenModel,

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.data_files import Tokens
+from longdraft.checkpoint.config_file import read_config
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError, UsageError
-from longdraft.model.config import ModelConfig, read_config
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.config import ModelConfig
+from longdraft.train.data_files import Tokens
 from longdraft.train.delta import use_chunks
 
 CPU_CHUNK_ELEMENTS = 2**21  # logits of a chunk; 8 MiB of float32, about the L2 cache of a server's core

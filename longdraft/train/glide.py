@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.data_files import Tokens
-from longdraft.model.glide import GLIDE_KIND, glide_shapes, require_supported
-from longdraft.model.tensor_files import WEIGHTS, TensorFiles, dump_json
+from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles, dump_json
+from longdraft.parts.glide import GLIDE_KIND, glide_shapes, require_supported
 from longdraft.train.checkpoint import write_tensors
+from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import (
     FrozenModel,
     FrozenOutputs,
@@ -39,7 +39,7 @@ from longdraft.train.settings import GlideSettings
 
 
 class GlideModule(LayerModule):
-    """The layer. longdraft/model/glide.py has the names of its file."""
+    """The layer. longdraft/parts/glide.py has the names of its file."""
 
     def __init__(self, base: FrozenModel, settings: GlideSettings) -> None:
         require_supported(base.config)
@@ -163,7 +163,7 @@ class GlideTask:
         read_part(TensorFiles(folder), self.module.stored())
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write the files that longdraft.model.glide reads."""
+        """Write the files that longdraft.parts.glide reads."""
         tensors = {each.name: each.value(self.base.saved_dtype) for each in self.module.stored()}
         write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"kind": GLIDE_KIND, "window": self.settings.window,

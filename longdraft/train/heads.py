@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.data_files import Tokens
-from longdraft.model import medusa
-from longdraft.model.heads import HEADS_KIND
-from longdraft.model.tensor_files import HEADS_PREFIX, WEIGHTS, TensorFiles, dump_json
+from longdraft.checkpoint.tensor_files import HEADS_PREFIX, WEIGHTS, TensorFiles, dump_json
+from longdraft.parts import medusa
+from longdraft.parts.heads import HEADS_KIND
 from longdraft.train.checkpoint import write_tensors
+from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import IGNORED, FrozenModel, Scores, StoredTensor, as_ids, mixed_loss, read_part
 from longdraft.train.loop import decayed
 from longdraft.train.settings import HeadSettings
@@ -125,7 +125,7 @@ class ChainedModule(nn.Module):
         read_part(TensorFiles(folder), self.stored())
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write the files that longdraft.model.heads reads."""
+        """Write the files that longdraft.parts.heads reads."""
         tensors = {each.name: each.value(self._base.saved_dtype) for each in self.stored()}
         write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"kind": HEADS_KIND, "num_heads": len(self.medusa_layers), **record})
@@ -160,7 +160,7 @@ class MedusaModule(nn.Module):
         read_part(TensorFiles(folder, medusa.MEDUSA_FILE), self.stored())
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """In the public format, as longdraft.model.medusa reads it."""
+        """In the public format, as longdraft.parts.medusa reads it."""
         tensors = {each.name: each.value(self._base.saved_dtype) for each in self.stored()}
         write_tensors(folder / medusa.MEDUSA_FILE, tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"medusa_num_heads": len(self.blocks), "medusa_num_layers": 1,

@@ -20,16 +20,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from longdraft import data_files
-from longdraft.core import SamplingParams
-from longdraft.data_files import Tokens
-from longdraft.engine import Engine
+from longdraft.checkpoint.tensor_files import dump_json
+from longdraft.engine.engine import Engine
+from longdraft.engine.loading import load
 from longdraft.errors import LongdraftError, OutputError, UsageError
-from longdraft.loading import load
-from longdraft.model.tensor_files import dump_json
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.train import checkpoint as checkpoints
-from longdraft.train import data, lm, self_generated
+from longdraft.train import data, data_files, lm, self_generated
 from longdraft.train.data import Sequences
+from longdraft.train.data_files import Tokens
 from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizer
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress

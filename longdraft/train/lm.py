@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.data_files import Tokens
+from longdraft.train.data_files import Tokens
 from longdraft.train.delta import new_hybrid, use_chunks
 from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, mixed_loss, row_chunks
 from longdraft.train.lm_settings import HYBRID, LmSettings
@@ -175,7 +175,7 @@ class LanguageModelTask:
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """A Hugging Face model folder, with `training.json` beside it."""
-        from longdraft.model.tensor_files import dump_json
+        from longdraft.checkpoint.tensor_files import dump_json
 
         module: Any = self.module
         module.to(self.saved_dtype).save_pretrained(folder)

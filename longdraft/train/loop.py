@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from longdraft.console import Interrupt, clock
-from longdraft.data_files import Tokens
 from longdraft.errors import NumericalError
+from longdraft.system.console import Interrupt, clock
 from longdraft.train.data import Sequences
+from longdraft.train.data_files import Tokens
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
 from longdraft.train.settings import TrainingSettings

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from longdraft import data_files
-from longdraft.data_files import Tokens
+from longdraft.checkpoint.config_file import read_config, read_json
+from longdraft.checkpoint.hub import resolve
 from longdraft.errors import UsageError, check
-from longdraft.model.config import read_config, read_json
-from longdraft.model.eagle import OWN_KEY
-from longdraft.model.hub import resolve
-from longdraft.model.tokenizer import vocabulary_sha256
-from longdraft.train import data, eagle, glide, heads, lm
+from longdraft.parts.eagle import OWN_KEY
+from longdraft.text.tokenizer import vocabulary_sha256
+from longdraft.train import data, data_files, eagle, glide, heads, lm
+from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import TORCH_DTYPES, FrozenModel, load_frozen_model, pretrained
 from longdraft.train.lm_settings import DraftSettings, LmSettings
 from longdraft.train.loop import TrainingTask

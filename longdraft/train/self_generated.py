@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from longdraft.core import SamplingParams
-from longdraft.data_files import Tokens
+from longdraft.checkpoint.config_file import read_config
+from longdraft.checkpoint.hub import resolve
+from longdraft.engine.loading import load
 from longdraft.errors import ModelError
-from longdraft.loading import load
-from longdraft.model.config import read_config
-from longdraft.model.hub import resolve
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.train.checkpoint import write_tensors
+from longdraft.train.data_files import Tokens
 from longdraft.train.progress import TrainingProgress
 from longdraft.train.settings import FrozenTargetSettings
 

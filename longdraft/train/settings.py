@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-from longdraft.data_files import is_hub_data
 from longdraft.errors import ModelError, UsageError, check
+from longdraft.train.data_files import is_hub_data
 
 MAX_HEADS = 16
 # A resumed training may change these: they do not change the trained weights.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from longdraft.core import SamplingParams
-from longdraft.model.harmony import ChannelText
-from longdraft.model.thinking import AnswerReader
-from longdraft.model.tokenizer import Tokenizer
-from longdraft.text_stream import TextStream
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.text.harmony import ChannelText
+from longdraft.text.stream import TextStream
+from longdraft.text.thinking import AnswerReader
+from longdraft.text.tokenizer import Tokenizer
 
 
 def streamed_parts(tokenizer: Tokenizer, reader: AnswerReader, answer: str, stop: tuple[str, ...], seed: int,

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from longdraft import kernels
-from longdraft.model import checkpoint, glide
-from longdraft.model import config as model_config
-from longdraft.model.heads import HEADS_KIND
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.checkpoint import checkpoint, config_file
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
+from longdraft.parts import glide
+from longdraft.parts.heads import HEADS_KIND
 
 VOCAB = 320  # 256 bytes, two specials, some room
 HIDDEN = 48  # width of the models that make_checkpoint writes
@@ -91,7 +91,7 @@ def make_heads(folder: Path, base: LlamaForCausalLM, num: int = 3, **changes: ob
 
 def make_glide(folder: Path, model: Path, window: int = 12, **changes: object) -> None:
     """An untrained glide layer for the model in a folder; none of its weights is zero."""
-    config = model_config.read_config(model)
+    config = config_file.read_config(model)
     torch.manual_seed(9)
     tensors = {name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.2
                for name, shape in glide.glide_shapes(config).items()}
@@ -109,7 +109,7 @@ def load_glide(folder: Path, model: Transformer) -> glide.Glide:
 def load(folder: Path, dtype: str = "float32", name: str | None = None, quantize: str = "none") -> Transformer:
     """Load a model on the fastest kernels, or on the kernels with this name."""
     chosen = kernels.choose("cpu", dtype, name)
-    config = model_config.read_config(folder)
+    config = config_file.read_config(folder)
     return checkpoint.load_transformer(TensorFiles(folder), config, chosen, quantize)
 
 

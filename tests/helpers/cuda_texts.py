@@ -12,16 +12,16 @@ from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.equality import prompt_of
 from longdraft import drafters, kernels
 from longdraft.cache.full import FullCache
-from longdraft.core import Context, SamplingParams
-from longdraft.model import checkpoint
-from longdraft.model import config as model_config
-from longdraft.model.routine import run_alone
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.checkpoint import checkpoint, config_file
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.model.transformer import Forward, Transformer, chain_rows
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation import prefill as prefilling
 from longdraft.speculation import reuse
 from longdraft.speculation.drafter import Verified
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
 
 NAME = "triton-16"
@@ -30,7 +30,7 @@ NEW, LENGTH = (60, 70) if HAS_CUDA else (7, 50)  # new tokens; tokens of the pro
 
 def load(folder: Path, name: str = NAME, quantize: str = "none") -> Transformer:
     chosen = kernels.choose(DEVICE, "float32", name)
-    return checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen, quantize)
+    return checkpoint.load_transformer(TensorFiles(folder), config_file.read_config(folder), chosen, quantize)
 
 
 PROMPT = prompt_of(LENGTH)

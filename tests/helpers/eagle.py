@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from helpers.checkpoints import HIDDEN, VOCAB
-from longdraft.model import eagle, eagle_files
 from longdraft.model.transformer import Transformer
+from longdraft.parts import eagle, eagle_files
 
 LAYERS = (0, 1, 2)  # of a model with two layers: what enters both, and what leaves the last one
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from helpers.checkpoints import VOCAB, load_glide
 from helpers.eagle import load_eagle
 from helpers.generation import Factory, TreeDrafter, by_name
-from longdraft.core import Context, SamplingParams
-from longdraft.model import heads
 from longdraft.model.transformer import Transformer
-from longdraft.tree import Tree, chain, from_paths, root_only
+from longdraft.parts import heads
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, chain, from_paths, root_only
 
 NEW = 48
 SETTINGS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from longdraft.__main__ import run
-from longdraft.bench import experiment as experiments
-from longdraft.bench import runner
-from longdraft.bench.systems import Engines
+from longdraft_bench import experiment as experiments
+from longdraft_bench import runner
+from longdraft_bench.systems import Engines
 
 GOLDEN = Path(__file__).parents[1] / "product" / "golden"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 30

@@ -14,11 +14,11 @@ from helpers.eagle import load_eagle
 from helpers.equality import DRAFTERS, liar, prompt_of
 from helpers.families import greedy_text_of, logits_of, make_family, rounding_errors, theirs_of
 from helpers.generation import by_name, generate
-from longdraft.core import SamplingParams
-from longdraft.kernels.cpu_decoder import CpuDecoder
+from longdraft.kernels.cpu.decoder import CpuDecoder
 from longdraft.kernels.layer import LayerwiseDecoder
-from longdraft.model import heads
 from longdraft.model.transformer import ForwardRequest, Rows, Transformer, chain_rows
+from longdraft.parts import heads
+from longdraft.request.sampling_params import SamplingParams
 
 
 def check_against_transformers(folder: Path, name: str, tolerance: float = 1e-4, spread: float = 0.1) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from longdraft import drafters
-from longdraft.core import Context, SamplingParams
-from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import MarkedTokens, Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.routine import atomic, run_alone
 from longdraft.speculation.step import Step, Tally, Timings
-from longdraft.tree import Tree
 
 Factory = Callable[[drafters.Resources], Drafter]
 

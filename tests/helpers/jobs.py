@@ -9,7 +9,7 @@ from pathlib import Path
 
 from longdraft.batch.requests import BatchRequest, RowProgress
 from longdraft.batch.worker import BatchWorker
-from longdraft.console import Interrupted
+from longdraft.system.console import Interrupted
 
 ROWS = [{"id": f"row {i}", "prompt": "It was"[: 1 + i % 6], "max_new_tokens": 20 + i, "ignore_eos": True}
         for i in range(6)]

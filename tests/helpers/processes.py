@@ -17,7 +17,7 @@ from pathlib import Path
 from longdraft.__main__ import main
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["longdraft.cli", "longdraft.loading", "longdraft.journal", "typer.rich_utils"])
+_forks.set_forkserver_preload(["longdraft.cli", "longdraft.engine.loading", "longdraft.journal", "typer.rich_utils"])
 
 
 class Fork:

@@ -14,9 +14,9 @@ import torch
 import longdraft
 from helpers.checkpoints import load
 from longdraft import parallel
-from longdraft.core import SamplingParams
-from longdraft.drafters import costs
+from longdraft.drafters.auto import costs
 from longdraft.model.transformer import chain_rows
+from longdraft.request.sampling_params import SamplingParams
 
 SAMPLINGS = {
     "warm": dict(temperature=1.0, min_p=0.02, repetition_penalty=1.2, penalty_window=30),

@@ -17,7 +17,7 @@ import openai
 
 import longdraft
 from helpers.processes import Fork, run_longdraft, wait_for
-from longdraft.model import hub
+from longdraft.checkpoint import hub
 from longdraft.server.app import App
 from longdraft.server.run import HttpServer
 from longdraft.server.settings import ServerSettings

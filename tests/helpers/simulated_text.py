@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-from longdraft.core import Context
-from longdraft.drafters.auto import AutoDrafter
-from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
-from longdraft.drafters.knowledge import Guesser, SharedKnowledge
-from longdraft.model.routine import atomic, run_alone
+from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
+from longdraft.drafters.auto.drafter import AutoDrafter
+from longdraft.drafters.auto.knowledge import Guesser, SharedKnowledge
+from longdraft.request.context import Context
+from longdraft.request.tree import chain, root_only
 from longdraft.speculation.drafter import Accepted
-from longdraft.tree import chain, root_only
+from longdraft.speculation.routine import atomic, run_alone
 
 FORWARD = ForwardCosts(0.0, (1.0, 1.02, 1.05, 1.075, 1.1, 1.2, 1.4), 1e6)  # seconds by rows; the text costs nothing
 

@@ -17,16 +17,16 @@ import pytest
 
 import longdraft
 from helpers.jobs import ROWS, put, records, sorted_lines, stop_after, write_row, writers
-from longdraft import batching
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import job_files
 from longdraft.batch.local import in_process, worker_processes
 from longdraft.batch.requests import parse, seed_of
 from longdraft.batch.run import Totals, run
 from longdraft.batch.worker import BatchWorker, num_written
-from longdraft.console import Interrupted
+from longdraft.engine import batching
 from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE
+from longdraft.system.console import Interrupted
 
 
 def test_each_row_has_the_text_that_generate_writes(chatty, job, tmp_path):

@@ -22,8 +22,8 @@ from longdraft.batch.local import in_process, worker_processes
 from longdraft.batch.requests import BatchRequest, RowProgress, error_record, parse
 from longdraft.batch.run import run
 from longdraft.batch.worker import BatchJob, BatchWorker
-from longdraft.console import Interrupted
 from longdraft.errors import OutputError, UsageError
+from longdraft.system.console import Interrupted
 
 
 def error_records_only(job: BatchJob, tasks: Iterator[BatchRequest], check) -> Iterator[RowProgress]:
@@ -202,7 +202,7 @@ def test_a_row_that_kills_the_process_ends_after_the_retries_of_several_runs(job
     rows, out, job = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl", replace(job, retries=0)
     code = textwrap.dedent(f"""
         import os, sys
-        from longdraft import batching
+        from longdraft.engine import batching
         from longdraft.batch.local import in_process
         from longdraft.batch.run import run
         from longdraft.batch.worker import BatchJob

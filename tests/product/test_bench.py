@@ -12,13 +12,13 @@ import pytest
 
 import longdraft
 from helpers.checkpoints import load
-from longdraft import timing
 from longdraft.__main__ import run
-from longdraft.bench import batch, peers
 from longdraft.cache.full import FullCache
-from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
-from longdraft.sampling_params import SamplingParams
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.system import timing
+from longdraft.text.tokenizer import Tokenizer
+from longdraft_bench import batch, peers
 
 TINY = ["--repeats", "1", "--memory", "0.0005"]
 TIMES = {"ms", "ms_low", "ms_high"}

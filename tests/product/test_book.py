@@ -12,10 +12,10 @@ import pytest
 import longdraft
 from helpers.processes import Fork, run_longdraft, wait_for
 from longdraft.__main__ import run
-from longdraft.book import STATE, Book, BookPlan, OutlinedChapter
-from longdraft.core import SamplingParams
+from longdraft.book.book import STATE, Book, BookPlan, OutlinedChapter
 from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE, read_journal
+from longdraft.request.sampling_params import SamplingParams
 
 PREMISE = "It was a dark night, and the keeper of the lighthouse found a letter."
 COMMAND = ["book", PREMISE, "--chapters", "3", "--words", "50", "--seed", "4", "--threads", "1", "--quiet"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import longdraft
-from longdraft.model import hub
+from longdraft.checkpoint import hub
 
 MIB = 2**20
 CHAPTER = (Path(__file__).parents[2] / "examples" / "chapter.txt").read_text(encoding="utf-8")

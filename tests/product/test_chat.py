@@ -17,9 +17,9 @@ from helpers.checkpoints import make_checkpoint, write_tokenizer
 from helpers.terminal import terminal
 from longdraft.__main__ import run
 from longdraft.errors import ModelError, UsageError
-from longdraft.model import chat_template
-from longdraft.model.chat_template import ChatTemplate, parse_option
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.text import chat_template
+from longdraft.text.chat_template import ChatTemplate, parse_option
+from longdraft.text.tokenizer import Tokenizer
 
 TURNS = [{"role": "system", "content": "Be <brief> & \"kind\"."}, {"role": "user", "content": "caf\u00e9?\n"},
          {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}, {"role": "user", "content": "Why"}]
@@ -189,7 +189,7 @@ def test_a_conversation_continues_if_it_cannot_be_saved(monkeypatch, capfd, talk
     def refuse(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("longdraft.files.os.replace", refuse)
+    monkeypatch.setattr("longdraft.system.files.os.replace", refuse)
     monkeypatch.setattr("sys.stdin", Typed(f"Hello\n/save {tmp_path / 'x'}\nHello\n"))
     assert run(["chat", "--model", str(talker), "--drafter", "plain", "--max-new-tokens", "4", "--quiet"]) == 0
     captured = capfd.readouterr()

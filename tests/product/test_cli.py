@@ -18,9 +18,9 @@ import pytest
 from helpers.processes import Fork, run_longdraft, wait_for
 from helpers.terminal import on_terminal
 from longdraft.__main__ import run
-from longdraft.files import OutputFile
-from longdraft.model.hub import BUNDLED_DIR
-from longdraft.run_statistics import sha256_tokens
+from longdraft.checkpoint.hub import BUNDLED_DIR
+from longdraft.engine.run_statistics import sha256_tokens
+from longdraft.system.files import OutputFile
 
 LONGDRAFT = [sys.executable, "-m", "longdraft"]
 QUICK = ["generate", "It was", "--max-new-tokens", "30", "--seed", "1", "--min-p", "0.1"]
@@ -220,8 +220,8 @@ def test_output_files_are_complete_after_a_signal(tmp_path, number, status):
     ids = np.load(tokens)
     assert report["finish_reason"] == "cancelled"
     assert report["new_tokens"] == len(ids) > 0
-    from longdraft.model import hub
-    from longdraft.model.tokenizer import Tokenizer
+    from longdraft.checkpoint import hub
+    from longdraft.text.tokenizer import Tokenizer
 
     assert Tokenizer(hub.resolve("novelist")).decode(ids.tolist()).startswith(output.read_text())
     assert not partial.exists()

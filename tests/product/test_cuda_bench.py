@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from longdraft.__main__ import run
-from longdraft.bench.cuda.plan import Part
-from longdraft.bench.cuda.visit import Document, Driver, doubt, measure_parts, pack_cache, unpack_cache
 from longdraft.errors import UsageError
+from longdraft_bench.cuda.plan import Part
+from longdraft_bench.cuda.visit import Document, Driver, doubt, measure_parts, pack_cache, unpack_cache
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -59,7 +59,7 @@ def drive(folder: Path, names: list[str], limit: float = 30, command: list[str] 
 
 
 def test_a_part_that_crashes_or_hangs_is_marked_and_the_others_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr("longdraft.bench.cuda.plan._LEAST_PATIENCE", 0.4)
+    monkeypatch.setattr("longdraft_bench.cuda.plan._LEAST_PATIENCE", 0.4)
     names = ["sound", "crashes", "crashes once", "hangs", "last"]
     found = drive(tmp_path, names)
     assert {name: held["state"] for name, held in found.items()} == {
@@ -85,8 +85,8 @@ def test_a_second_try_is_made_with_all_switches_off(tmp_path):
 
 
 def test_a_case_that_fails_does_not_end_its_part(tmp_path):
-    from longdraft.bench.cuda.models import Bench
-    from longdraft.bench.cuda.plan import INTERPRETED
+    from longdraft_bench.cuda.models import Bench
+    from longdraft_bench.cuda.plan import INTERPRETED
 
     bench, kept = Bench(INTERPRETED, "", time.time() + 60, tmp_path), []
     bench.keep = lambda figures: kept.append(list(figures))
@@ -127,7 +127,7 @@ def test_an_error_of_a_part_does_not_stop_the_next_but_a_lost_device_does(tmp_pa
             raise ValueError("CUDA error: gone" if part.name == "lost" else "not this")
         return part.kind
 
-    from longdraft.bench.cuda.worker import is_fatal
+    from longdraft_bench.cuda.worker import is_fatal
 
     assert measure_parts(document, parts, time.time() + 60, measure, is_fatal) == 3
     states = {name: held["state"] for name, held in document.parts.items()}
@@ -166,8 +166,8 @@ def test_compiled_kernels_travel_with_the_documents(tmp_path):
 @pytest.mark.parametrize("name", ["first", "length", "kernels", "families", "whole"])
 def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monkeypatch):
     """In this process. The command starts a worker for it: see the tests of the driver."""
-    from longdraft.bench.cuda.plan import INTERPRETED, parts_of
-    from longdraft.bench.cuda.worker import Worker
+    from longdraft_bench.cuda.plan import INTERPRETED, parts_of
+    from longdraft_bench.cuda.worker import Worker
 
     document = Document.open(tmp_path, name, "a", "cpu")
     worker = Worker(INTERPRETED, "", time.time() + 600, tmp_path)
@@ -217,9 +217,9 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
 @interpreted
 def test_rows_of_a_family_that_differ_are_named(tmp_path, monkeypatch):
     """Plain decoding after another text stands for a wrong kernel."""
-    from longdraft.bench.cuda import families
-    from longdraft.bench.cuda.models import Bench
-    from longdraft.bench.cuda.plan import INTERPRETED
+    from longdraft_bench.cuda import families
+    from longdraft_bench.cuda.models import Bench
+    from longdraft_bench.cuda.plan import INTERPRETED
 
     made, honest = [], families._cache
     monkeypatch.setattr(families, "_cache", lambda model, context: (

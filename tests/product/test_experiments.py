@@ -15,13 +15,13 @@ import pytest
 from helpers.experiments import EXPERIMENT, measured, plan_of
 from longdraft import drafters
 from longdraft.__main__ import run
-from longdraft.bench import device, measures, turns
-from longdraft.bench import experiment as experiments
-from longdraft.bench import results as stored
 from longdraft.drafters.plain import PlainDrafter
+from longdraft.engine.loading import load
 from longdraft.errors import UsageError
-from longdraft.loading import load
 from longdraft.sampling.sampler import Sampler
+from longdraft_bench import device, measures, turns
+from longdraft_bench import experiment as experiments
+from longdraft_bench import results as stored
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from transformers.generation.streamers import TextIteratorStreamer
 
 import longdraft
 from helpers.checkpoints import make_checkpoint, make_heads
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError, UsageError
-from longdraft.model.tensor_files import TensorFiles
 
 PROMPT = [5, 9, 17, 4, 30, 9, 17, 4, 30, 8]
 

@@ -11,13 +11,13 @@ import pytest
 
 from helpers.experiments import TEXT, bench, measured
 from longdraft.__main__ import run
-from longdraft.bench import experiment as experiments
-from longdraft.bench import measures
-from longdraft.bench import results as stored
+from longdraft.engine.loading import load
 from longdraft.errors import UsageError
-from longdraft.loading import load
 from longdraft.report import figures, repeats
 from longdraft.report.table import Table
+from longdraft_bench import experiment as experiments
+from longdraft_bench import measures
+from longdraft_bench import results as stored
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).resolve().parents[2]

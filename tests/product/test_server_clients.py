@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from helpers import serving
-from longdraft.model.chat_template import ChatTemplate
+from longdraft.text.chat_template import ChatTemplate
 
 BODIES = json.loads((Path(__file__).parent / "golden" / "client_bodies.json").read_text())
 STORY = "It was a dark and stormy night, and the rain fell in torrents. " * 40

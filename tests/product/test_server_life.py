@@ -17,13 +17,13 @@ import openai
 import pytest
 
 from helpers import serving
-from longdraft import text_stream
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
 from longdraft.journal import FILE
 from longdraft.server import journals
 from longdraft.server.journals import JournalFolder
 from longdraft.server.replies import EventStream
-from longdraft.text_stream import TextStream
+from longdraft.text import stream as text_stream
+from longdraft.text.stream import TextStream
 
 URL = "/v1/longdraft/generations"
 BODY = {"prompt": "The ship", "max_tokens": 400, "seed": 7, "stream": True, "longdraft": {"min_p": 0.1}}
@@ -334,7 +334,7 @@ def test_malformed_requests_do_not_harm_the_server(server):
     """A sample; `benchmarks/serving.py malformed` sends thousands."""
     import random
 
-    from longdraft.run_statistics import peak_memory_bytes
+    from longdraft.engine.run_statistics import peak_memory_bytes
 
     draw, before = random.Random(1), peak_memory_bytes()
     good = json.dumps({"prompt": "a", "max_tokens": 1, "longdraft": {"min_p": 0.1}}).encode()

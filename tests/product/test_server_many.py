@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers import serving
-from longdraft.model.sizing import LARGEST_TREE
+from longdraft.checkpoint.sizing import LARGEST_TREE
 from longdraft.server import settings as server_settings
 from longdraft.server.jobs import EventQueue
 from longdraft.server.prepare import Preparer
@@ -158,7 +158,7 @@ def test_a_text_times_out(server):
 
 
 def test_running_out_of_memory_fails_only_that_text(server, engine, monkeypatch):
-    from longdraft.generation import Generation
+    from longdraft.engine.generation import Generation
 
     advance = Generation.advance
 
@@ -180,7 +180,7 @@ def test_running_out_of_memory_fails_only_that_text(server, engine, monkeypatch)
 
 
 def test_a_failure_in_a_stream_is_an_error_in_the_stream(server, monkeypatch):
-    from longdraft.generation import Generation
+    from longdraft.engine.generation import Generation
 
     def fail(self, *given, **options):
         raise ZeroDivisionError

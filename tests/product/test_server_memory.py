@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from helpers import serving
-from longdraft import machine
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
 from longdraft.server import app as application
 from longdraft.server.jobs import EventQueue, JobEnd
+from longdraft.system import machine
 
 URL = "/v1/longdraft/generations"
 

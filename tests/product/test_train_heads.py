@@ -16,14 +16,13 @@ from helpers.checkpoints import load, make_checkpoint
 from helpers.families import make_family
 from helpers.processes import Fork, run_longdraft
 from helpers.training import ALPHABET, At, losses, settings
-from longdraft import data_files
 from longdraft.__main__ import run
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import LongdraftError, ModelError, UsageError
-from longdraft.model import heads as trained_heads
-from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
-from longdraft.train import data, heads, job
+from longdraft.parts import heads as trained_heads
+from longdraft.text.tokenizer import Tokenizer
+from longdraft.train import data, data_files, heads, job
 from longdraft.train import frozen_model as frozen
 from longdraft.train.loop import Position, learning_rate
 from longdraft.train.settings import HeadSettings

@@ -16,8 +16,8 @@ import longdraft
 from helpers.checkpoints import VOCAB, make_checkpoint
 from helpers.families import logits_of, make_family, theirs_of
 from helpers.training import ALPHABET, QUICK, SMALL, At, alphabet_text, losses, tokenizer_folder
-from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, UsageError
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.train import frozen_model as frozen
 from longdraft.train import job, lm
 from longdraft.train.lm_settings import DraftSettings, LmSettings

@@ -12,9 +12,8 @@ from helpers import training
 from helpers.checkpoints import make_checkpoint
 from helpers.sentencepiece_files import original_files
 from helpers.training import settings
-from longdraft import data_files
 from longdraft.errors import UsageError
-from longdraft.train import data, job
+from longdraft.train import data, data_files, job
 from longdraft.train.loop import Position, learning_rate
 from longdraft.train.presets import PRESETS
 from longdraft.train.registry import TRAININGS

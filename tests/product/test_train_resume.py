@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers import training
 from helpers.training import At, losses, settings
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
 from longdraft.errors import OutputError, UsageError
 from longdraft.train import job, self_generated
 from longdraft.train.processes import DistributedProcesses

@@ -12,10 +12,10 @@ import pytest
 import longdraft
 from helpers.equality import DRAFTERS, prompt_of
 from helpers.processes import Fork, run_longdraft, wait_for
-from longdraft.banned_phrases import MAX_BANS, ChosenToken, PhraseFilter, folded
-from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
 from longdraft.journal import FILE, read_journal
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.text.banned_phrases import MAX_BANS, ChosenToken, PhraseFilter, folded
 
 
 class Words:

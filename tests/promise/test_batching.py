@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, LIARS, SETTINGS, batch_params, liar, prompt_of
-from longdraft import batching, kernels
+from longdraft import kernels
 from longdraft.cache.full import FullCache
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import checkpoint, config_file
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters import chain
-from longdraft.engine import Engine
-from longdraft.generation import Generation
+from longdraft.engine import batching
+from longdraft.engine.engine import Engine
+from longdraft.engine.generation import Generation
+from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.kernels.native_draft import ChainsApart
-from longdraft.loaded_model import DrafterChoice
-from longdraft.model import checkpoint
-from longdraft.model import config as model_config
-from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import ForwardRequest, Rows, Transformer
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.prefill import PREFILL_SHARED
 
 # A forward of several texts.
@@ -70,7 +70,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     make_checkpoint(folder, num_key_value_heads=2)
     name, dtype = request.param
     chosen = kernels.choose("cpu", dtype, name)
-    model = checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+    model = checkpoint.load_transformer(TensorFiles(folder), config_file.read_config(folder), chosen)
     layers = model.weights.layers
     weights = model.weights._replace(layers=(layers[0], layers[1]._replace(window=40)))
     return Transformer(model.config, weights, chosen)
@@ -130,7 +130,7 @@ def engine(request: pytest.FixtureRequest, tiny) -> longdraft.Engine:
 @pytest.fixture(scope="module")
 def drafts(engine, tiny) -> dict[str, Transformer]:
     folder = tiny["mha" if engine.model.config.num_kv_heads == 1 else "gqa"]
-    files, config = TensorFiles(folder), model_config.read_config(folder)
+    files, config = TensorFiles(folder), config_file.read_config(folder)
     another = checkpoint.load_transformer(files, config, engine.model.kernels)
     return {"another": another, "itself": engine.model}
 

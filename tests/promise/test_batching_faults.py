@@ -9,12 +9,12 @@ import pytest
 import longdraft
 from helpers.equality import batch_params, prompt_of
 from helpers.journals import FaultyOS
-from longdraft import text_stream
 from longdraft.drafters import streaming_model
+from longdraft.engine.generation import Generation
 from longdraft.errors import NumericalError, OutputError
-from longdraft.generation import Generation
 from longdraft.journal import writer as writing
 from longdraft.model.transformer import Transformer
+from longdraft.text import stream as text_stream
 
 
 @pytest.fixture(scope="module")

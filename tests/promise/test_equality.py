@@ -13,13 +13,13 @@ from helpers.eagle import load_eagle
 from helpers.equality import DRAFTERS, LIARS, NEW, SETTINGS, liar, params_of, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
-from longdraft.core import SamplingParams
-from longdraft.drafters import costs
-from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
-from longdraft.model import checkpoint, heads
-from longdraft.model import config as model_config
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.checkpoint import checkpoint, config_file
+from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.drafters.auto import costs
+from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.model.transformer import Transformer
+from longdraft.parts import heads
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.step import Tally
 
 MODELS = {
@@ -57,7 +57,7 @@ def plain(model: Transformer) -> dict[str, list[int]]:
 def drafts(model: Transformer, tiny: dict[str, Path]) -> dict[str, Transformer]:
     """Draft models on the target's kernels: another model, which is mostly wrong, and the target itself."""
     other = tiny["mha" if model.config.num_kv_heads == 1 else "gqa"]
-    another = checkpoint.load_transformer(TensorFiles(other), model_config.read_config(other), model.kernels)
+    another = checkpoint.load_transformer(TensorFiles(other), config_file.read_config(other), model.kernels)
     return {"another": another, "itself": model}
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import longdraft
 from helpers.equality import batch_params, prompt_of
+from longdraft.engine.generation import Generation
 from longdraft.errors import JournalError, UsageError
-from longdraft.generation import Generation
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, params_of, prompt_of
 from helpers.families import make_hybrid
 from helpers.generation import by_name, generate
-from longdraft.core import SamplingParams
 from longdraft.model.transformer import Transformer
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.step import Tally
 
 TARGETS = ["hybrid", "llama"]

@@ -23,12 +23,12 @@ from helpers.journals import (
     lying,
     written,
 )
-from longdraft.core import SamplingParams
+from longdraft.engine.resume import load_options
 from longdraft.errors import BusyJournalError, JournalError, UnusableJournalError, UsageError
 from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read_journal, remove_journal
 from longdraft.journal import format as form
 from longdraft.journal import writer as writing
-from longdraft.journal.resume import load_options
+from longdraft.request.sampling_params import SamplingParams
 
 
 def test_what_was_written_is_read_back(tmp_path):

@@ -14,12 +14,13 @@ import torch
 from scipy import stats
 
 from helpers.generation import NoCache, TableModel, TreeDrafter
-from longdraft.core import Context, SamplingParams
-from longdraft.model.routine import run_alone
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, from_paths, root_only
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
-from longdraft.tree import Tree, from_paths, root_only
 
 SEEDS = 10_000
 ALPHA = 1e-4

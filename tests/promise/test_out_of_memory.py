@@ -17,8 +17,8 @@ import longdraft
 from helpers import serving
 from helpers.equality import prompt_of
 from longdraft.cache.full import FullCache
-from longdraft.core import SamplingParams
 from longdraft.journal import FILE
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.server.scheduler import Scheduler
 
 PARAMS = SamplingParams(max_new_tokens=12, seed=5, min_p=0.1, repetition_penalty=1.1, ignore_eos=True)

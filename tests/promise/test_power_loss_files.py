@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from helpers.power import Disk, after_power_cut, power_cuts
-from longdraft import files
 from longdraft.batch import job_files
 from longdraft.batch.job_files import RecordFile
 from longdraft.journal import snapshot_files
 from longdraft.journal.snapshot_files import Block, BlockJob, SnapshotWriter, read_block, read_index
 from longdraft.journal.snapshot_folder import FOLDER
+from longdraft.system import files
 
 GOOD = {name: {"id": name, "text": name * 900} for name in "abcd"}  # longer than a sector
 BAD = {"id": "b", "error": {"code": "timeout", "message": "x" * 700}}

@@ -14,13 +14,13 @@ from helpers.equality import DRAFTERS, SETTINGS, batch_params, prompt_of
 from helpers.families import make_hybrid
 from longdraft import kernels
 from longdraft.cache.full import FullCache
-from longdraft.core import SamplingParams
-from longdraft.engine import Engine
-from longdraft.generation import Generation
+from longdraft.engine.engine import Engine
+from longdraft.engine.generation import Generation
+from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.kernels.interface import STORE_BLOCK
-from longdraft.loaded_model import DrafterChoice
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import SingleProcess
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation import reuse
 from longdraft.speculation.reuse import shareable_rows
 

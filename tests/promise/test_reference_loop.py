@@ -8,8 +8,8 @@ import torch
 from helpers.checkpoints import load, make_checkpoint, make_heads
 from helpers.equality import prompt_of
 from helpers.generation import by_name, generate
-from longdraft.core import SamplingParams
-from longdraft.model import heads
+from longdraft.parts import heads
+from longdraft.request.sampling_params import SamplingParams
 
 THETA, WINDOW, NEW = 1.3, 16, 60
 

@@ -17,8 +17,8 @@ import longdraft
 from helpers import resuming
 from helpers.checkpoints import make_checkpoint
 from helpers.resuming import SETTINGS, cut, written
-from longdraft import generation as generating
 from longdraft.__main__ import run
+from longdraft.engine import generation as generating
 from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE, read_journal
 from longdraft.journal import writer as writing

@@ -13,10 +13,10 @@ from helpers import resuming
 from helpers.journals import FaultyOS
 from helpers.processes import Fork, run_code
 from helpers.resuming import SETTINGS, cut, written
+from longdraft.checkpoint.tensor_files import WEIGHTS
 from longdraft.errors import OutputError
 from longdraft.journal import read_journal
 from longdraft.journal import writer as writing
-from longdraft.model.tensor_files import WEIGHTS
 
 folder = pytest.fixture(scope="module")(resuming.model_folder)
 engine = pytest.fixture(scope="module")(resuming.suffix_engine)

@@ -20,12 +20,12 @@ from helpers.eagle import make_eagle
 from helpers.equality import DRAFTERS, prompt_of
 from helpers.families import make_hybrid
 from helpers.processes import Fork, run_code, wait_for
-from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
 from longdraft.journal import FILE, remove_journal, snapshot
 from longdraft.journal import snapshot_files as snapshots
 from longdraft.journal.snapshot_folder import snapshot_bytes
 from longdraft.kernels.interface import STORE_BLOCK
+from longdraft.request.sampling_params import SamplingParams
 
 PROMPT = prompt_of(2 * STORE_BLOCK + 100)
 PARAMS = SamplingParams(max_new_tokens=1000, seed=5, min_p=0.1, ignore_eos=True, on_loop="off")
@@ -326,7 +326,7 @@ def test_kill_9_while_blocks_are_written(folder, engine, whole, tmp_path):
     """Whole blocks remain, and the text goes on."""
     code = f"""
 import sys, longdraft
-from longdraft.core import SamplingParams
+from longdraft.request.sampling_params import SamplingParams
 sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
 from helpers.equality import prompt_of
 engine = longdraft.load({str(folder)!r}, drafter="plain", dtype="bfloat16", threads=1)

@@ -16,12 +16,13 @@ import longdraft.sampling.grammar
 from helpers import serving
 from helpers.equality import DRAFTERS
 from longdraft.__main__ import run
-from longdraft.core import Context, SamplingParams
+from longdraft.engine import provenance
 from longdraft.errors import JournalError, UsageError
-from longdraft.journal import provenance
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.structured import structured_outputs
+from longdraft.request.tree import Tree, chain, root_only
 from longdraft.sampling.grammar import FORCED, Grammar, GrammarRules
-from longdraft.structured import structured_outputs
-from longdraft.tree import Tree, chain, root_only
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
-from longdraft.tree import from_paths
+from longdraft.drafters.auto.acceptance import AcceptanceByDepth, NodeAcceptance
+from longdraft.request.tree import from_paths
 
 
 def test_depths_that_were_not_tried_are_expected_to_do_as_well_as_the_last_one():

@@ -1,4 +1,4 @@
-"""Imports point down the floors, files and functions stay short, and `--help` starts fast."""
+"""Imports point down the floors, files say what they are, and `--help` starts fast."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ PACKAGE = ROOT / "longdraft"
 
 # Lower floors know nothing of higher ones. `version` and `errors` may be read from anywhere.
 FLOORS = {
-    "version": 0, "errors": 0, "core": 0, "sampling_params": 0, "structured": 0, "tree": 0, "kernels": 0,
-    "cache": 1, "sampling": 1, "parallel": 1,
+    "version": 0, "errors": 0, "request": 0, "kernels": 0,
+    "cache": 1, "sampling": 1, "parallel": 1, "system": 1,
     "model": 2,
-    "speculation": 3,
-    "drafters": 4, "run_statistics": 4,
-    "loops": 1, "timing": 0, "machine": 1,
-    "loaded_model": 5, "journal": 5, "text_stream": 5, "generation": 5, "batching": 5, "engine": 5, "loading": 5,
-    "banned_phrases": 5, "export": 5, "book": 5, "console": 5, "files": 5, "report": 5, "openai_body": 5,
-    "data_files": 5,
-    "cli": 6, "batch": 6, "train": 6, "bench": 6, "server": 6, "huggingface": 6,
-    "__main__": 7, "__init__": 7,
+    "checkpoint": 3,
+    "text": 4,
+    "parts": 5,
+    "speculation": 6,
+    "drafters": 7, "journal": 7,
+    "engine": 8,
+    "report": 9, "book": 9,
+    "cli": 10, "batch": 10, "train": 10, "server": 10,
+    "__main__": 11, "__init__": 11,
 }
-# The command line mounts the trainers' and the benchmarks' own commands, and runs batch jobs; other doors do not know
+# The command line mounts the trainers' own commands, runs batch jobs and starts the server; other doors do not know
 # one another.
-DOORS_MAY_IMPORT = {("cli", "batch"), ("cli", "train"), ("cli", "bench"), ("cli", "server")}
+DOORS_MAY_IMPORT = {("cli", "batch"), ("cli", "train"), ("cli", "server")}
+DOORS = 10  # the floor whose packages do not import one another
 
 
 def modules() -> list[Path]:
@@ -65,7 +67,7 @@ def test_imports_point_down_the_floors(path):
         assert there in FLOORS, f"{relative}: {module} stands on no floor; give it one"
         if here == there or (here, there) in DOORS_MAY_IMPORT:
             continue
-        below = FLOORS[there] < FLOORS[here] or FLOORS[here] == FLOORS[there] < 6
+        below = FLOORS[there] < FLOORS[here] or FLOORS[here] == FLOORS[there] < DOORS
         assert below, f"{relative} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
 
 
@@ -113,9 +115,8 @@ def test_no_two_units_import_one_another():
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_are_a_few_hundred_lines_and_say_what_they_are(path):
+def test_files_say_what_they_are(path):
     text = path.read_text()
-    assert text.count("\n") <= 350
     assert not text.strip() or ast.get_docstring(ast.parse(text))
 
 

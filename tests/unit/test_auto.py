@@ -12,17 +12,18 @@ import pytest
 import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.simulated_text import FORWARD, Chained, Clock, Text
-from longdraft.core import Context, SamplingParams
-from longdraft.drafters import costs
-from longdraft.drafters.acceptance import AcceptanceByDepth
-from longdraft.drafters.auto_settings import AUTO_SETTINGS
-from longdraft.drafters.confidence import Confidence
-from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
-from longdraft.drafters.knowledge import Candidate, Guesser, SharedKnowledge
-from longdraft.drafters.selector import Selector
-from longdraft.model.routine import atomic, run_alone
+from longdraft.drafters.auto import costs
+from longdraft.drafters.auto.acceptance import AcceptanceByDepth
+from longdraft.drafters.auto.confidence import Confidence
+from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
+from longdraft.drafters.auto.knowledge import Candidate, Guesser, SharedKnowledge
+from longdraft.drafters.auto.selector import Selector
+from longdraft.drafters.auto.settings import AUTO_SETTINGS
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import chain, from_paths
 from longdraft.speculation.drafter import Accepted
-from longdraft.tree import chain, from_paths
+from longdraft.speculation.routine import atomic, run_alone
 
 
 @pytest.mark.parametrize("token, rate, expected", [(0.02, 0.9, range(7, 17)), (0.3, 0.9, range(2, 6))])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from helpers.simulated_text import FORWARD, Clock, Text
-from longdraft.drafters.auto_settings import AUTO_SETTINGS
-from longdraft.drafters.knowledge import SharedKnowledge
+from longdraft.drafters.auto.knowledge import SharedKnowledge
+from longdraft.drafters.auto.settings import AUTO_SETTINGS
 
 
 def test_auto_corrects_costs_that_were_measured_wrongly():

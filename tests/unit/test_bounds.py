@@ -9,11 +9,11 @@ import pytest
 import longdraft
 from helpers.gguf_files import write_gguf
 from helpers.journals import check_one_line
-from longdraft.book import Book
+from longdraft.book.book import Book
+from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.drafters.draft_model import windowed
+from longdraft.engine.huggingface import hf_generate
 from longdraft.errors import LongdraftError
-from longdraft.huggingface import hf_generate
-from longdraft.model.gguf.container import open_gguf
 from longdraft.server.settings import ServerSettings
 
 SMALL = SimpleNamespace(config=SimpleNamespace(max_positions=5, vocab_size=9))

@@ -17,12 +17,13 @@ from helpers.families import make_hybrid
 from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.cache.full import FullCache
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters import streaming_model as streaming_module
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import UsageError
-from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 
 

@@ -9,11 +9,11 @@ import pytest
 
 import longdraft
 from helpers.checkpoints import load
-from longdraft.core import SamplingParams
-from longdraft.drafters import costs
-from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, load_or_measure
-from longdraft.drafters.knowledge import Pace
+from longdraft.drafters.auto import costs
+from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts, load_or_measure
+from longdraft.drafters.auto.knowledge import Pace
 from longdraft.model.transformer import Transformer
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 
 FORWARD = ForwardCosts(0.5, (10.0, 10.0, 11.0, 12.5, 14.0, 20.0, 32.0), 1000.0, 0.1)

@@ -12,9 +12,9 @@ from helpers.equality import prompt_of
 from helpers.families import CPU_FAMILIES, logits_of, make_family
 from helpers.gguf_files import convert
 from longdraft import kernels
+from longdraft.checkpoint.config_file import parse_config, read_config
 from longdraft.errors import ModelError
 from longdraft.kernels import KV
-from longdraft.model.config import parse_config, read_config
 
 
 @pytest.mark.parametrize("name", CPU_FAMILIES)

@@ -18,15 +18,16 @@ from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.cuda_texts import NAME, PROMPT, copy_of, load, prompt_forward
 from helpers.equality import prompt_of
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import NumericalError, UsageError
 from longdraft.kernels import launched, switches
-from longdraft.model.routine import CostClock, run_alone
 from longdraft.model.transformer import Transformer
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation import ahead
 from longdraft.speculation.ahead import PlainAhead
+from longdraft.speculation.routine import CostClock, run_alone
 from longdraft.speculation.step import Step, Tally, Timings
 
 NEW = 14

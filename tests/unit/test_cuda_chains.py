@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.cuda_texts import NAME, load
-from longdraft.core import Context, SamplingParams
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.chain import SelfDraftModel
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
@@ -28,10 +28,11 @@ from longdraft.kernels.cuda.drafting import DraftChain
 from longdraft.kernels.cuda.shared_chain import SharedChains
 from longdraft.kernels.launched import Launched, finished, read_together
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
-from longdraft.model.draft_copy import load_copy
-from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
 from longdraft.model.transformer import chain_rows as rows_of_chain
+from longdraft.parts.draft_copy import load_copy
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 
 LAWS: dict[str, dict[str, Any]] = {

@@ -18,19 +18,20 @@ from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, OperationRecorder
 from helpers.equality import prompt_of
 from longdraft import kernels
-from longdraft.bench.cuda.models import small_transformer, tiny_source
-from longdraft.core import Context, SamplingParams
+from longdraft.checkpoint import config_file
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.kernels.cuda import shared_choice
 from longdraft.kernels.cuda.choice import ChosenTokens
-from longdraft.model import config as model_config
 from longdraft.model import shared_choice as model_choice
-from longdraft.model.routine import run_alone, run_batched
 from longdraft.model.transformer import ForwardRequest, Transformer
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import run_alone, run_batched
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.speculation.verify import verify
-from longdraft.tree import Tree
+from longdraft_bench.cuda.models import small_transformer, tiny_source
 
 PARAMS = SamplingParams(max_new_tokens=50, seed=3)
 LAWS = {
@@ -55,7 +56,7 @@ LENGTHS = [60, 2, 41, 5, 17]
 def model() -> Transformer:
     settings, weights = tiny_source()
     weights = {name: 3 * tensor.to(DEVICE) for name, tensor in weights.items()}
-    return small_transformer(model_config.parse_config(settings), weights,
+    return small_transformer(config_file.parse_config(settings), weights,
                              kernels.choose(DEVICE, "float32", "triton-16"))
 
 

@@ -17,22 +17,23 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from longdraft import kernels
-from longdraft.bench.cuda.models import small_transformer, tiny_source
 from longdraft.cache.full import FullCache
-from longdraft.core import Context, SamplingParams
+from longdraft.checkpoint import config_file
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.cuda.choice import ChosenTokens
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
-from longdraft.model import config as model_config
-from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Forward, Transformer, chain_rows, tree_rows
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
-from longdraft.tree import Tree
+from longdraft_bench.cuda.models import small_transformer, tiny_source
 
 NAME = "triton-16"
 LAWS = {
@@ -80,7 +81,7 @@ def test_logits_that_are_not_finite_give_no_guesses(bad):
 def model() -> Transformer:
     settings, weights = tiny_source()
     weights = {name: 3 * tensor.to(DEVICE) for name, tensor in weights.items()}
-    return small_transformer(model_config.parse_config(settings), weights, kernels.choose(DEVICE, "float32", NAME))
+    return small_transformer(config_file.parse_config(settings), weights, kernels.choose(DEVICE, "float32", NAME))
 
 
 PROMPT = [(5 * place + place // 7) % 40 for place in range(31)]

@@ -22,16 +22,17 @@ from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import liar, prompt_of
 from helpers.generation import by_name
 from longdraft import kernels
-from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError
 from longdraft.kernels import noise
-from longdraft.model import heads
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parts import heads
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.step import Tally
 from longdraft.speculation.verify import accepted_path
-from longdraft.tree import Tree
 
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 

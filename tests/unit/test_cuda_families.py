@@ -12,9 +12,7 @@ from helpers.cuda_texts import LENGTH, NEW, generate, load
 from helpers.equality import liar, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, MIXTURES, UNIFIED, make_family
 from helpers.generation import by_name
-from longdraft.bench.cuda.models import switched
 from longdraft.cache.full import FullCache
-from longdraft.core import SamplingParams
 from longdraft.kernels.cuda import experts as cuda_experts
 from longdraft.kernels.cuda import layerwise
 from longdraft.kernels.cuda.captured_layers import CapturedLayers
@@ -24,7 +22,9 @@ from longdraft.kernels.experts import experts_forward
 from longdraft.kernels.experts import route as routed
 from longdraft.kernels.weights import Experts, Mlp
 from longdraft.model.transformer import Rows, Transformer, chain_rows
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.step import Tally
+from longdraft_bench.cuda.models import switched
 
 HIDDEN, INNER, NUM = 40, 24, 6
 TREE = [-1, 0, 1, 0, -1, 4, 2, 6, 3]

@@ -16,8 +16,6 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, rows_of
 from helpers.cuda_texts import load
 from helpers.families import make_family
-from longdraft.bench.cuda.models import switched
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
@@ -27,13 +25,16 @@ from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.cuda.shared_chain import SharedChains
 from longdraft.kernels.launched import finished, read_together
 from longdraft.kernels.native_draft import NEVER, Ranked
-from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Trie
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation import ahead
 from longdraft.speculation.ahead import PlainAhead
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
-from longdraft.tree import Trie
+from longdraft_bench.cuda.models import switched
 
 _TWO = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -20,12 +20,12 @@ from helpers.cuda_kernels import DEVICE, HAS_CUDA, rows_of
 from helpers.cuda_texts import load
 from helpers.equality import prompt_of
 from helpers.families import make_family
-from longdraft.bench.cuda.models import switched
 from longdraft.cache.full import FullCache
-from longdraft.core import SamplingParams
 from longdraft.kernels.cuda import layerwise
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
-from longdraft.tree import Tree
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
+from longdraft_bench.cuda.models import switched
 
 LENGTHS = [300, 2, 41] if HAS_CUDA else [140, 2, 41]  # 140: more than a split
 TREES = [Tree((7,), (-1,), ("",)), Tree((3, 9, 4), (-1, 0, 0), ("", "a", "a")), Tree((5, 1), (-1, 0), ("", "a"))]

@@ -20,11 +20,11 @@ from helpers.equality import prompt_of
 from helpers.families import make_family, make_hybrid
 from longdraft.cache.full import FullCache
 from longdraft.cache.states import StateCache, kept_places
-from longdraft.core import SamplingParams
 from longdraft.kernels.cuda import delta
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.model.transformer import Transformer, chain_rows, tree_rows
-from longdraft.tree import Tree
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 
 SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=12, value_dim=20, width=4)
 TREE = Tree((7, 3, 9, 4, 1), (-1, 0, 0, 2, 3), ("", "a", "a", "a", "a"))

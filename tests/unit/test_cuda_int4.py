@@ -1,4 +1,4 @@
-"""Weights of 4 bits on the device: the numbers of longdraft/kernels/int4.py, row invariance (helpers.cuda_kernels)."""
+"""Weights of 4 bits on the device: the numbers of kernels/formats/int4.py, row invariance (helpers.cuda_kernels)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.cuda_kernels import TOLERANCE, every_dtype, kernels, rows_of
-from longdraft.kernels import int4
 from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
-from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.formats import int4
+from longdraft.kernels.formats.int4 import Int4Weight
 
 
 def packed(dtype: str, out: int, inner: int, bias: bool = True) -> tuple[CudaInt4Linear, Int4Weight, torch.Tensor]:

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from helpers.attention import parents_of
 from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, fill, kernels, reference, rows_of
-from longdraft.bench.shapes import SHAPES
 from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
 from longdraft.kernels.cuda import jit_chain, linear, prefill
 from longdraft.kernels.cuda.kernels import CudaKernels
@@ -25,6 +24,7 @@ from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.row_invariance import first_difference
 from longdraft.kernels.interface import TokenRows
+from longdraft_bench.shapes import SHAPES
 
 
 @every_dtype

@@ -16,7 +16,8 @@ from helpers.checkpoints import VOCAB, load_glide, make_checkpoint, make_glide
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.eagle import load_eagle, make_eagle
 from longdraft import kernels
-from longdraft.core import Context, SamplingParams
+from longdraft.checkpoint import checkpoint, config_file
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
@@ -24,14 +25,13 @@ from longdraft.kernels import launched
 from longdraft.kernels.cuda.shared_layers import SharedLayers
 from longdraft.kernels.launched import LaunchedWork, read_together
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
-from longdraft.model import checkpoint
-from longdraft.model import config as model_config
-from longdraft.model.eagle import Eagle
-from longdraft.model.glide import Glide
-from longdraft.model.routine import run_alone
-from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parts.eagle import Eagle
+from longdraft.parts.glide import Glide
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import run_alone
 
 PROMPT = [(3 * place + place // 5) % 40 for place in range(14)]
 DIALECTS = {
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, dialect: str) -> tuple[Transformer, Eagle | Glide]:
     chosen = kernels.choose(DEVICE, "float32", "triton-16")
-    model = checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+    model = checkpoint.load_transformer(TensorFiles(folder), config_file.read_config(folder), chosen)
     if dialect == "glide":
         if not (folder / "glide").exists():
             make_glide(folder / "glide", folder)

@@ -18,7 +18,6 @@ from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from helpers.cuda_kernels import DEVICE
 from helpers.eagle import make_eagle
 from helpers.equality import prompt_of
-from longdraft.core import SamplingParams
 from longdraft.drafters import chain
 from longdraft.kernels import launched
 from longdraft.kernels.cuda import shared_choice
@@ -28,6 +27,7 @@ from longdraft.kernels.cuda.head_places import HeadPlaces
 from longdraft.kernels.cuda.layer_chain import LayerChain
 from longdraft.kernels.cuda.shared_forward import SharedForwards
 from longdraft.kernels.launched import Launched
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling import device
 
 PARAMS = [SamplingParams(max_new_tokens=6, seed=seed, ignore_eos=True, **law) for seed, law in enumerate((

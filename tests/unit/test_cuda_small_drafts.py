@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from helpers.checkpoints import VOCAB, make_checkpoint, make_heads
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, OperationRecorder, rows_of
 from longdraft import kernels
-from longdraft.bench.cuda.models import small_transformer, tiny_source
-from longdraft.core import Context, SamplingParams
+from longdraft.checkpoint import checkpoint, config_file
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
@@ -27,13 +27,14 @@ from longdraft.kernels import launched
 from longdraft.kernels.cuda.head_places import HeadPlaces, SharedHeads
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.native_draft import NEVER
-from longdraft.model import checkpoint, heads
-from longdraft.model import config as model_config
-from longdraft.model.routine import run_alone
-from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
+from longdraft.parts import heads
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling import device
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import run_alone
+from longdraft_bench.cuda.models import small_transformer, tiny_source
 
 PROMPT = [(5 * place + place // 7) % 40 for place in range(20)]
 LAWS = {
@@ -54,7 +55,7 @@ def samplers(model: Transformer, law: str) -> tuple[Sampler, Sampler]:
 def small() -> Transformer:
     settings, weights = tiny_source()
     weights = {name: 3 * tensor.to(DEVICE) for name, tensor in weights.items()}
-    return small_transformer(model_config.parse_config(settings), weights, kernels.choose(DEVICE, "float32",
+    return small_transformer(config_file.parse_config(settings), weights, kernels.choose(DEVICE, "float32",
                                                                                           "triton-16"))
 
 
@@ -114,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Transformer:
     chosen = kernels.choose(DEVICE, "float32", "triton-16")
-    return checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+    return checkpoint.load_transformer(TensorFiles(folder), config_file.read_config(folder), chosen)
 
 
 @pytest.mark.parametrize("law, has_first", [("greedy", False), ("paper", True), ("llama", False)])

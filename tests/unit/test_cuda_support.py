@@ -18,15 +18,16 @@ import triton.language as tl
 
 from helpers.cuda_kernels import DEVICE
 from longdraft import kernels
-from longdraft.core import Context, SamplingParams
 from longdraft.kernels.cuda import jit_support
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div
 from longdraft.kernels.cuda.support import BLOCK, FilterRules, SupportSearch
 from longdraft.kernels.cuda.text_rows import TextNeeds, TextRows, TextSupport, entry_of
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, root_only
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.logprobs import path_logprobs
-from longdraft.tree import Tree, root_only
 
 PARAMS = [
     dict(top_k=top_k, top_p=top_p, min_p=min_p, eta_cutoff=eta, min_tokens_to_keep=at_least, **temperature)

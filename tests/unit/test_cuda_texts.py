@@ -12,13 +12,13 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from longdraft import kernels
-from longdraft.bench.cuda.models import small_transformer, tiny_source
 from longdraft.cache.full import FullCache
+from longdraft.checkpoint import config_file
 from longdraft.kernels.cuda import shared_forward
 from longdraft.kernels.cuda.graph_cache import BUCKETS
-from longdraft.model import config as model_config
 from longdraft.model.transformer import ForwardRequest, Transformer, chain_rows, tree_rows
-from longdraft.tree import Tree
+from longdraft.request.tree import Tree
+from longdraft_bench.cuda.models import small_transformer, tiny_source
 
 NAMES = ["triton-16", "triton-16-fp8"] if HAS_CUDA else ["triton-16"]
 TREES = [Tree((7,), (-1,), ("",)), Tree((3, 9, 4), (-1, 0, 0), ("", "a", "a")), Tree((5, 1), (-1, 0), ("", "a"))]
@@ -29,7 +29,7 @@ LENGTHS = [300, 2, 41] if HAS_CUDA else [140, 2, 41]  # 140: more than a split
 def model(request: pytest.FixtureRequest) -> Transformer:
     settings, weights = tiny_source()
     weights = {name: 3 * tensor.to(DEVICE) for name, tensor in weights.items()}
-    made = small_transformer(model_config.parse_config(settings), weights, kernels.choose(DEVICE, "float32",
+    made = small_transformer(config_file.parse_config(settings), weights, kernels.choose(DEVICE, "float32",
                                                                                         request.param))
     return made.with_taps((1,))
 

@@ -9,10 +9,9 @@ import pytest
 import longdraft
 from helpers.checkpoints import make_checkpoint
 from longdraft.__main__ import run
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import config_file, defaults, hub
 from longdraft.errors import UsageError
-from longdraft.model import config as model_config
-from longdraft.model import defaults, hub
+from longdraft.request.sampling_params import SamplingParams
 
 FILE = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.01,
         "eta_cutoff": 0.0003, "eos_token_id": [1, 2], "max_length": 4096, "transformers_version": "5.0"}
@@ -98,7 +97,7 @@ def test_the_bundled_model_uses_the_built_in_defaults():
 def test_a_model_can_have_one_several_or_no_end_of_text_tokens(folder, tmp_path, eos, expected):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    assert model_config.read_config(tmp_path).eos_token_ids == expected
+    assert config_file.read_config(tmp_path).eos_token_ids == expected
 
 
 def test_an_engine_uses_the_file_unless_disabled(folder):

@@ -11,8 +11,8 @@ from helpers.checkpoints import make_checkpoint
 from helpers.families import make_family
 from longdraft.drafters.chain import Chain
 from longdraft.errors import UsageError
-from longdraft.kernels import native
-from longdraft.model import draft_copy
+from longdraft.kernels.cpu import native
+from longdraft.parts import draft_copy
 
 PARAMS = longdraft.SamplingParams(max_new_tokens=48, seed=3, temperature=1.0, min_p=0.05, ignore_eos=True)
 

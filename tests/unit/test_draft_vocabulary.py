@@ -10,14 +10,14 @@ import torch
 import longdraft
 from helpers.checkpoints import VOCAB, load
 from helpers.equality import SETTINGS, params_of, prompt_of
-from longdraft.core import Context
 from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.draft_vocabulary import ALL, AUTO, DraftVocabulary, check_draft_vocabulary, vocabulary_size
 from longdraft.drafters.self_draft import MagicDecOptions
 from longdraft.errors import UsageError
 from longdraft.kernels.native_draft import part_of_vocabulary
-from longdraft.model import draft_copy
 from longdraft.model.transformer import Forward, chain_rows
+from longdraft.parts import draft_copy
+from longdraft.request.context import Context
 from longdraft.speculation.drafter import Verified
 
 

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from helpers.checkpoints import load, released
 from helpers.equality import prompt_of
 from longdraft import drafters
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.ngram import NgramDrafter, NgramMatcher, NgramOptions
 from longdraft.drafters.ngram_table import RANKED, NgramTable
 from longdraft.drafters.self_draft import TokenSwiftOptions
 from longdraft.errors import ModelError, UsageError
-from longdraft.model import heads
-from longdraft.model.routine import run_alone
+from longdraft.parts import heads
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Trie, chain, from_paths, root_only
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.verify import accepted_path
-from longdraft.tree import Trie, chain, from_paths, root_only
 
 token = st.integers(0, 3)
 

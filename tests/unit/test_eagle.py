@@ -16,13 +16,14 @@ from helpers.eagle import Shape, SlowEagle, load_eagle, make_eagle, write_eagle
 from helpers.equality import prompt_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
-from longdraft.core import Context, SamplingParams
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.errors import LongdraftError, ModelError
-from longdraft.model import eagle, eagle_config, eagle_files
-from longdraft.model.routine import run_alone
-from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parts import eagle, eagle_config, eagle_files
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 
 SHAPES = {

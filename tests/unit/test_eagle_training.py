@@ -18,12 +18,13 @@ from helpers.equality import prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, make_family
 from helpers.generation import by_name, generate
 from helpers.training import At
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.errors import UsageError
-from longdraft.model.eagle_config import is_eagle
-from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
+from longdraft.parts.eagle_config import is_eagle
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 from longdraft.train import eagle as training
 from longdraft.train import frozen_model as frozen

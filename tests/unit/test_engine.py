@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import longdraft
-from longdraft import run_statistics
-from longdraft.core import Context, SamplingParams
+from longdraft.engine import run_statistics
 from longdraft.errors import ModelError, UsageError
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
 
 PROMPT = "It was a dark and stormy night, and"
 

@@ -10,14 +10,15 @@ import torch
 
 import longdraft
 from helpers.checkpoints import make_checkpoint
-from longdraft.core import Context, SamplingParams
-from longdraft.engine import Engine
+from longdraft.engine.engine import Engine
+from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import UsageError
 from longdraft.journal import read_journal
-from longdraft.loaded_model import DrafterChoice
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import root_only
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.logprobs import likeliest
-from longdraft.tree import root_only
 
 DRAFTERS = ("plain", "ngram", "suffix", "tokenswift", "medusa", "magicdec", "auto")
 KINDS = {

@@ -27,8 +27,8 @@ from helpers.family_checks import (
     check_rows,
 )
 from longdraft import kernels
-from longdraft.model import sizing
-from longdraft.model.config import read_config
+from longdraft.checkpoint import sizing
+from longdraft.checkpoint.config_file import read_config
 
 
 @pytest.mark.parametrize("name", [*CPU_FAMILIES, *GEMMA4, *UNIFIED, *MIXTURES, *HYBRIDS])

@@ -13,11 +13,11 @@ from helpers.checkpoints import load
 from helpers.families import MIXTURES, make_family
 from helpers.family_checks import check_one_call, check_rows
 from longdraft import kernels
+from longdraft.checkpoint import sizing
+from longdraft.checkpoint.config_file import parse_config, read_config
 from longdraft.errors import ModelError
 from longdraft.kernels.experts import experts_forward, route
 from longdraft.kernels.weights import Experts, Mlp
-from longdraft.model import sizing
-from longdraft.model.config import parse_config, read_config
 
 HIDDEN, INNER, COUNT = 48, 32, 6
 ONE_CALL = [*MIXTURES, "qwen3_5_moe", "qwen3_next"]

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from longdraft.export import ExportedBook, ExportedChapter, epub, markdown, paragraphs, parse_chapters
+from longdraft.book.export import ExportedBook, ExportedChapter, epub, markdown, paragraphs, parse_chapters
 
 BOOK = ExportedBook("War & <Peace>", [
     ExportedChapter("One", "First line,\nsecond line.\n\n\n  Next paragraph. \x00\x1b\ud800\n"),

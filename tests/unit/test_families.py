@@ -18,10 +18,10 @@ from helpers.equality import DRAFTERS, prompt_of
 from helpers.families import FAMILIES, logits_of, make_family, theirs_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import config_file, sizing
 from longdraft.errors import ModelError
-from longdraft.model import config as model_config
-from longdraft.model import heads, sizing
+from longdraft.parts import heads
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.step import Tally
 
 
@@ -145,7 +145,7 @@ def test_a_folder_is_served_through_the_public_door(made):
 def test_float16_files_are_served_in_bfloat16(tmp_path, name):
     make_family(tmp_path, "llama", getattr(torch, name))
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == name
-    assert model_config.read_config(tmp_path).dtype == "bfloat16"
+    assert config_file.read_config(tmp_path).dtype == "bfloat16"
 
 
 BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_size=64, num_hidden_layers=3,
@@ -168,14 +168,14 @@ BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_siz
 ])
 def test_what_is_not_supported_is_named(changes, message):
     with pytest.raises(ModelError, match=message):
-        model_config.parse_config(BASE | changes)
+        config_file.parse_config(BASE | changes)
 
 
-@pytest.mark.parametrize("kind", model_config.SUPPORTED)
+@pytest.mark.parametrize("kind", config_file.SUPPORTED)
 def test_a_silent_config_is_read_as_transformers_reads_it(kind):
     """What a file leaves out has the family's default."""
     sizes = dict(vocab_size=320, hidden_size=2048, intermediate_size=64, num_hidden_layers=4, num_attention_heads=64)
-    theirs, ours = CONFIG_MAPPING[kind](**sizes), model_config.parse_config(sizes | {"model_type": kind})
+    theirs, ours = CONFIG_MAPPING[kind](**sizes), config_file.parse_config(sizes | {"model_type": kind})
     if kind.startswith("gemma4"):
         layers = [theirs.per_layer_config[index] for index in range(4)]
         assert ours.kv_shapes == tuple((layer.num_key_value_heads, layer.head_dim) for layer in layers)
@@ -200,7 +200,7 @@ VALUES = st.one_of(
 
 
 @settings(deadline=None)
-@given(kind=st.sampled_from(model_config.SUPPORTED), changes=st.dictionaries(st.sampled_from([
+@given(kind=st.sampled_from(config_file.SUPPORTED), changes=st.dictionaries(st.sampled_from([
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "no_rope_layers",
     "no_rope_layer_interval", "partial_rotary_factor", "embedding_multiplier", "residual_multiplier",
     "attention_multiplier", "logits_scaling", "original_max_position_embeddings", "rope_theta", "head_dim",
@@ -208,7 +208,7 @@ VALUES = st.one_of(
 def test_configs_of_any_values_are_read_or_refused_in_one_line(kind, changes):
     refused = ""
     try:
-        config = model_config.parse_config(BASE | {"model_type": kind} | changes)
+        config = config_file.parse_config(BASE | {"model_type": kind} | changes)
     except ModelError as error:
         refused = str(error)
     else:
@@ -234,4 +234,4 @@ def shape(kind: str, *sizes: int, **more: object) -> dict[str, object]:
     (shape("olmo2", 100352, 4096, 11008, 32, 32, 32), 7_298_617_344),
 ])
 def test_parameters_of_known_models(settings, parameters):
-    assert sizing.model_sizes(model_config.parse_config(settings)).parameters == parameters
+    assert sizing.model_sizes(config_file.parse_config(settings)).parameters == parameters

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.core import Context, SamplingParams
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.sampler import Sampler
-from longdraft.tree import Tree
 
 VOCABULARY = 40
 

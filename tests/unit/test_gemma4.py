@@ -18,13 +18,14 @@ from helpers.families import GEMMA4, logits_of, make_family
 from helpers.family_checks import check_one_call
 from helpers.gguf_files import convert, stored
 from longdraft import kernels
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import sizing
+from longdraft.checkpoint.config_file import parse_config, read_config
 from longdraft.errors import ModelError
-from longdraft.kernels import KV, native
-from longdraft.model import sizing
-from longdraft.model.config import parse_config, read_config
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.kernels import KV
+from longdraft.kernels.cpu import native
 from longdraft.model.transformer import chain_rows
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", params=GEMMA4)

@@ -15,18 +15,18 @@ from helpers.equality import prompt_of
 from helpers.families import FAMILIES, HYBRIDS, MIXTURES, make_family
 from helpers.gguf_files import TYPE_IDS, convert, noise, permuted, stored, write_gguf
 from longdraft.__main__ import run
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import config_file, defaults, hub
+from longdraft.checkpoint.gguf.blocks import dequantise, mxfp4_parts
+from longdraft.checkpoint.gguf.container import open_gguf
+from longdraft.checkpoint.gguf.tensors import stored_rows
+from longdraft.checkpoint.gguf.types import TYPES
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError, UsageError
-from longdraft.kernels import mxfp4
+from longdraft.kernels.formats import mxfp4
 from longdraft.model import config as model_config
-from longdraft.model import defaults, hub
-from longdraft.model.gguf.blocks import dequantise, mxfp4_parts
-from longdraft.model.gguf.container import open_gguf
-from longdraft.model.gguf.tensors import stored_rows
-from longdraft.model.gguf.types import TYPES
-from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.text.tokenizer import Tokenizer
 
 HIDDEN = 64  # two blocks of 32
 
@@ -118,7 +118,7 @@ def test_a_converted_model_is_the_same_model(tmp_path, name, kind):
     more = {"smollm3": {"no_rope_layers": None, "num_hidden_layers": 5}, "gpt_oss": {"swiglu_limit": 7.0}}
     model = make_family(tmp_path / "folder", name, dtype, **more.get(name, {}))
     convert(tmp_path / "folder", model, tmp_path / "model.gguf", kind)
-    ours, theirs = (model_config.read_config(tmp_path / path) for path in ("model.gguf", "folder"))
+    ours, theirs = (config_file.read_config(tmp_path / path) for path in ("model.gguf", "folder"))
     assert meaning(ours) == meaning(theirs)
     assert ours.eos_token_ids == (1,)  # by its text, </s>
     tokens = prompt_of(40)
@@ -194,7 +194,7 @@ def test_frequencies_that_the_file_divides_give_the_same_rotations(tmp_path, rop
     factors = plain / model.model.rotary_emb.inv_freq
     factors = torch.where((factors - 8).abs() < 1e-4, 8.0, factors)  # as converters write it
     convert(tmp_path, model, tmp_path / "model.gguf", tensors={"rope_freqs.weight": stored(factors, "F32")})
-    config = model_config.read_config(tmp_path / "model.gguf")
+    config = config_file.read_config(tmp_path / "model.gguf")
     assert config.rope.kind == found
     ours, theirs = load(tmp_path / "model.gguf"), load(tmp_path)
     places = [0, 5, 900, 20000]
@@ -213,7 +213,7 @@ def test_stretched_rope_is_read(tmp_path, rope):
         values |= {"llama.rope.scaling.original_context_length": 1024, "llama.rope.scaling.yarn_beta_fast": 16.0,
                    "llama.rope.scaling.yarn_beta_slow": 2.0}
     convert(tmp_path, model, tmp_path / "model.gguf", values=values)
-    ours, theirs = (model_config.read_config(tmp_path / name) for name in ("model.gguf", "."))
+    ours, theirs = (config_file.read_config(tmp_path / name) for name in ("model.gguf", "."))
     assert ours.max_positions == theirs.max_positions
     for one, other in zip(load(tmp_path / "model.gguf").rotations([700]), load(tmp_path).rotations([700]), strict=True):
         assert torch.equal(one, other)
@@ -268,11 +268,11 @@ def test_the_chat_template_and_the_ends_of_texts_are_those_of_the_file(tmp_path,
               "tokenizer.ggml.eot_token_id": 7}
     convert(folder, model, tmp_path / "model.gguf", values=values)
     assert Tokenizer(tmp_path / "model.gguf").chat("Hello") == "<s>[user] Hello</s>"
-    assert model_config.read_config(tmp_path / "model.gguf").eos_token_ids == (1, 7)
+    assert config_file.read_config(tmp_path / "model.gguf").eos_token_ids == (1, 7)
     values |= {"tokenizer.ggml.eot_token_id": 320}
     convert(folder, model, tmp_path / "model.gguf", values=values)
     with pytest.raises(ModelError, match="eot_token_id is 320; allowed: 0 to 257"):
-        model_config.read_config(tmp_path / "model.gguf")
+        config_file.read_config(tmp_path / "model.gguf")
 
 
 def test_sampling_defaults_are_those_of_the_file(tmp_path):

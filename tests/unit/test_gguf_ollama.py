@@ -13,11 +13,11 @@ from helpers.checkpoints import load
 from helpers.equality import prompt_of
 from helpers.families import make_family
 from helpers.gguf_files import Stored, convert, stored, write_gguf
+from longdraft.checkpoint.config_file import read_config
+from longdraft.checkpoint.gguf.container import GgufFile, open_gguf
+from longdraft.checkpoint.gguf.ollama import translate
+from longdraft.checkpoint.gguf.types import Array
 from longdraft.errors import ModelError
-from longdraft.model.config import read_config
-from longdraft.model.gguf.container import GgufFile, open_gguf
-from longdraft.model.gguf.ollama import translate
-from longdraft.model.gguf.types import Array
 from longdraft.model.transformer import chain_rows
 
 Values, Tensors = dict[str, Any], dict[str, Stored]

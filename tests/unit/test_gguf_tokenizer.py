@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from helpers.gguf_files import tokenizer_values, write_gguf
+from longdraft.checkpoint import hub
+from longdraft.checkpoint.gguf.container import open_gguf
+from longdraft.checkpoint.gguf.metadata import config_of
 from longdraft.errors import ModelError
-from longdraft.model import hub
-from longdraft.model.gguf.container import open_gguf
-from longdraft.model.gguf.metadata import config_of
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.text.tokenizer import Tokenizer
 
 
 def test_a_byte_level_tokenizer_is_that_of_tokenizer_json(tmp_path):

@@ -13,11 +13,12 @@ from helpers.checkpoints import load, load_glide, make_checkpoint, make_glide
 from helpers.families import HYBRIDS, make_family
 from helpers.generation import by_name, generate
 from longdraft.cache.window import RowWindow
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters.glide import GlideDraftModel
 from longdraft.errors import ModelError, UsageError
-from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 from longdraft.train import frozen_model as frozen
 from longdraft.train import glide as training

@@ -18,14 +18,15 @@ from helpers.families import logits_of, make_family
 from helpers.family_checks import check_one_call
 from longdraft import kernels
 from longdraft.__main__ import run
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import sizing
+from longdraft.checkpoint.config_file import parse_config, read_config
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
-from longdraft.kernels import KV, mxfp4
+from longdraft.kernels import KV
+from longdraft.kernels.formats import mxfp4
+from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 from longdraft.kernels.layer import _of_sinks
-from longdraft.kernels.mxfp4 import Mxfp4Weight
-from longdraft.model import sizing
-from longdraft.model.config import parse_config, read_config
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.request.sampling_params import SamplingParams
 
 
 def test_drafts_of_a_small_cache_know_the_sinks_of_layers_whose_window_it_holds(tmp_path):

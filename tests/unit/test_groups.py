@@ -12,16 +12,16 @@ from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import prompt_of
 from helpers.gguf_files import TYPE_IDS, convert, noise
 from longdraft import kernels
-from longdraft.core import SamplingParams
+from longdraft.checkpoint.gguf.blocks import dequantise, q4_0_parts
+from longdraft.checkpoint.gguf.grouped import grouped
+from longdraft.checkpoint.gguf.types import TYPES
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
-from longdraft.kernels import groups, int4
-from longdraft.kernels.cpu_store import CpuLinear
-from longdraft.kernels.groups import BlockRows, GroupedWeight
-from longdraft.model.gguf.blocks import dequantise, q4_0_parts
-from longdraft.model.gguf.grouped import grouped
-from longdraft.model.gguf.types import TYPES
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.kernels.cpu.store import CpuLinear
+from longdraft.kernels.formats import groups, int4
+from longdraft.kernels.formats.groups import BlockRows, GroupedWeight
 from longdraft.model.transformer import chain_rows
+from longdraft.request.sampling_params import SamplingParams
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
 EXACT = ("Q8_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")

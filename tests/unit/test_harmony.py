@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from helpers.answers import streamed_parts
 from helpers.checkpoints import write_tokenizer
-from longdraft.model.harmony import MARKS, Harmony
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.text.harmony import MARKS, Harmony
+from longdraft.text.tokenizer import Tokenizer
 
 _MESSAGE = re.compile(r"<\|channel\|>(?P<channel>\w+)[^<]*<\|message\|>(?P<text>[^<]*)")
 

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 import longdraft
 from helpers.checkpoints import load, make_checkpoint, make_heads, released, write_medusa
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import fingerprint
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
-from longdraft.model import fingerprint, glide, heads
-from longdraft.model.heads import ChainedHeads
-from longdraft.model.medusa import MedusaHeads
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.parts import glide, heads
+from longdraft.parts.heads import ChainedHeads
+from longdraft.parts.medusa import MedusaHeads
+from longdraft.request.sampling_params import SamplingParams
 
 
 def write(engine: longdraft.Engine) -> dict[str, object]:

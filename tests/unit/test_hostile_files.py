@@ -45,9 +45,9 @@ from helpers.damaged_files import (
 from helpers.gguf_files import convert
 from helpers.processes import Fork, run_code
 from longdraft.__main__ import run
+from longdraft.checkpoint.tensor_files import TORCH_WEIGHTS
+from longdraft.engine.run_statistics import peak_memory_bytes
 from longdraft.errors import ModelError
-from longdraft.model.tensor_files import TORCH_WEIGHTS
-from longdraft.run_statistics import peak_memory_bytes
 
 FUZZ = settings(max_examples=150, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -206,7 +206,7 @@ def test_a_file_that_is_cut_while_it_is_loaded_gets_one_clear_line(folder, sound
     process = Fork(tmp_path / "process", run_code, f"""
 import os
 from longdraft.__main__ import run
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_files import TensorFiles
 read = TensorFiles.read
 for model, path in {[(str(model), str(path)) for model, path in cut.items()]}:
     seen = []

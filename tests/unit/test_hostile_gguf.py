@@ -14,12 +14,12 @@ import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.gguf_files import convert, header, text, value, write_gguf
 from longdraft.__main__ import run
+from longdraft.checkpoint.config_file import read_config
+from longdraft.checkpoint.gguf.container import GgufFile, open_gguf
+from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.engine.run_statistics import peak_memory_bytes
 from longdraft.errors import ModelError
-from longdraft.model.config import read_config
-from longdraft.model.gguf.container import GgufFile, open_gguf
-from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.tokenizer import Tokenizer
-from longdraft.run_statistics import peak_memory_bytes
+from longdraft.text.tokenizer import Tokenizer
 
 LLAMA = {"general.architecture": "llama"}
 FUZZ = settings(max_examples=150, deadline=None, derandomize=True,

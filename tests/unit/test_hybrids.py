@@ -19,13 +19,13 @@ from helpers.family_checks import check_one_call
 from helpers.generation import by_name, generate
 from helpers.gguf_files import convert, stored
 from longdraft import kernels
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import sizing
+from longdraft.checkpoint.config_file import parse_config, read_config
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import LongdraftError, ModelError
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
-from longdraft.model import sizing
-from longdraft.model.config import parse_config, read_config
-from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import chain_rows
+from longdraft.request.sampling_params import SamplingParams
 
 LOADED = ["auto", "suffix", "magicdec"]  # drafters of the tests with the whole engine
 

@@ -11,7 +11,8 @@ from helpers.checkpoints import load
 from helpers.equality import DRAFTERS, factory_of, params_of, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
-from longdraft.kernels import cpu, int4
+from longdraft.kernels.cpu import kernels as cpu
+from longdraft.kernels.formats import int4
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
 compiled_kernels = pytest.mark.parametrize("name", kernels.available()[:-1])

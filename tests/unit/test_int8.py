@@ -16,7 +16,7 @@ from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.__main__ import run
 from longdraft.errors import UsageError
-from longdraft.kernels.int8 import quantise
+from longdraft.kernels.formats.int8 import quantise
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -38,7 +38,7 @@ def test_the_error_of_a_weight_is_at_most_half_a_scale(rows, width, magnitude, d
 def test_chunked_quantisation_equals_quantisation_in_one_piece(monkeypatch):
     weight = torch.randn(50, 30)
     whole = quantise(weight)
-    monkeypatch.setattr("longdraft.kernels.int8._CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("longdraft.kernels.formats.int8._CHUNK_ELEMENTS", 100)
     assert all(torch.equal(*both) for both in zip(whole, quantise(weight), strict=True))
 
 

@@ -12,7 +12,7 @@ import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.gguf_files import convert, write_gguf
 from longdraft.__main__ import run
-from longdraft.model.inventory import models_here
+from longdraft.checkpoint.inventory import models_here
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

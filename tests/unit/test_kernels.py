@@ -263,7 +263,7 @@ def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch
 
 
 def test_without_the_compiled_module_the_reference_is_used_and_a_warning_logged(monkeypatch, caplog):
-    from longdraft.kernels import native
+    from longdraft.kernels.cpu import native
 
     monkeypatch.setattr(native, "IMPORT_ERROR", "no module named _cpu")
     assert kernels.choose("cpu", "float32").name == "reference"

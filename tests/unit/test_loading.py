@@ -21,11 +21,11 @@ from helpers.checkpoints import make_checkpoint, make_heads
 from helpers.terminal import terminal
 from longdraft import kernels
 from longdraft.__main__ import run
+from longdraft.checkpoint import hub
 from longdraft.cli import display
-from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
-from longdraft.kernels import native
-from longdraft.model import hub
+from longdraft.kernels.cpu import native
+from longdraft.request.sampling_params import SamplingParams
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
@@ -236,8 +236,8 @@ MEASURE = """
 import os, sys, torch
 from pathlib import Path
 from longdraft import kernels
-from longdraft.model import checkpoint, config
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.checkpoint import checkpoint, config_file
+from longdraft.checkpoint.tensor_files import TensorFiles
 
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name + ":"))
@@ -247,7 +247,7 @@ def measure(folder, dtype):
     kernels.set_threads(1)
     chosen.linear(torch.ones(1, 64, dtype=chosen.dtype), chosen.pack(torch.ones(64, 64)))
     torch.ones(4, dtype=torch.float16).sum().isfinite()
-    files, parsed = TensorFiles(folder), config.read_config(folder)
+    files, parsed = TensorFiles(folder), config_file.read_config(folder)
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
     model = checkpoint.load_transformer(files, parsed, chosen)

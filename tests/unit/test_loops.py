@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import longdraft
-from longdraft import loops
-from longdraft.loops import LEAST_LOOP, PERIODS, REPEATS, WINDOW, FullAcceptance, LoopGuard
-from longdraft.model import hub
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.checkpoint import hub
+from longdraft.request import loops
+from longdraft.request.loops import LEAST_LOOP, PERIODS, REPEATS, WINDOW, FullAcceptance, LoopGuard
+from longdraft.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(hub.resolve("novelist"))
 

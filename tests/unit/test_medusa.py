@@ -14,15 +14,16 @@ import longdraft
 from helpers.checkpoints import HIDDEN, VOCAB, load, write_medusa
 from helpers.equality import prompt_of
 from longdraft import drafters
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters import template
 from longdraft.errors import ModelError, UsageError
-from longdraft.model import heads
-from longdraft.model.medusa import MedusaHeads
-from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parts import heads
+from longdraft.parts.medusa import MedusaHeads
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Verified
+from longdraft.speculation.routine import run_alone
 
 
 @pytest.mark.parametrize("own", [True, False])

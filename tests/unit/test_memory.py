@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import load, make_checkpoint
-from longdraft.kernels import native
+from longdraft.kernels.cpu import native
 from longdraft.kernels.interface import REPORTED_ROWS
 from longdraft.model.transformer import Transformer, chain_rows
 

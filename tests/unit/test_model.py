@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from helpers.checkpoints import load, make_checkpoint
+from longdraft.checkpoint import config_file, hub
 from longdraft.errors import ModelError
-from longdraft.model import config as model_config
-from longdraft.model import hub
 from longdraft.model.transformer import chain_rows
 
 ROPES = {
@@ -71,13 +70,13 @@ def test_bfloat16_agrees_within_its_rounding(tmp_path):
 
 def test_the_older_spelling_of_rope_is_understood(tmp_path):
     make_checkpoint(tmp_path, rope_parameters=ROPES["llama3"])
-    before = model_config.read_config(tmp_path)
+    before = config_file.read_config(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
     scaling = data.pop("rope_parameters")
     data["rope_theta"] = scaling.pop("rope_theta")
     data["rope_scaling"] = scaling
     (tmp_path / "config.json").write_text(json.dumps(data))
-    after = model_config.read_config(tmp_path)
+    after = config_file.read_config(tmp_path)
     assert (after.rope.kind, after.rope.theta) == (before.rope.kind, before.rope.theta)
 
 
@@ -143,5 +142,5 @@ def test_missing_and_corrupt_files_are_one_clear_error(tmp_path, damage):
 
 def test_the_hash_of_a_configuration_does_not_depend_on_the_names_of_our_fields():
     """Journals record it: a renamed field must not make the existing journals unusable."""
-    config = model_config.read_config(hub.resolve("novelist"))
+    config = config_file.read_config(hub.resolve("novelist"))
     assert config.sha256() == "025e2c3b02a1deb0ed1e63f95ea3711b87362308a9e12c3202daad7314ef5a85"

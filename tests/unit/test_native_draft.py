@@ -9,19 +9,19 @@ from helpers.checkpoints import load
 from helpers.equality import SETTINGS, params_of, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, MIXTURES, make_family
 from longdraft import kernels
-from longdraft.core import Context
 from longdraft.drafters import draft_vocabulary
+from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, SelfDraftModel
-from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows
 from longdraft.kernels.launched import finished, read_together
 from longdraft.kernels.native_draft import NEVER
-from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import chain_rows
+from longdraft.request.context import Context
+from longdraft.request.tree import Trie
 from longdraft.sampling.sampler import Sampler
-from longdraft.tree import Trie
+from longdraft.speculation.routine import atomic, run_alone
 
 
 def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None, least=0.0):

@@ -20,10 +20,10 @@ from helpers.equality import prompt_of
 from helpers.families import HYBRIDS, add_native_head, make_family, make_hybrid, move_native_head
 from helpers.family_checks import check_batch_and_resumed_text
 from helpers.gguf_files import HYBRID_ARCHS, convert, stored, theirs
-from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
-from longdraft.model.native_heads import load_native_head, load_speculators_head
 from longdraft.model.transformer import chain_rows
+from longdraft.parts.native_heads import load_native_head, load_speculators_head
+from longdraft.request.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=30, seed=3, ignore_eos=True)
 

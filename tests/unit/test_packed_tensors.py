@@ -16,11 +16,11 @@ from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import prompt_of
 from helpers.gguf_files import convert
 from longdraft import kernels
-from longdraft.core import SamplingParams
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
-from longdraft.kernels import int4
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.kernels.formats import int4
 from longdraft.model.transformer import chain_rows
+from longdraft.request.sampling_params import SamplingParams
 
 HIDDEN, INNER, GROUP = 128, 192, 64
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

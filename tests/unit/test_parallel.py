@@ -24,13 +24,13 @@ from helpers.families import add_native_head, make_family, make_hybrid
 from helpers.gguf_files import convert
 from helpers.processes import free_port, run_longdraft, start_ranks
 from longdraft.__main__ import run
-from longdraft.core import SamplingParams
-from longdraft.engine import Engine
+from longdraft.checkpoint import config_file
+from longdraft.engine.engine import Engine
 from longdraft.errors import ModelError, UsageError, WorkerError
 from longdraft.journal import FILE
-from longdraft.model import config as model_config
 from longdraft.model.sharding import shard_config
 from longdraft.parallel import ProcessGroup, RankGroup, Shard
+from longdraft.request.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_memory_that_runs_out_on_a_rank_is_not_another_ranks_fault(monkeypatch, 
 ])
 def test_what_cannot_be_shared_is_refused_with_the_reason(folder, name, size, quantize, complaint):
     with pytest.raises(ModelError, match=complaint):
-        shard_config(model_config.read_config(folder / name), Shard(0, size), quantize)
+        shard_config(config_file.read_config(folder / name), Shard(0, size), quantize)
 
 
 @given(size=st.integers(1, 5), segments=st.lists(st.integers(1, 4), min_size=1, max_size=3), columns=st.integers(1, 3))

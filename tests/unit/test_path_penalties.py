@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor
 
 import longdraft
-from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import from_paths, root_only
 from longdraft.sampling.path_penalties import CompiledPenalties, ReferencePathPenalties, dry_amounts, new_path_penalties
 from longdraft.sampling.sampler import Sampler
-from longdraft.tree import from_paths, root_only
 
 compiled = pytest.mark.skipif(CompiledPenalties is None, reason="the compiled module is missing")
 LETTERS = {letter: token for token, letter in enumerate("abcy")}

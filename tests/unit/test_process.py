@@ -19,13 +19,14 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from longdraft.core import Context, SamplingParams
 from longdraft.errors import NumericalError
 from longdraft.kernels import noise
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import chain, from_paths, root_only
 from longdraft.sampling import process
 from longdraft.sampling.process import Support
 from longdraft.sampling.sampler import NO_TOKEN, Sampler, gumbel_argmax, gumbel_argmaxes
-from longdraft.tree import chain, from_paths, root_only
 
 SMALL = 12  # tokens in a small vocabulary
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from longdraft.bench import experiment as experiments
-from longdraft.bench import rules
-from longdraft.core import Context, SamplingParams
-from longdraft.tree import from_paths
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import from_paths
+from longdraft_bench import experiment as experiments
+from longdraft_bench import rules
 
 
 def laws_of(tree, probabilities):

@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from longdraft.bench import published, rules
-from longdraft.bench.systems import Engines, System
-from longdraft.bench.turns import start
 from longdraft.cache.full import FullCache
-from longdraft.core import Context, SamplingParams
+from longdraft.engine.loading import load
 from longdraft.errors import UsageError
 from longdraft.kernels import AttentionOutput, AttentionRows
 from longdraft.kernels.reference import ReferenceKernels
-from longdraft.loading import load
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree
 from longdraft.speculation.verify import accepted_path
-from longdraft.tree import Tree
+from longdraft_bench import published, rules
+from longdraft_bench.systems import Engines, System
+from longdraft_bench.turns import start
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 12
 SYSTEM = System("tokenswift", {"tree": "1,3,3,3", "budget": 100}, rule="per-path", version="published")

@@ -12,10 +12,11 @@ from rich.console import Console
 
 import longdraft
 from helpers.equality import params_of, prompt_of
+from longdraft.checkpoint import packed_file, quantized_cache
 from longdraft.cli.display import LoadBar
-from longdraft.kernels import Kernels, int4
-from longdraft.kernels.cpu import CpuKernels
-from longdraft.model import packed_file, quantized_cache
+from longdraft.kernels import Kernels
+from longdraft.kernels.cpu.kernels import CpuKernels
+from longdraft.kernels.formats import int4
 
 PARAMS = longdraft.SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True)
 

@@ -11,10 +11,10 @@ from helpers.checkpoints import load
 from helpers.equality import prompt_of
 from helpers.generation import by_name, generate
 from longdraft.__main__ import run
-from longdraft.bench import replay
-from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.step import Tally
+from longdraft_bench import replay
 
 
 @pytest.mark.parametrize("name, options", [

@@ -14,12 +14,12 @@ import longdraft
 from helpers.checkpoints import VOCAB, load, make_checkpoint, write_tokenizer
 from helpers.equality import DRAFTERS, prompt_of
 from helpers.generation import by_name, generate
-from longdraft.core import SamplingParams
+from longdraft.checkpoint import config_file
+from longdraft.checkpoint.tensor_files import dump_json
 from longdraft.errors import ModelError, UsageError
-from longdraft.model import config as model_config
 from longdraft.model.rope import _CHUNK_SIZE, _MAX_CHUNKS, RopeTable, frequencies
-from longdraft.model.tensor_files import dump_json
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.request.sampling_params import SamplingParams
 
 TRAINED = 128
 SIZES = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -45,7 +45,7 @@ ROPES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("rope", ROPES)
 def test_frequencies_are_those_of_transformers(rope, length):
     theirs = LlamaConfig(**SIZES, max_position_embeddings=TRAINED, rope_parameters=ROPES[rope] | {"rope_theta": 5e5})
-    ours = model_config.parse_config(theirs.to_dict())
+    ours = config_file.parse_config(theirs.to_dict())
     expected, factor = ROPE_INIT_FUNCTIONS[ours.rope.kind](theirs, torch.device("cpu"), seq_len=length)
     got, ours_factor = frequencies(ours.rope, ours.trained_positions, length)
     torch.testing.assert_close(got, expected, atol=0, rtol=2e-6)
@@ -132,7 +132,7 @@ def test_the_public_door_asks_for_the_whole_length(tmp_path, make):
     (ROPES["yarn"] | {"factor": 1.5}, 128), (ROPES["llama3"], 128), (ROPES["longrope"], 128)])
 def test_a_model_reaches_as_far_as_its_rope_has_a_meaning(rope, reach):
     changes = dict(model_type="llama", max_position_embeddings=128, rope_parameters=rope)
-    config = model_config.parse_config(SIZES | changes)
+    config = config_file.parse_config(SIZES | changes)
     assert (config.trained_positions, config.max_positions) == (128, reach)
 
 
@@ -164,7 +164,7 @@ def test_beyond_the_trained_length_there_is_one_warning_and_beyond_the_rope_an_e
 ])
 def test_ropes_that_make_no_sense_are_named(changes, message):
     with pytest.raises(ModelError, match=message):
-        model_config.parse_config(SIZES | dict(model_type="llama", rope_parameters=changes))
+        config_file.parse_config(SIZES | dict(model_type="llama", rope_parameters=changes))
 
 
 @pytest.mark.parametrize("rope", [
@@ -175,7 +175,7 @@ def test_ropes_that_make_no_sense_are_named(changes, message):
 ])
 def test_factors_that_give_no_angles_are_one_clear_error(tmp_path, rope):
     dynamic(tmp_path)
-    config = model_config.read_json(tmp_path / "config.json")
+    config = config_file.read_json(tmp_path / "config.json")
     dump_json(tmp_path / "config.json", config | {"rope_parameters": rope})
     with pytest.raises(ModelError, match=r"gives no finite angles|wrong type"):
         load(tmp_path)
@@ -183,13 +183,13 @@ def test_factors_that_give_no_angles_are_one_clear_error(tmp_path, rope):
 
 def test_the_first_names_of_longrope_are_understood():
     for name in ("su", "yarn"):
-        config = model_config.parse_config(SIZES | dict(model_type="phi3", rope_scaling={"type": name, **FACTORS}))
+        config = config_file.parse_config(SIZES | dict(model_type="phi3", rope_scaling={"type": name, **FACTORS}))
         assert config.rope.kind == "longrope" and len(config.rope.long_factors) == 6
 
 
 def test_rotations_depend_on_the_position_alone_and_few_are_kept(tiny):
     """Whatever was asked for before, together or alone; and a table does not grow with the text."""
-    config = model_config.read_config(tiny["mha"])
+    config = config_file.read_config(tiny["mha"])
     table = RopeTable(config, 1, torch.device("cpu"))
     size = _CHUNK_SIZE
     asked = [[0], [5, size - 1, size, size + 1], [50 * size, 3], list(range(size - 2, 2 * size + 3)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import longdraft
-from longdraft.core import SamplingParams
-from longdraft.run_statistics import PlainSpeed
+from longdraft.engine.run_statistics import PlainSpeed
+from longdraft.request.sampling_params import SamplingParams
 
 UNKNOWN = {"plain_tokens_per_second": None, "plain_is": None}
 

@@ -13,7 +13,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.sentencepiece_files import PIECES, SPACE, field, model_file, write
 from longdraft.__main__ import run
 from longdraft.errors import ModelError, UsageError
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.text.tokenizer import Tokenizer
 
 # Text -> pieces, as `sentencepiece` 0.2.3 cuts it with this file.
 ENCODED: dict[str, list[str]] = {

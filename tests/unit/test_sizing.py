@@ -13,10 +13,10 @@ import torch
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.gguf_files import convert
-from longdraft import machine
 from longdraft.__main__ import run
+from longdraft.checkpoint import config_file, sizing
 from longdraft.errors import ModelError
-from longdraft.model import config, sizing
+from longdraft.system import machine
 
 LLAMA_8B = dict(model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                 num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, torch_dtype="bfloat16")
@@ -26,7 +26,7 @@ LLAMA_70B = LLAMA_8B | dict(hidden_size=8192, intermediate_size=28672, num_hidde
 
 
 def sizes_of(settings: dict[str, object], dtype: str = "bfloat16") -> sizing.Sizes:
-    return sizing.model_sizes(config.parse_config(settings), dtype)
+    return sizing.model_sizes(config_file.parse_config(settings), dtype)
 
 
 @pytest.mark.parametrize("settings, parameters", [  # the published numbers
@@ -73,7 +73,7 @@ def test_absurd_sizes_raise_an_error_immediately(name):
 
 @pytest.fixture
 def quick(monkeypatch):
-    from longdraft import machine
+    from longdraft.system import machine
 
     monkeypatch.setattr(machine, "read_bandwidth", lambda memory: 20e9)
 
@@ -102,7 +102,7 @@ def test_doctor_reports_the_states_of_a_hybrid(quick, capfd, tmp_path):
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_the_bytes_of_quantised_weights_and_of_a_draft_copy(tmp_path, quantize):
     make_checkpoint(tmp_path, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
-    parsed = config.read_config(tmp_path)
+    parsed = config_file.read_config(tmp_path)
     weights = load(tmp_path, "bfloat16", quantize=quantize)
     table = weights.weights.embedding.nbytes
     assert sizing.quantized_bytes(parsed, quantize) == weights.weights_bytes + table
@@ -115,8 +115,8 @@ def test_the_bytes_of_a_file_whose_numbers_are_kept(quick, capfd, tmp_path, kind
                             num_key_value_heads=1, tie_word_embeddings=False, vocab_size=320)
     convert(tmp_path / "folder", model, tmp_path / "other.gguf", "BF16")
     convert(tmp_path / "folder", model, tmp_path / "model.gguf", "Q4_0", kinds=kinds)
-    assert sizing.kept_sizes(tmp_path / "other.gguf", config.read_config(tmp_path / "other.gguf")) is None
-    found = sizing.kept_sizes(tmp_path / "model.gguf", config.read_config(tmp_path / "model.gguf"))
+    assert sizing.kept_sizes(tmp_path / "other.gguf", config_file.read_config(tmp_path / "other.gguf")) is None
+    found = sizing.kept_sizes(tmp_path / "model.gguf", config_file.read_config(tmp_path / "model.gguf"))
     loaded = load(tmp_path / "model.gguf", "bfloat16", quantize="file")
     assert found and found.read_bytes == pytest.approx(loaded.weights_bytes, rel=0.02)  # which leaves out norms
     assert found.weights_bytes - found.read_bytes == loaded.weights.embedding.nbytes

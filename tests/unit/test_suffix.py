@@ -11,14 +11,15 @@ import longdraft
 from helpers.checkpoints import VOCAB
 from helpers.equality import prompt_of
 from longdraft import drafters
-from longdraft.core import Context, SamplingParams
 from longdraft.drafters import suffix_index as index_module
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.suffix import SuffixDrafter, SuffixMatcher, SuffixOptions
 from longdraft.drafters.suffix_index import RECENT, SEPARATOR, ReferenceIndex, SuffixIndex, new_index
 from longdraft.errors import UsageError
-from longdraft.model.routine import run_alone
-from longdraft.tree import Trie, chain, root_only
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Trie, chain, root_only
+from longdraft.speculation.routine import run_alone
 
 compiled = pytest.mark.skipif(SuffixIndex is None, reason="the compiled module is missing")
 KINDS = [ReferenceIndex, pytest.param(SuffixIndex, marks=compiled)]

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from helpers.answers import streamed_parts
 from helpers.checkpoints import write_tokenizer
-from longdraft.model.thinking import ThinkingTags, closed_thinking, find_format, opened_thinking
-from longdraft.model.tokenizer import Tokenizer
+from longdraft.text.thinking import ThinkingTags, closed_thinking, find_format, opened_thinking
+from longdraft.text.tokenizer import Tokenizer
 
 # How a model has its tags: as special tokens, as tokens with a text, or as text that its template looks for.
 KINDS = [("<think>", "</think>", "text"), ("<think>", "</think>", "added"), ("<think>", "</think>", "special"),

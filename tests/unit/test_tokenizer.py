@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.checkpoints import write_tokenizer
+from longdraft.checkpoint import hub
 from longdraft.errors import ModelError
-from longdraft.model import hub
-from longdraft.model.tokenizer import StopText, Tokenizer
+from longdraft.text.tokenizer import StopText, Tokenizer
 
 BROKEN = "\ufffd"
 NOVELIST = Tokenizer(hub.resolve("novelist"))

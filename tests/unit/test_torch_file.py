@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import prompt_of
+from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.torch_file import TorchFile
 from longdraft.errors import ModelError
-from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.torch_file import TorchFile
 from longdraft.model.transformer import chain_rows
 
 NAME = "pytorch_model.bin"

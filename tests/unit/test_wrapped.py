@@ -13,10 +13,10 @@ from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 import longdraft
 from helpers.checkpoints import VOCAB, load, write_tokenizer
 from helpers.equality import prompt_of
-from longdraft.core import SamplingParams
+from longdraft.checkpoint.config_file import parse_config, read_config
 from longdraft.errors import ModelError
-from longdraft.model.config import parse_config, read_config
 from longdraft.model.transformer import chain_rows
+from longdraft.request.sampling_params import SamplingParams
 
 
 def make_wrapped(folder: Path, *, is_tied: bool = False, kind: str = "mistral") -> Mistral3ForConditionalGeneration:

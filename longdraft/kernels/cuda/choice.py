@@ -27,7 +27,7 @@ MAX_CHAIN = 64  # tokens of a chain of drafts
 
 
 class ChoiceRules(NamedTuple):
-    """The sampling parameters that decide a token. See `longdraft.core.SamplingParams`."""
+    """The sampling parameters that decide a token. See `longdraft.request.sampling_params.SamplingParams`."""
 
     temperature: float
     filters: FilterRules

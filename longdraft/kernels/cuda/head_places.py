@@ -1,4 +1,4 @@
-"""The guesses of trained heads (longdraft/model/heads.py, medusa.py), each of which predicts a token further ahead.
+"""The guesses of trained heads (longdraft/parts/heads.py, medusa.py), each of which predicts a token further ahead.
 
     row ─ heads ─ logits of each | edit, rank of the first place | of the second | ...
 

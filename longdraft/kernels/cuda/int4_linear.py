@@ -1,7 +1,7 @@
 """Weights of 4-bit integers on the device, and the product of a few rows with them: launches `jit_int4`.
 
-The numbers are those of longdraft/kernels/int4.py. The rows stay in the model's dtype (on the CPU they are quantised to
-int8), so a product differs from the CPU's in its last bits.
+The numbers are those of longdraft/kernels/formats/int4.py. The rows stay in the model's dtype (on the CPU they are
+quantised to int8), so a product differs from the CPU's in its last bits.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels import int4
 from longdraft.kernels.cuda import jit_int4
 from longdraft.kernels.cuda.launch import ceil_div, chained
 from longdraft.kernels.cuda.linear import Ahead, CudaLinear, Tiling, splits_of
-from longdraft.kernels.int4 import GROUP, Int4Weight
+from longdraft.kernels.formats import int4
+from longdraft.kernels.formats.int4 import GROUP, Int4Weight
 
 _COLUMNS = 128  # output features of one program: two operands of 64 rows
 _BLOCK = 4 * GROUP  # inputs that 16 words of an output feature hold
@@ -61,7 +61,7 @@ class CudaInt4Linear(CudaLinear):
         return None, None
 
     def unpacked(self) -> Int4Weight:
-        """The weight as `longdraft.kernels.int4` has it."""
+        """The weight as `longdraft.kernels.formats.int4` has it."""
         shifts = torch.tensor([[4 * group, 4 * group + 16] for group in range(4)], dtype=torch.int32,
                               device=self._words.device)
         nibbles = (self._words[..., None, None] >> shifts) & 15  # [tiles, blocks, columns, 16, 4, 2]

@@ -1,4 +1,4 @@
-"""The Triton kernel that multiplies a few rows with a weight of 4-bit integers (longdraft/kernels/int4.py).
+"""The Triton kernel that multiplies a few rows with a weight of 4-bit integers (longdraft/kernels/formats/int4.py).
 
 The weight is the first operand of the product and the rows are the second: numbers that are unpacked in registers can
 feed Hopper's tensor cores only there. Packing makes unpacking cheap. Of 128 inputs of one output feature, word j has

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.kernels import groups, int4
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.choice import LogitsSource
@@ -27,8 +26,9 @@ from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.remainder import CudaRemainder, PartialAttentions, new_fit
 from longdraft.kernels.cuda.row_invariance import delta_is_row_invariant, is_row_invariant
 from longdraft.kernels.delta import DeltaState, DeltaWeights
-from longdraft.kernels.groups import GroupedWeight
-from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.formats import groups, int4
+from longdraft.kernels.formats.groups import GroupedWeight
+from longdraft.kernels.formats.int4 import Int4Weight
 from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, KVStore, LayersKV, Positions
 from longdraft.kernels.native_remainder import FitRules
 from longdraft.kernels.reference import remainder_of

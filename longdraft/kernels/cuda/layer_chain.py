@@ -1,4 +1,4 @@
-"""Chains of drafts from trained layers (longdraft/model/eagle.py and glide.py), wholly on the device.
+"""Chains of drafts from trained layers (longdraft/parts/eagle.py and glide.py), wholly on the device.
 
     first token   logits of the text's last row | edit, rank
     each further  best guess after the text | embed | layers | logits | edit, rank

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_activations, jit_linear, jit_rows
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, require
-from longdraft.kernels.int8 import Quantised, quantise
+from longdraft.kernels.formats.int8 import Quantised, quantise
 from longdraft.kernels.switches import is_on
 
 _WIDE_WEIGHT = 16384  # output features from which a program computes 128 columns

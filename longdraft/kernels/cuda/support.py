@@ -21,7 +21,7 @@ _UNREACHED = jit_support.UNREACHED.value
 
 
 class FilterRules(NamedTuple):
-    """The sampling parameters that remove tokens. See `longdraft.core.SamplingParams`.
+    """The sampling parameters that remove tokens. See `longdraft.request.sampling_params.SamplingParams`.
 
     temperature  of the scores that the filters see
     top_k        0: off

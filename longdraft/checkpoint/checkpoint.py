@@ -1,0 +1,317 @@
+"""A Hugging Face checkpoint as a transformer: its tensors, packed for the kernels.
+
+A tensor that is missing, unexpected or misshapen is an error. `load_transformer` is the entry point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longdraft.checkpoint.packed_file import PackedFile
+from longdraft.checkpoint.tensor_files import HEADS_PREFIX, TensorFiles
+from longdraft.checkpoint.tensor_names import SINKS, StackedLinear, expected_shapes, linears_of, norms_of
+from longdraft.errors import ModelError
+from longdraft.kernels import Kernels, LayerWeights, Linear
+from longdraft.kernels.cpu.kernels import CpuKernels
+from longdraft.kernels.cpu.store import CpuLinear
+from longdraft.kernels.delta import DeltaWeights
+from longdraft.kernels.formats import groups
+from longdraft.kernels.formats.int4 import GROUP
+from longdraft.kernels.layer_inputs import LayerInputs
+from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, Mlp, QuantisedWeight
+from longdraft.model import gemma4, hybrid, rope
+from longdraft.model.config import ModelConfig
+from longdraft.model.experts_config import ExpertsConfig
+from longdraft.model.sharding import shard_config
+from longdraft.model.transformer import ModelWeights, Transformer
+from longdraft.parallel import ColumnParallel, ParallelKernels, RowParallel, shard_of
+from longdraft.system.machine import return_free_memory
+
+QUANTIZE = ("none", "int8", "int4", FILE)
+QUANTIZE_CHOICES = "none, int8, int4 or file"
+
+
+def head_order(config: ModelConfig) -> Tensor | None:
+    """An order of a head's dimensions in which those of each rotated pair are half a head apart, as the kernels expect.
+
+    If RoPE rotates only the first `dims` dimensions of a head (a with b), the other ones are split in halves:
+
+        [ a | b | c | d ]  ->  [ a | c | b | d ]
+
+    If it turns adjacent dimensions, those with even numbers come first among them:
+
+        [ a0 b0 a1 b1 .. | c | d ]  ->  [ a | c | b | d ]
+
+    Queries and keys have the same order, so their products do not change. None: the file's order is right.
+    """
+    head_dim, dims = config.head_dim, config.rope.dims
+    if (dims == head_dim and not config.is_interleaved) or config.gemma4:
+        return None
+    a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
+    if config.is_interleaved:
+        a, b = torch.arange(0, dims, 2), torch.arange(1, dims, 2)
+    return torch.cat([a, c, b, d])
+
+
+def _qkv_order(config: ModelConfig) -> Tensor | None:
+    """The order of qkv's rows: heads in `head_order`, and the gates, which follow each query head in the file, after
+    the values. None: the file's order is right."""
+    head, dim = head_order(config), config.head_dim
+    if head is None and not config.hybrid:
+        return None
+    head = torch.arange(dim) if head is None else head
+    heads, kv_heads, step = config.num_heads, config.num_kv_heads, 2 * dim if config.hybrid else dim
+    queries = torch.arange(heads)[:, None] * step
+    keys = heads * step + torch.arange(kv_heads)[:, None] * dim
+    values = torch.arange(kv_heads * dim) + heads * step + kv_heads * dim
+    parts = [(queries + head).flatten(), (keys + head).flatten(), values]
+    return torch.cat([*parts, (queries + dim + torch.arange(dim)).flatten()] if config.hybrid else parts)
+
+
+def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none",
+                     packed: PackedFile | None = None) -> Transformer:
+    """The transformer of a folder. Raises ModelError that lists missing, unexpected and misshapen tensors.
+
+    kernels   kernels of a rank load this rank's share of each weight only
+    quantize  none | int8 | int4 | file: each matrix is quantised while it is packed. int4 leaves the embedding table
+              and the head in int8; file keeps the numbers of quantised matrices and changes no others
+    packed    a file of the quantised matrices, which are read from it, or written to it for the next time
+    """
+    if kernels.is_device and quantize == FILE:
+        raise ModelError("the numbers of a quantised file (--quantize file) run on the CPU only so far; use "
+                         "--device cpu")
+    require_tensors(files, config)
+    return Loader(files, config, kernels, quantize, packed).transformer()
+
+
+def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
+                    packed: PackedFile | None = None) -> Transformer:
+    """A copy of `target` with quantised matrices, read from its files again, for drafts that the target verifies.
+
+    quantize  int8 | int4, for the layers; the head is int8 with both
+    packed    as for `load_transformer`. Without it, an int8 copy has layers with a scale for each 32 inputs on a CPU:
+              their products are those of whole numbers, which take half the time where weights stay in caches
+
+    The copy shares the target's embedding table. Rows of its KV cache have the target's layout. Raises ModelError if
+    the target's weights are divided among ranks.
+    """
+    return Loader(files, target.whole, target.kernels, quantize, packed, drafts=True).transformer(target.weights)
+
+
+class Loader:
+    """Reads and packs the matrices of a checkpoint that `require_tensors` has accepted."""
+
+    def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
+                 packed: PackedFile | None, drafts: bool = False) -> None:
+        """drafts: the model is a draft copy, whose products need not be those of a target."""
+        self._packed = packed
+        self._in_groups = drafts and quantize == "int8" and not packed and isinstance(kernels, CpuKernels)
+        self._files, self._whole, self._kernels, self._quantize = files, config, kernels, quantize
+        self._shard = shard_of(kernels)
+        self._config = shard_config(config, self._shard, quantize)
+        self._order, self._head_order = _qkv_order(self._config), head_order(self._config)
+        pick = self._shard.rows((config.num_heads,))
+        self._own_heads = pick(torch.arange(config.num_heads)) if pick else None
+        self._format = "none" if quantize == FILE else quantize  # of matrices whose numbers are not kept
+        self._dtype = kernels.dtype if self._format == "none" else None  # quantised from the file's own precision
+
+    def transformer(self, shared: ModelWeights | None = None) -> Transformer:
+        """The model. shared: a model whose tables of embeddings it uses; None: they are read."""
+        config, embedding = self._config, shared.embedding if shared else None
+        # Largest first, while little else is in memory: packing a weight needs its memory twice.
+        table = self._table("model.embed_tokens.weight") if embedding is None else embedding
+        if config.is_tied:
+            head = table if embedding is None else self._table("model.embed_tokens.weight")
+        else:
+            head = self._table("lm_head.weight")
+        layers = tuple(self.layer(index) for index in range(config.num_layers))
+        weights = ModelWeights(table, layers, self._vector("model.norm.weight"), head, self._quantize,
+                               self._layer_inputs(shared))
+        if self._packed:
+            self._packed.save()
+        return_free_memory()  # of matrices before they were packed
+        return Transformer(config, weights, self._kernels, self._whole)
+
+    def _layer_inputs(self, shared: ModelWeights | None) -> LayerInputs | None:
+        config = self._config.gemma4
+        if config is None or not config.input_width:
+            return None
+        width = config.input_width * self._config.num_layers
+        old = shared.layer_inputs if shared else None
+        projection = StackedLinear(((gemma4.INPUT_PROJECTION.removesuffix(".weight"), (width,)),),
+                                   self._config.hidden_size, False)
+        return LayerInputs(old.table if old else self._table(gemma4.INPUT_TABLE, (config.input_tokens, width)),
+                           self._linear("", projection), self._vector(gemma4.INPUT_NORM))
+
+    def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
+        config, layer, linears = self._config, f"{prefix}layers.{index}.", linears_of(self._whole, index)
+        orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
+        norms = {name: self._vector(f"{layer}{file_name}.weight", orders.get(name))
+                 for name, (file_name, _) in norms_of(config, index).items()}
+        delta = config.hybrid if config.hybrid and config.is_delta(index) else None
+        return LayerWeights(
+            attention_norm=norms["attention_norm"],
+            qkv=self._linear(layer, linears["qkv"], delta.projection_order() if delta else self._order),
+            out=self._linear(layer, linears["out"]),
+            mlp_norm=norms["mlp_norm"],
+            gate_up=self._linear(layer, linears["gate_up"]) if "gate_up" in linears else None,
+            down=self._linear(layer, linears["down"]) if "down" in linears else None,
+            window=config.window_of(index),
+            q_norm=norms.get("q_norm"),
+            k_norm=norms.get("k_norm"),
+            rotates=config.rotates(index),
+            experts=self._experts(layer, linears, config.experts) if config.experts else None,
+            is_gated=config.hybrid is not None and delta is None,
+            delta=self._delta(layer, delta) if delta else None,
+            gates=self._gates(layer, delta) if delta else None,
+            ropes=config.ropes_of(index),
+            attention_post_norm=norms.get("attention_post_norm"),
+            mlp_post_norm=norms.get("mlp_post_norm"),
+            sinks=self._vector(f"{layer}{SINKS}", self._own_heads) if config.has_sinks else None,
+            **self._of_gemma4(layer, index, norms, linears),
+        )
+
+    def _of_gemma4(self, layer: str, index: int, norms: Mapping[str, Tensor],
+                   linears: Mapping[str, StackedLinear]) -> dict[str, Any]:
+        """The fields of LayerWeights that only Gemma 4 has."""
+        config = self._config
+        if config.gemma4 is None:
+            return {}
+        scalar = self._files.read(layer + gemma4.SCALAR).to("cpu", self._kernels.dtype)
+        found: dict[str, Any] = {
+            "v_norm": torch.ones(config.heads_of(index)[1], device=self._kernels.device), "scalar": float(scalar),
+            "heads": None if config.window_of(index) else config.gemma4.heads, "source": config.source_of(index)}
+        if config.gemma4.input_width:
+            found["extra"] = ExtraInput(self._linear(layer, linears["extra_gate"]),
+                                        self._linear(layer, linears["extra_out"]), norms[gemma4.EXTRA[2]])
+        if config.experts:
+            router = self._files.read(layer + gemma4.ROUTER_SCALE).float() * config.hidden_size**-0.5
+            mlp, before, after = (norms[name] for name in gemma4.BESIDE)
+            found["beside"] = BesideNorms(mlp, before, router.to(self._kernels.device), after)
+        return found
+
+    def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
+        device, whole = self._kernels.device, self._whole.hybrid
+        assert whole is not None
+        picks = {name: self._shard.rows(segments) if (segments := whole.segments(name)) else None
+                 for name in config.small_shapes(self._whole.hidden_size) if "in_proj" not in name}
+        small = {name: self._files.read(layer + name, pick).to(device, copy=True) for name, pick in picks.items()}
+        return hybrid.delta_weights(config, small, self._kernels.dtype, self._config.rms_norm_eps)
+
+    def _gates(self, layer: str, config: hybrid.HybridConfig) -> Linear:
+        """Never quantised: they decide what a state keeps, and are small."""
+        whole = self._whole.hybrid
+        assert whole is not None
+        rows = self._files.stack([f"{layer}{name}.weight" for name in config.gate_names], self._kernels.dtype,
+                                 [self._shard.rows((whole.gate_rows,))] * len(config.gate_names))
+        order = config.gate_order()
+        return self._kernels.pack(rows if order is None else rows[order])
+
+    def _experts(self, layer: str, linears: Mapping[str, StackedLinear], config: ExpertsConfig) -> Experts:
+        """The experts of a layer. Their routers are never quantised: a small error in one chooses other experts."""
+        def router(name: str) -> Linear:
+            (part, _), = linears[name].parts
+            bias = self._files.read(f"{layer}{part}.bias") if linears[name].has_bias else None
+            return self._kernels.pack(self._files.stack((f"{layer}{part}.weight",), self._kernels.dtype), bias)
+
+        def mlp(gate_up: str, down: str) -> Mlp:
+            inner = self._linear(layer, linears[down])
+            return Mlp(self._linear(layer, linears[gate_up]), inner.part if isinstance(inner, RowParallel) else inner)
+
+        mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
+        shared = mlp("shared gate_up", "shared down") if config.shared else None
+        scales = self._files.read(layer + gemma4.EXPERT_SCALES) if config.is_beside else None
+        return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds,
+                       config.clamp, shared, router("shared_gate") if shared else None, self._config.has_gelu,
+                       None if scales is None else scales.to(self._kernels.device, torch.float32, copy=True),
+                       self._kernels.group.sum if isinstance(self._kernels, ParallelKernels) else None)
+
+    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None) -> Linear:
+        def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
+            names = [f"{layer}{name}.{suffix}" for name, _ in stacked.parts]
+            rows = self._files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))
+            return rows if order is None else rows[order]
+
+        def exact() -> QuantisedWeight | None:
+            weight = self._files.exact([f"{layer}{name}.weight" for name, _ in stacked.parts], self._quantize)
+            return weight if weight is None or order is None else weight.rows(order)
+
+        shard = self._shard
+        is_row_parallel = stacked.is_row_parallel and shard.size > 1
+        has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
+        def pack() -> Linear:
+            bias = read("bias", self._kernels.dtype) if has_bias else None
+            names = [f"{layer}{name}.weight" for name, _ in stacked.parts]
+            if kept := self._packed_blocks(names, self._quantize, order, bias):
+                return kept
+            if self._format == "none" and order is None and isinstance(self._kernels, CpuKernels):
+                packed = self._files.mxfp4(names)
+                if packed is not None:
+                    return self._kernels.pack_mxfp4(packed, bias)
+            weight = exact() or read("weight", self._dtype)
+            if self._in_groups and isinstance(weight, Tensor) and weight.shape[1] % GROUP == 0:
+                weight = groups.quantise(weight)
+            return self._kernels.pack(weight, bias, quantize=self._format)
+
+        if self._packed:
+            rows = sum(sum(segments) for _, segments in stacked.parts)
+            name = f"{layer}{stacked.parts[0][0]}"
+            return self._packed.linear(name, self._quantize, (rows, stacked.columns), has_bias, pack)
+        return RowParallel(pack()) if is_row_parallel else pack()
+
+    def _packed_blocks(self, names: Sequence[str], quantize: str, order: Tensor | None = None,
+                       bias: Tensor | None = None) -> CpuLinear | None:
+        """Quantised matrices of a GGUF file, packed from where they are; None for others, and for other kernels."""
+        kernels = self._kernels
+        if not isinstance(kernels, CpuKernels) or self._shard.size > 1:
+            return None
+        return self._files.pack_blocks(names, quantize, lambda blocks: kernels.pack_blocks(
+            blocks if order is None else blocks.rows(order), bias))
+
+    def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:
+        shard, whole = self._shard, self._whole
+        quantize = "int8" if self._quantize == "int4" else self._format
+        if shard.size == 1:
+            def pack() -> Linear:
+                if self._quantize == FILE and (packed := self._packed_blocks((name,), FILE)):
+                    return packed
+                kept = self._files.exact((name,), FILE) if self._quantize == FILE else None
+                return self._kernels.pack(kept or self._files.stack((name,), self._dtype), quantize=quantize)
+
+            shape = shape or (whole.vocab_size, whole.hidden_size)
+            return self._packed.linear(name, quantize, shape, False, pack) if self._packed else pack()
+        own = shard.vocabulary(whole.vocab_size)
+        rows = self._files.stack((name,), self._dtype, [lambda rows: rows[own]])
+        return ColumnParallel(self._kernels.pack(rows, quantize=quantize), own.start, whole.vocab_size)
+
+    def _vector(self, name: str, order: Tensor | None = None) -> Tensor:
+        """Sinks, or a norm's weight plus the offset of the family, float32 where the model's dtype would round them."""
+        weight = self._files.read(name)
+        weight = weight if order is None else weight[order]
+        dtype = torch.float32 if self._config.float_norms else self._kernels.dtype
+        weight = weight.to(self._kernels.device, dtype, copy=True)
+        return weight + self._config.norm_offset if self._config.norm_offset else weight
+
+
+def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
+    """Raise ModelError unless the files have the tensors of this configuration, and its rope is sound."""
+    count = config.num_layers * (config.experts.count if config.experts else 1)
+    if count > len(files.names()):  # checked before the names of all expected tensors are built
+        experts = f" of {config.experts.count} experts" if config.experts else ""
+        raise ModelError(f"config.json says {config.num_layers} layers{experts}, but {files.folder} has only "
+                         f"{len(files.names())} tensors")
+    expected = expected_shapes(config)
+    unread = tuple(f"model.layers.{layer}.self_attn.{name}." for layer in range(config.num_layers)
+                   if config.source_of(layer) is not None for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+    present = {name for name in files.names()
+               if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")
+               and not (unread and name.startswith(unread))
+               and not (config.hybrid and name.startswith(hybrid.DRAFT_LAYERS))}
+    if config.is_tied:
+        present.discard("lm_head.weight")  # some files have it although it is tied
+    files.check(expected, present, "its metadata" if files.folder.is_file() else "its config.json")
+    rope.require_sound(config)

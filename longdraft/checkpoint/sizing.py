@@ -1,0 +1,195 @@
+"""Memory of a model and the speed limit that memory bandwidth sets, from its config.json alone.
+
+    ms per token = (bytes of the weights that a forward reads + bytes of the cache) / read bandwidth
+
+is a lower bound for plain decoding, which reads both for each token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from longdraft.cache.full import FullCache
+from longdraft.checkpoint import gpt_oss
+from longdraft.checkpoint.config_file import read_json
+from longdraft.checkpoint.gguf.container import open_gguf
+from longdraft.checkpoint.gguf.types import KEPT_BYTES
+from longdraft.checkpoint.tensor_names import expected_shapes
+from longdraft.errors import ModelError, translate_memory_errors
+from longdraft.kernels import VARIABLE, Kernels
+from longdraft.model.config import ModelConfig
+from longdraft.model.transformer import Transformer
+
+USABLE = 0.9  # share of the memory that weights and cache may take; the rest is for the system and buffers
+LARGEST_TREE = 1024  # rows that a reserved cache has for a draft tree, besides the text
+_MAX_PARAMETERS = 10**14  # a hundred times the largest public model
+_MAX_EXPERTS = 1 << 16
+_BYTES = {"bfloat16": 2, "float32": 4}
+_INT4_BYTES = 19 / 32  # of a weight: 32 of them have 16 bytes and 3 for scale and zero point
+_MXFP4_BYTES = 17 / 32  # of a weight: 32 of them have 16 bytes and an exponent
+_STACKED = re.compile(r"attn_[qkv]\.weight|ffn_(?:gate|up)(?P<kind>_exps|_shexp|)\.weight")  # of GGUF: in one matrix
+_ONE_SCALE = {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"}  # types that 8 bits with a scale for 32 weights can hold
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model in one dtype."""
+
+    parameters: int
+    weights_bytes: int
+    read_bytes: int  # bytes that a forward of one token reads: not those of an untied embedding or of other experts
+    cache_bytes_per_token: int
+    context_limit: int
+    state_bytes: int = 0  # of the delta layers' states, which a token reads and writes; a text has them twice
+
+    def max_context(self, memory_bytes: int, copy_bytes: int = 0) -> int:
+        """Tokens whose cache fits beside the weights, up to the context limit; 0 if the weights do not fit.
+
+        copy_bytes  of a draft copy of the weights, which is left out where nothing else would fit
+        """
+        free = int(memory_bytes * USABLE) - self.weights_bytes - 2 * self.state_bytes
+        free -= copy_bytes if free > copy_bytes else 0
+        return max(0, min(self.context_limit, free // self.cache_bytes_per_token))
+
+    def ms_per_token(self, context: int, bytes_per_s: float) -> float:
+        """Lower bound of the time per token of plain decoding, in ms, at a context of so many tokens."""
+        states = 2 * self.state_bytes
+        return (self.read_bytes + states + context * self.cache_bytes_per_token) / bytes_per_s * 1e3
+
+
+def model_sizes(config: ModelConfig, dtype: str = "bfloat16", *, has_mxfp4: bool = False) -> Sizes:
+    """Sizes of a model. Counts one layer of each kind. Raises ModelError for absurd sizes.
+
+    has_mxfp4  the matrices of experts are kept in MXFP4 (`has_mxfp4`)
+    """
+    if config.experts and config.experts.count > _MAX_EXPERTS:
+        raise ModelError(f"config.json says {config.experts.count} experts; allowed: {_MAX_EXPERTS:,}")
+    outside = _count(replace(config, num_layers=0))
+    parameters = outside + sum(count * (_count(layer) - outside) for count, layer in _layers(config))
+    if parameters > _MAX_PARAMETERS:
+        raise ModelError(f"config.json describes a model of 10**{len(str(parameters)) - 1} parameters or more; "
+                         f"allowed: {_MAX_PARAMETERS:,}")
+    width = _BYTES[dtype]
+    unread = 0 if config.is_tied else config.vocab_size * config.hidden_size
+    if config.gemma4:
+        unread += config.gemma4.input_tokens * config.gemma4.input_width * config.num_layers
+    saved = saved_of_read = 0.0  # bytes
+    if config.experts:
+        count, chosen = (config.num_layers * each for each in (config.experts.count, config.experts.chosen))
+        expert = 3 * config.hidden_size * config.experts.size
+        unread += (count - chosen) * expert
+        saving = expert * (width - _MXFP4_BYTES) if has_mxfp4 else 0.0  # of an expert
+        saved, saved_of_read = count * saving, chosen * saving
+    return Sizes(parameters, parameters * width - int(saved), (parameters - unread) * width - int(saved_of_read),
+                 2 * sum(heads * dim for heads, dim in config.kv_shapes) * width, config.max_positions,
+                 _state_bytes(config))
+
+
+def has_mxfp4(path: Path, config: ModelConfig) -> bool:
+    """Whether the experts of a folder or a GGUF file are in MXFP4, which a CPU keeps."""
+    if config.experts is None:
+        return False
+    if path.is_file():
+        experts = [entry.type.name for name, entry in open_gguf(path).tensors.items() if "_exps.weight" in name]
+        return bool(experts) and set(experts) == {"MXFP4"}
+    quantized = read_json(path / "config.json").get("quantization_config")
+    return isinstance(quantized, dict) and quantized.get("quant_method") == gpt_oss.METHOD
+
+
+def kept_sizes(path: Path, config: ModelConfig) -> Sizes | None:
+    """Sizes of a GGUF file whose quantised numbers are kept (`--quantize file`); None: it has none."""
+    if not path.is_file():
+        return None
+    stacks = defaultdict(list)
+    for name, entry in open_gguf(path).tensors.items():
+        stacks[_STACKED.sub(lambda found: f"stack{found['kind']}", name)].append(entry)
+    if not any(entry.type.name in KEPT_BYTES for entries in stacks.values() for entry in entries):
+        return None
+    weights = read = 0.0
+    for name, entries in stacks.items():
+        types = {entry.type.name for entry in entries}
+        width = max(KEPT_BYTES.get(kind, _BYTES["bfloat16"]) for kind in types)
+        if len(types) > 1 and types <= KEPT_BYTES.keys() - {"MXFP4"}:
+            width = KEPT_BYTES["Q8_0" if types <= _ONE_SCALE else "Q5_1"]
+        elif len(types) > 1:
+            width = _BYTES["bfloat16"]
+        nbytes = width * sum(prod(entry.shape) for entry in entries)
+        is_table = name == "per_layer_token_embd.weight" or (name == "token_embd.weight" and not config.is_tied)
+        share = config.experts.chosen / config.experts.count if config.experts and "_exps" in name else 1
+        weights, read = weights + nbytes, read + (0 if is_table else share * nbytes)
+    return replace(model_sizes(config), weights_bytes=int(weights), read_bytes=int(read))
+
+
+def _state_bytes(config: ModelConfig) -> int:
+    if config.hybrid is None:
+        return 0
+    shape = config.hybrid.shape
+    return 4 * sum(config.hybrid.is_delta) * shape.key_dim * shape.values
+
+
+def _layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
+    """For each kind of layer: the number of such layers, and a model of one of them."""
+    one = replace(config, num_layers=1)
+    if config.gemma4:
+        kinds = Counter((config.windowed[layer], config.source_of(layer) is not None)
+                        for layer in range(config.num_layers))
+        return [(count, replace(one, windowed=(has_window,), gemma4=replace(config.gemma4, num_sharing=int(shares))))
+                for (has_window, shares), count in kinds.items()]
+    if config.hybrid is None:
+        return [(config.num_layers, one)]
+    return [(config.hybrid.is_delta.count(kind), replace(one, hybrid=replace(config.hybrid, is_delta=(kind,))))
+            for kind in (True, False)]
+
+
+def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool = False) -> int:
+    """Bytes of the weights in int8 or int4. Tables are int8 in both; a draft copy shares the embedding table."""
+    layers = 0.0
+    for count, one in _layers(config):
+        matrices = [shape for name, shape in expected_shapes(one).items() if ".layers." in name and len(shape) == 2]
+        layers += count * sum(rows * (columns * _INT4_BYTES if quantize == "int4" else columns + 4)
+                              for rows, columns in matrices)
+    if config.gemma4 and not is_draft_copy:
+        layers += config.gemma4.input_tokens * config.num_layers * config.gemma4.input_width
+    tables = 1 if config.is_tied or is_draft_copy else 2
+    return int(layers + tables * config.vocab_size * (config.hidden_size + 4))
+
+
+def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int) -> None:
+    """Raise MemoryError if the weights do not fit in the device's free memory. The message says what would fit.
+
+    parts  number of ranks that share the weights
+    """
+    free = chosen.free_bytes()
+    if free is None:
+        return
+    share = model_sizes(config).parameters / parts
+    needed = share * chosen.dtype.itemsize if quantize == "none" else quantized_bytes(config, quantize) / parts
+    if needed > free * USABLE:
+        smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
+                   for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
+                   if share * width <= free * USABLE]
+        raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of {chosen.device} "
+                          f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
+
+
+def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:
+    """Reserve the whole cache of a text of `length` tokens. MemoryError, naming what would fit, if there is no room."""
+    per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
+    wanted = length + LARGEST_TREE
+    fits = wanted if free is None else int(free * USABLE) // per_token
+    if fits < wanted:
+        small = "" if model.kernels.name.endswith("-fp8") else f", {VARIABLE}={model.kernels.name}-fp8"
+        raise MemoryError(f"the cache of {length} tokens takes {wanted * per_token / 2**30:.1f} GiB, and "
+                          f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
+                          f"{max(0, fits - LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
+                          f"fewer, or take --quantize int8{small}")
+    with translate_memory_errors():
+        cache.reserve(wanted)
+
+
+def _count(config: ModelConfig) -> int:
+    return sum(prod(shape) for shape in expected_shapes(config).values())

@@ -1,0 +1,348 @@
+"""The default drafter: it drafts with the fastest of all candidates, plain decoding among them.
+
+Costs belong to the machine and are measured once (costs.py). Acceptance belongs to the text and is counted while
+writing (acceptance.py). From both, selector.py rates each candidate c at each depth d:
+
+    seconds for each token  =  (forward(rows_c(d)) + draft_c(d))  /  (1 + P_c(1) + ... + P_c(d))
+
+The candidate and the depth with the fewest seconds draft next. Of the tree, as many of the likeliest guesses are
+verified as pay for their rows. So drafting begins when the text is long enough for it to pay, and becomes deeper as the
+text grows. Measured times may decide, because no choice can change the text.
+
+The acceptance of a candidate is only seen while it drafts. Candidates that could be the fastest are *probed* for a few
+steps now and then. All requests of an engine share a budget of time that probes may lose. A probe that gains costs
+nothing of it, and a candidate that would lose even if all its guesses were right is not probed. A drafter that reads
+the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that others write.
+
+Costs and acceptance can be wrong together, and then no outcome contradicts them. So what the candidate in use delivers
+is compared with what its rating promises (`knowledge.Delivery`), and a tree of which no guess seems to pay is verified.
+
+Chains end by themselves (longdraft/drafters/auto/confidence.py) where a further token costs more than it gains.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from longdraft.cache.partial import PartialCache
+from longdraft.drafters.auto.acceptance import NodeAcceptance
+from longdraft.drafters.auto.confidence import confidence_of
+from longdraft.drafters.auto.knowledge import SharedKnowledge
+from longdraft.drafters.auto.selector import Selector
+from longdraft.drafters.auto.settings import AUTO_SETTINGS
+from longdraft.drafters.draft_model import DraftModelOptions
+from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
+from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
+from longdraft.drafters.options import DrafterOptions
+from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
+from longdraft.parts.draft_copy import check_draft_weights
+from longdraft.request.context import Context
+from longdraft.request.tree import Tree, root_only
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import (
+    Accepted,
+    Drafter,
+    ReadsPrompt,
+    ReadsStates,
+    ReadsText,
+    Verified,
+    memory_of,
+)
+from longdraft.speculation.routine import CostClock, Routine, run_alone
+
+_UNTYPICAL_STEPS = 2  # first steps: the first takes longer, and the prompt's memory is given back after it
+
+
+@dataclass(frozen=True)
+class AutoOptions(DrafterOptions):
+    """Options of `auto`.
+
+    draft_weights     as for `tokenswift`: weights that its self-drafting candidates draft with
+    draft_vocabulary  as for `tokenswift`: tokens that they can guess
+    """
+
+    draft_weights: str = AUTO_WEIGHTS
+    draft_vocabulary: VocabularySize = AUTO_VOCABULARY
+
+    def __post_init__(self) -> None:
+        check_draft_weights(self.draft_weights)
+        check_draft_vocabulary(self.draft_vocabulary)
+
+    @property
+    def copy_weights(self) -> str:
+        return self.draft_weights
+
+    @property
+    def draft_window(self) -> int:
+        return DraftModelOptions().draft_window
+
+
+class Proposal(NamedTuple):
+    """A tree that is being verified.
+
+    drafted  depth of the draft
+    allowed  depth up to which its guesses were kept
+    began, ended  of drafting, in seconds
+    """
+
+    tree: Tree
+    drafted: int
+    allowed: int
+    began: float
+    ended: float
+
+
+@dataclass(slots=True)
+class PlainRun:
+    """Steps of plain decoding that are timed together: what is done beside a short step would be felt. The run began
+    when the step before it ended.
+
+    steps     those at rest included
+    at_rest   steps to come in which nothing is timed or decided
+    tokens    of these steps
+    reported  of the tokens, those that are in the report
+    latest    when the latest step began, in seconds, by the clock; None: news from other requests ended the run early
+    """
+
+    steps: int = 0
+    at_rest: int = 0
+    tokens: int = 0
+    reported: int = 0
+    latest: float | None = None
+
+
+class Watched(NamedTuple):
+    """A draft after the first `length` tokens of the text that was not verified."""
+
+    name: str
+    tree: Tree
+    depth: int
+    length: int
+
+
+class AutoDrafter:
+    """Drafts with one of `candidates` at a time.
+
+    candidates  name -> drafter, plain decoding first
+    calibrate   gives `shared` the costs of the candidates, when an engine writes its first text
+    forget      have the costs measured anew by the next engine, because they are off
+    shared      with the engine's other requests
+    clock       the time that this request takes and how many requests share its forwards
+    partial     a partial cache that candidates share, for its memory
+    sampler     of the request; it removes hopeless guesses
+    """
+
+    def __init__(self, candidates: Mapping[str, Drafter], calibrate: Callable[[], None], forget: Callable[[], None],
+                 shared: SharedKnowledge, clock: CostClock, partial: PartialCache | None = None,
+                 sampler: Sampler | None = None) -> None:
+        self._drafters = dict(candidates)
+        self._calibrate, self._forget = calibrate, forget
+        self._partial = partial
+        self._sampler = sampler
+        self._clock = clock
+        self._shared = shared
+        self.selector: Selector  # from `begin` on
+        self._node_acceptance = NodeAcceptance()
+        self._proposal: Proposal | None = None  # None: plain decoding
+        self._plain = PlainRun()
+        self._followers = {name: each for name, each in self._drafters.items() if isinstance(each, ReadsStates)}
+        self._readers = [name for name, drafter in self._drafters.items() if isinstance(drafter, ReadsText)]
+        self._confidences = {name: confidence_of(drafter) for name, drafter in self._drafters.items()}
+        self._watched: Watched | None = None
+        self._num_steps = 0
+        self._num_same = 0  # steps of the active candidate since a switch
+        self._last_writer = ""
+        self._num_new = 0  # tokens of the text that are in the report
+        self._ended = 0.0  # when the latest step that was timed ended, in seconds
+        self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
+        self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
+
+    @property
+    def nbytes(self) -> int:
+        shared = self._partial.nbytes if self._partial else 0
+        return shared + sum(memory_of(drafter) for drafter in self._drafters.values())
+
+    def read_prompt(self, context: Context) -> Routine[None]:
+        for drafter in self._drafters.values():
+            if isinstance(drafter, ReadsPrompt):
+                yield from drafter.read_prompt(context)
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        for drafter in self._drafters.values():
+            drafter.begin(context, verified)
+        if not self._shared.candidates:
+            self._calibrate()
+        self.selector = Selector(self._shared, self._clock, context, self._readers)
+        self._num_new = context.num_new
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have states of the target copied only for drafters that could be the fastest."""
+        for name, drafter in self._followers.items():
+            drafter.follow(self.selector.could_lead(name))
+
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
+        if self._plain.at_rest:
+            return root_only(context.last)
+        selector = self.selector
+        if selector.is_plain:
+            self._proposal = None
+            if selector.is_probing or (self._num_steps + 1) % AUTO_SETTINGS.steps_per_decision == 0:
+                self._plain.latest = self._clock()
+            return root_only(context.last)
+        began = self._clock()
+        drafter = self._drafters[selector.active]
+        is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not selector.is_probing
+        if confidence := self._confidences[selector.active]:
+            confidence.least = selector.least_probability
+            is_exploring = False
+        deeper = AUTO_SETTINGS.exploration_depth * is_exploring
+        drafted = allowed = min(max_depth, selector.depth(confidence is not None) + deeper)
+        tree = yield from drafter.propose(context, drafted)
+        if confidence:
+            drafted = allowed = confidence.num_drafted
+        if self._sampler:  # before the step does it, so that `observe` is given nodes of this tree
+            tree = self._sampler.pruned(tree, context)
+        if not is_exploring and not selector.is_probing and len(tree) > 1:
+            whole, tree = tree, self._worthwhile(tree)
+            if tree is not whole:  # the step will show nothing about the depths that were cut off
+                allowed = min(allowed, max(tree.depths))
+        self._proposal = Proposal(tree, drafted, allowed, began, self._clock())
+        return tree
+
+    def _worthwhile(self, tree: Tree) -> Tree:
+        """The tree of the guesses that pay for their rows.
+
+        All of them, if none seems to pay: then the rating of the drafter or the acceptance of its guesses is wrong, and
+        only their outcome can correct it.
+        """
+        reach = self._node_acceptance.reach(tree)
+        falling = sorted(reach[1:], reverse=True)
+        count = self.selector.num_guesses(falling) or len(falling)
+        return tree.kept([at_all >= falling[count - 1] for at_all in reach])
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        run, selector = self._plain, self.selector
+        if run.at_rest:
+            run.at_rest -= 1
+            run.tokens += len(accepted.tokens)
+            return
+        self._num_steps += 1
+        if self._proposal is None:
+            run.steps += 1
+            run.tokens += len(accepted.tokens)
+            is_timed = self._num_steps <= _UNTYPICAL_STEPS or not self._num_steps % AUTO_SETTINGS.steps_per_decision
+            if not (is_timed or selector.is_probing or selector.has_news):
+                self._rest()
+                return
+        now, active = self._clock(), selector.active
+        if self._proposal is None:
+            self._count_plain(now)
+        else:
+            self._drafters[active].observe(context, accepted)
+            now = self._measure(self._proposal, accepted, now)
+            self._report(len(accepted.tokens))
+        if selector.is_due(self._num_steps, now):
+            is_extra = selector.has_news
+            selector.decide(context)
+            if not is_extra:
+                selector.postpone(now)
+            self._follow()
+            self._watch(context, accepted)
+        self._num_same += 1
+        if selector.active != active:  # the new candidate has not seen the latest tokens
+            self._num_same = 0
+            self._drafters[selector.active].observe(context, accepted)
+        self._rest()
+        self._ended = self._clock()
+
+    def _rest(self) -> None:
+        """Of plain decoding, time and decide nothing until the next look for news from other requests."""
+        if self.selector.is_plain and not self.selector.is_probing and self._num_steps >= _UNTYPICAL_STEPS:
+            self._plain.at_rest = count = -(self._num_steps + 1) % AUTO_SETTINGS.steps_per_look
+            self._plain.steps += count
+            self._num_steps += count
+
+    def _measure(self, proposal: Proposal, accepted: Accepted, verified_at: float) -> float:
+        """Count the step's guesses and time; returns what the clock shows."""
+        tree, drafted, allowed, began, drafted_at = proposal
+        if len(tree) > 1:
+            self._node_acceptance.add(tree, accepted.rows)
+        self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
+        draft = drafted_at - began + (now := self._clock()) - verified_at
+        if self._num_steps > 1:  # the first step of a text may take fifty times as long as the others
+            is_typical = self._num_same >= AUTO_SETTINGS.untypical_steps
+            self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft, is_typical,
+                                self._since_last_step(began))
+        return now
+
+    def _since_last_step(self, began: float) -> float:
+        """Seconds since the step before. After the first one the engine gives back memory of the prompt's chunks."""
+        return began - self._ended if self._num_steps > _UNTYPICAL_STEPS else 0.0
+
+    def _count_plain(self, now: float) -> None:
+        """Count the steps of plain decoding since the latest step that was timed. now: by the clock"""
+        run = self._plain
+        if run.latest is not None and self._num_steps - run.steps >= _UNTYPICAL_STEPS:
+            forwards = run.steps * (now - run.latest)
+            self.selector.spend(run.tokens, 1, forwards, 0, 0.0, True, now - self._ended - forwards, run.steps)
+        self._report_plain()
+        self._plain = PlainRun()
+
+    def _watch(self, context: Context, accepted: Accepted) -> None:
+        """Compare a watched draft with the text that follows it, and watch another one."""
+        if self._watched:
+            name, tree, depth, length = self._watched
+            if len(context) < length + depth:
+                return
+            node = right = 0
+            for token in context.slice(length, length + depth).tolist():
+                if (child := tree.children.get((node, token))) is None:
+                    break
+                node, right = child, right + 1
+            self.selector.learn(name, tree, depth, right)
+            self._watched = None
+        name = self.selector.turn
+        if name in self._readers and name != self.selector.active:
+            self._drafters[name].observe(context, accepted)
+            depth = AUTO_SETTINGS.max_depth
+            self._watched = Watched(name, run_alone(self._drafters[name].propose(context, depth)), depth, len(context))
+
+    def _report(self, written: int) -> None:
+        self._last_writer = self.selector.active
+        self._num_new += written
+        self.turns[self._last_writer] += written
+        while len(self.choices) <= self._num_new // AUTO_SETTINGS.tokens_per_report:
+            self.choices.append(Counter())
+            if self._shared.pace.is_off:
+                self._forget()
+        self.choices[-1][self._last_writer] += written
+
+    def _report_plain(self) -> None:
+        """Report the tokens of plain decoding so far."""
+        if written := self._plain.tokens - self._plain.reported:
+            self._report(written)
+            self._plain.reported += written
+
+    def inherit(self, earlier: AutoDrafter, num_retracted: int) -> None:
+        """Continue the figures of a drafter of the same text, of whose tokens the last ones were taken back."""
+        earlier._report_plain()
+        self.turns, self.choices, self._last_writer = earlier.turns, earlier.choices, earlier._last_writer
+        for counts in (self.turns, self.choices[-1]) if self.choices else ():
+            counts[self._last_writer] -= num_retracted
+
+    def summary(self, num_tokens: int) -> dict[str, Any]:
+        """The tokens written with each candidate, in all and for each part of the text, for the statistics."""
+        self._report_plain()
+        turns, choices = self.turns.copy(), [counts.copy() for counts in self.choices]
+        if beyond := turns.total() - num_tokens:  # tokens of the last step beyond the end of the text
+            turns[self._last_writer] -= beyond
+            choices[-1][self._last_writer] -= beyond
+        return {
+            "tokens_by_choice": dict(turns),
+            "choices_per_tokens": AUTO_SETTINGS.tokens_per_report,
+            "choices": [dict(counts) for counts in choices],
+        }

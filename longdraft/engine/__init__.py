@@ -1,0 +1,13 @@
+"""From a model's name to the last token of a text.
+
+    loading.py         reads a model and its drafting parts from files  ->  LoadedModel
+    loaded_model.py    the inputs of every request: a loaded model and the choice of a drafter
+    engine.py          LoadedModel + DrafterChoice                      ->  Engine, the public API
+    generation.py      LoadedModel + DrafterChoice + prompt + settings  ->  Generation, one request
+    batching.py        several generations that share their forwards
+    rewind.py          the cut of a text before a banned phrase
+    provenance.py      the record of a text's origin in its journal
+    resume.py          opening a journal to continue its text
+    run_statistics.py  the statistics of a run
+    huggingface.py     engines for loaded models of `transformers`
+"""

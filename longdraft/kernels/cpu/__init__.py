@@ -1,0 +1,8 @@
+"""The compiled CPU kernels: `csrc/`, built as the module `_cpu`.
+
+    native.py   the compiled module, or the reason why it is missing
+    kernels.py  `CpuKernels`, the implementation of `longdraft.kernels.interface.Kernels`
+    decoder.py  all layers of a decoder in one call
+    delta.py    gated delta nets
+    store.py    weights and KV stores, and the checks of every argument
+"""

@@ -1,0 +1,111 @@
+"""A quantised copy of the target's own weights. It drafts, and the unquantised target verifies, so no text changes.
+
+A draft token reads all weights of the model that drafts. With int4 layers and an int8 head that is a third of a
+bfloat16 target's bytes, with int8 half of them, and hardly a guess differs. The copy drafts on a partial cache of the
+target's own KV rows (longdraft/drafters).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from longdraft.checkpoint.checkpoint import load_draft_copy
+from longdraft.checkpoint.quantized_cache import open_packed
+from longdraft.checkpoint.sizing import USABLE, Sizes, quantized_bytes
+from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.errors import UsageError, check
+from longdraft.kernels import is_compiled
+from longdraft.kernels.weights import FILE
+from longdraft.model.config import ModelConfig
+from longdraft.model.transformer import Transformer
+from longdraft.parallel import shard_of
+from longdraft.system.machine import available_memory
+
+log = logging.getLogger(__name__)
+AUTO, SAME = "auto", "same"
+CHOICES = (AUTO, SAME, "int8", "int4")
+# `auto` makes a copy in int4 of models whose weights are as large as the cache of this many tokens. Below, drafts cost
+# less beside a verification, and a copy that agrees less often is slower: int8 then (docs/notebook.md).
+_MIN_WEIGHTS_IN_TOKENS = 16_384
+_SMALLER = 0.75  # of a quantised file's weights: what a copy may take
+_MIN_BYTES = 4 << 20  # weights that stay in the processor's caches: no copy
+_SHARE_OF_DEVICE = 0.25  # of a device's free memory that `auto` spends on a copy: caches are reserved there in full
+
+
+def check_draft_weights(value: str) -> None:
+    """UsageError unless `value` is a choice of weights that draft."""
+    check(value in CHOICES, "draft_weights", value, ", ".join(CHOICES),
+          "int3 drafts more slowly than int4: it reads a fifth less, and its guesses are wrong twice as often"
+          if value == "int3" else "")
+
+
+def auto_format(weights_bytes: int, weights_in_tokens: float) -> str:
+    """The format in which `auto` copies such weights on a CPU: "int4", "int8", or "same" for no copy."""
+    if weights_in_tokens >= _MIN_WEIGHTS_IN_TOKENS:
+        return "int4"
+    return "int8" if weights_bytes >= _MIN_BYTES else SAME
+
+
+def copy_size(config: ModelConfig, sizes: Sizes) -> tuple[str, int]:
+    """The format and the bytes of the copy that `auto` makes of a model of these sizes on a CPU; "same", 0: none."""
+    found = auto_format(sizes.read_bytes, sizes.read_bytes / sizes.cache_bytes_per_token)
+    return found, 0 if found == SAME else quantized_bytes(config, found, is_draft_copy=True)
+
+
+def outweighs_cache(model: Transformer) -> bool:
+    """Whether the weights are so large that a draft token should read fewer of them, whatever else it costs."""
+    return model.weights_in_tokens >= _MIN_WEIGHTS_IN_TOKENS
+
+
+def _is_smaller(quantize: str, target: Transformer) -> bool:
+    """Whether a copy is so much smaller than a target with the numbers of a quantised file that it can pay."""
+    copied = quantized_bytes(target.whole, quantize, is_draft_copy=True)
+    return target.weights.quantize != FILE or copied < _SMALLER * target.weights_bytes
+
+
+def resolve(asked: str, target: Transformer) -> str:
+    """The format of the copy that drafts for `target`: "int8", "int4", or "same" for no copy.
+
+    asked  one of CHOICES; "auto" is that of `auto_format` on the compiled CPU kernels; on a device int4 for a large
+           model, where such a copy drafted faster than the target's own weights (docs/cuda.md); else no copy
+
+    UsageError if a format is asked for by name and cannot be had.
+    """
+    is_divided = shard_of(target.kernels).size > 1
+    if asked == AUTO:
+        if is_divided or target.weights.quantize == "int4":
+            return SAME
+        if is_compiled(target.kernels):
+            found = auto_format(target.weights_bytes, target.weights_in_tokens)
+            return found if found == SAME or _is_smaller(found, target) else SAME
+        return "int4" if target.kernels.is_device and outweighs_cache(target) else SAME
+    if asked != SAME and is_divided:
+        raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")
+    return asked
+
+
+def load_copy(files: TensorFiles, target: Transformer, asked: str, cache: Path | None = None) -> Transformer | None:
+    """The copy that `resolve` names; None if there is none, or if `auto` finds no room for it.
+
+    cache  folder of cached quantised weights; None: nothing is cached
+
+    MemoryError if a copy that is asked for by name does not fit in memory.
+    """
+    quantize = resolve(asked, target)
+    if quantize in (SAME, target.weights.quantize):
+        return None
+    size = quantized_bytes(target.whole, quantize, is_draft_copy=True)
+    free = target.kernels.free_bytes() or available_memory()
+    share = _SHARE_OF_DEVICE if asked == AUTO and target.kernels.is_device else USABLE
+    if size > free * share:
+        message = (f"the {quantize} copy of the weights that drafts takes {size / 2**30:.1f} GiB, and "
+                   f"{free / 2**30:.1f} GiB are free{', most of which is left to the cache' * (share < USABLE)}")
+        if asked != AUTO:
+            raise MemoryError(f"{message}; use --drafter-option draft_weights=same")
+        log.warning("%s: drafting with the unquantised weights", message)
+        return None
+    log.info("drafting with an %s copy of the weights, %.2f GiB", quantize, size / 2**30)
+    packed = open_packed(cache, files, target.whole, target.kernels, quantize, "draft")
+    with files.second_reading():
+        return load_draft_copy(files, target, quantize, packed)

@@ -1,0 +1,216 @@
+"""EAGLE heads (EAGLE-3, arXiv 2503.01840; EAGLE-1 and -2, 2401.15077, 2406.16858): layers that draft from the target's
+own states.
+
+Row i has the target's states of position i and the token of position i + 1, and predicts the token of position i + 2:
+
+    y = fc(states of three layers)       in the text; after it, the row that the head computed one token before
+    x = [RMSNorm(embedding of the token) | RMSNorm(y)]            twice the layer's width: queries, keys and values
+    a = y + attention(x) + MLP(...)      then plain layers, if there are more; a is the next row's y
+    logits = head(RMSNorm(a))            over the head's own vocabulary, whose j-th token is `ids[j]`
+
+EAGLE-1 has y = the target's last row after its final norm, x = fc([embedding | y]), a = x + ... and the target's head.
+Native multi-token prediction (longdraft/parts/native_heads.py) is similar.
+longdraft/parts/eagle_config.py has the dialects. Rows are rotated at i; only differences of positions matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.launched import LaunchesTogether
+from longdraft.kernels.layer import LayerOperations, layer_forward
+from longdraft.model.rope import RopeTable
+from longdraft.model.transformer import Transformer
+from longdraft.parallel import local_kernels
+from longdraft.parts.eagle_config import FC, EagleConfig
+
+OWN_KEY = "longdraft"  # entry of config.json that longdraft's own trainings add
+
+
+class EagleWeights(NamedTuple):
+    """The packed weights. None: the dialect, or this head, does not have the part.
+
+    embedding  the head's own table; None: the target's
+    fc         of the tapped rows, or of embedding and row (EAGLE-1)
+    fc_norms   before fc: one for all tapped rows together, or one for each
+    norms      of the token's embedding and of the row y
+    ids        [draft vocabulary] int64: the target's id of each token; None: the same ids
+    """
+
+    embedding: Linear | None
+    fc: Linear | None
+    fc_norms: tuple[Tensor, ...]
+    norms: tuple[Tensor, ...]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor | None
+    head: Linear | None
+    ids: Tensor | None
+
+
+class EagleRows(NamedTuple):
+    """Output [T, hidden] of the layers for T rows, and their keys and values [L, T, Hkv, D]."""
+
+    hidden: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Eagle:
+    """A head of one target model. It holds no state of any text.
+
+    layers  the target's layers that it reads, as for `Taps`; the same one may stand twice
+    """
+
+    def __init__(self, config: EagleConfig, weights: EagleWeights, target: Transformer,
+                 layers: Sequence[int]) -> None:
+        self.config, self.layers = config, tuple(layers)
+        self.taps = tuple(sorted(set(layers)))  # for `Transformer.with_taps`
+        self.kernels = local_kernels(target.kernels)  # every rank has the head whole
+        self._weights, self._target = weights, target
+        layer = config.layer
+        self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps,
+                                  rounds_once=layer.rounds_once)
+        self._rope = RopeTable(layer, 1, self.kernels.device)
+        self.shared: LaunchesTogether | None = None  # see `longdraft.kernels.cuda.layer_chain.DraftLayers`
+        self._first_row = torch.tensor([-1], dtype=torch.int32)  # the parents of a row alone
+
+    def reading(self, layers: Sequence[int], **flags: Any) -> Eagle:
+        """This head with another meaning of its config.json. Weights are shared."""
+        return Eagle(replace(self.config, **flags), self._weights, self._target, layers)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The rows y [T, hidden] of the target's states [taps, T, target's hidden] of T positions."""
+        config, weights = self.config, self._weights
+        if not config.uses_taps:
+            return self._target.normed(states[-1])
+        rows = [states[self.taps.index(layer)] for layer in self.layers]
+        if config.fc_norm:
+            rows = [self._norm(row, weight) for row, weight in zip(rows, weights.fc_norms, strict=True)]
+        joined = torch.cat(rows, 1)
+        if config.norm_before_fc:
+            joined = self._norm(joined, weights.fc_norms[0])
+        assert weights.fc is not None
+        return self.kernels.linear(joined, weights.fc)
+
+    def forward(self, y: Tensor, tokens: Sequence[int], positions: Sequence[int], stores: Sequence[KVStore],
+                length: int, parents: Tensor) -> EagleRows:
+        """Run rows y [T, hidden] with the tokens after them.
+
+        stores   keys and values of each layer, of which the first `length` rows are visible
+        parents  [T] as for `Kernels.attention`
+        """
+        own = self._weights.embedding
+        e = self._target.embed(tokens) if own is None else self.kernels.embed(own, tokens)
+        return self._run(self.kernels, y, e, self.rotations(positions), stores, length, parents)
+
+    def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
+                 stores: Sequence[KVStore]) -> Tensor:
+        """See `longdraft.kernels.cuda.layer_chain.DraftLayers`."""
+        return self._run(ops, self.fed_back(row), embedded, rotations, stores, 0, self._first_row).hidden
+
+    @property
+    def embedding(self) -> tuple[Linear, float]:
+        """The table of token embeddings, and the factor that multiplies these."""
+        own = self._weights.embedding
+        return (self._target.weights.embedding, self._target.embedding_factor) if own is None else (own, 1.0)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits: those of the target."""
+        return self._target.config.vocab_size
+
+    @property
+    def shares_kernels(self) -> bool:
+        """Whether the target is not divided among ranks."""
+        return self._target.kernels is self.kernels
+
+    def _run(self, ops: LayerOperations, y: Tensor, e: Tensor, rotations: tuple[Tensor, Tensor],
+             stores: Sequence[KVStore], length: int, parents: Tensor) -> EagleRows:
+        """`forward`, from the tokens' embeddings."""
+        kernels, weights = self.kernels, self._weights
+        x, source = self._inputs(y, e)
+        shape = (len(weights.layers), len(y), self._geometry.num_kv_heads, self._geometry.head_dim)
+        k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
+        for index, layer in enumerate(weights.layers):
+            kv = KV(stores[index], length, k[index], v[index])
+            x, _ = layer_forward(ops, x, layer, self._geometry, *rotations, [kv], parents, None if index else source)
+        return EagleRows(x, k, v)
+
+    def _inputs(self, y: Tensor, e: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual of the first layer, and the input of its queries, keys and values; None: after its norm."""
+        weights, kernels = self._weights, self.kernels
+        if self.config.version == 1:
+            assert weights.fc is not None
+            if weights.norms:  # native multi-token prediction
+                e, y = (self._norm(part, norm) for part, norm in zip((e, y), weights.norms, strict=True))
+            x = kernels.linear(torch.cat([e, y], 1), weights.fc)
+            return x, None if weights.norms else x
+        m = self._norm(y, weights.norms[1])
+        return (m if self.config.norm_before_residual else y), torch.cat([self._norm(e, weights.norms[0]), m], 1)
+
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        """The next row's y, from the layers' output."""
+        return hidden if self.config.norm_output is False else self._normed(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] float32 over the target's vocabulary, of the layers' output [R, hidden]; -inf for tokens that
+        the head does not have."""
+        weights, normed = self._weights, self._normed(hidden)
+        logits = (self._target.head(normed) if weights.head is None
+                  else self.kernels.linear(normed, weights.head, keep_float=True))
+        if weights.ids is None:
+            return logits
+        spread = logits.new_full((len(logits), self._target.config.vocab_size), -torch.inf)
+        spread[:, weights.ids] = logits
+        return spread
+
+    def rotations(self, positions: Sequence[int], on_host: bool = False) -> tuple[Tensor, Tensor]:
+        """cos and sin [R, D / 2] float32 of positions."""
+        return (self._rope.on_host if on_host else self._rope).at(positions)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return hidden if self._weights.norm is None else self._norm(hidden, self._weights.norm)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, weight, self._geometry.eps, rounds_once=self._geometry.rounds_once)
+
+
+def eagle_shapes(config: EagleConfig, present: set[str], vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every floating-point tensor of a head, by our names. present: names in the file, of parts that may be
+    missing; vocabulary: size of the target's."""
+    layer = config.layer
+    hidden, inner, width = layer.hidden_size, layer.intermediate_size, config.num_taps * config.target_width
+    q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(layer.num_layers):
+        part = f"layers.{index}."
+        columns = 2 * hidden if config.version == 3 and index == 0 else hidden
+        shapes |= {
+            f"{part}self_attn.q_proj.weight": (q, columns), f"{part}self_attn.k_proj.weight": (kv, columns),
+            f"{part}self_attn.v_proj.weight": (kv, columns), f"{part}self_attn.o_proj.weight": (hidden, q),
+            f"{part}mlp.gate_proj.weight": (inner, hidden), f"{part}mlp.up_proj.weight": (inner, hidden),
+            f"{part}mlp.down_proj.weight": (hidden, inner), f"{part}post_attention_layernorm.weight": (hidden,)}
+        if config.version == 3 or index:
+            shapes[f"{part}input_layernorm.weight"] = (hidden,)
+        if layer.head_norms != "none":
+            shapes |= {f"{part}self_attn.{name}.weight": (layer.head_dim,) for name in ("q_norm", "k_norm")}
+    optional: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocabulary, hidden)}
+    if config.version == 1:
+        shapes[FC] = (hidden, 2 * hidden)
+        optional["fc.bias"] = (hidden,)
+    else:
+        shapes |= {"layers.0.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+        optional["lm_head.weight"] = (config.draft_vocab_size, hidden)
+        if config.uses_taps:
+            shapes[FC] = (hidden, width)
+        if config.norm_before_fc:
+            shapes["input_norm.weight"] = (width,)
+        if config.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (config.target_width,) for i in range(config.num_taps)}
+    return shapes | {name: shape for name, shape in optional.items() if name in present}

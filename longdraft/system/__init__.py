@@ -1,0 +1,7 @@
+"""The operating system and the machine.
+
+    files.py    output files that are complete or named `.partial`, and input texts
+    console.py  signal handlers and failures of stdout, for the command-line programs
+    machine.py  a description of this machine, and its measured limits
+    timing.py   times of short calls
+"""

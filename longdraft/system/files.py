@@ -1,0 +1,179 @@
+"""Output files, which are complete or named `.partial` and are opened before work begins; and input texts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from longdraft.errors import OutputError, UsageError
+from longdraft.request.context import lone_surrogate
+
+
+class OutputFile:
+    """Writes to `<path>.partial`, which `finish` renames to `path`. Devices and pipes are written directly."""
+
+    def __init__(self, path: Path, option: str) -> None:
+        self._option = option
+        try:
+            # Write to the target of a symbolic link (/dev/stdout is one) instead of replacing the link.
+            self.path = Path(os.path.realpath(path))
+            is_special = str(path).startswith("/dev/") or (self.path.exists() and not self.path.is_file())
+            if self.path.is_dir():
+                raise UsageError(f"{option} {path} is a folder; give the name of a file")
+            if self.path.is_file() and not os.access(self.path, os.W_OK):
+                raise UsageError(f"{option} cannot write {path}: it is write-protected; choose another name")
+            self._partial = path if is_special else self.path.with_name(self.path.name + ".partial")
+            # Open, and locked, until `finish` or `abandon`.
+            self._file: IO[bytes] = open(self._partial, "wb") if is_special else _open_locked(self._partial)  # noqa: SIM115
+        except BlockingIOError as error:
+            raise UsageError(f"{option} cannot write {path}: another process is writing it; wait for that, or choose "
+                             "another name") from error
+        except OSError as error:
+            reason = error.strerror or error
+            raise UsageError(f"{option} cannot write {path}: {reason}; choose another place") from error
+        self._is_special = is_special
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def finish(self) -> None:
+        """The file is complete: rename it to `path`. It gets the mode of the file that it replaces."""
+        try:
+            if not self._is_special:
+                os.fsync(self._file.fileno())  # else a power failure could leave an empty file of this name
+            self._file.close()
+            if not self._is_special:
+                if self.path.exists():
+                    os.chmod(self._partial, self.path.stat().st_mode)
+                os.replace(self._partial, self.path)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> OutputError:
+        message = f"{self._option} cannot write {self.path}: {error.strerror or error}"
+        kept = "" if self._is_special else f"; what was written so far is in {self._partial}"
+        return OutputError(message + kept)
+
+    def abandon(self) -> None:
+        """Close the file under its `.partial` name, or delete it if it is empty."""
+        if self._file.closed:
+            return
+        with contextlib.suppress(OSError):
+            if not self._is_special and os.fstat(self._file.fileno()).st_size == 0:
+                self._partial.unlink()  # while locked, so it is not another process's file
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    """Open the file, empty, and lock it until it is closed. BlockingIOError if another process has locked it."""
+    while True:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(file)
+            if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
+                os.ftruncate(file, 0)
+                return os.fdopen(file, "wb")
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # another process renamed or deleted it meanwhile: try again
+
+
+def _lock(file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass  # a file system without locks
+
+
+def sync_folder(folder: Path) -> None:
+    """Call fsync on a folder, so that the names of files created or renamed in it are on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A file with this content, which has its name only when it is complete and on the disk. Raises OSError."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        write_synced(partial, data, os.O_TRUNC)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes, flag: int = os.O_APPEND) -> None:
+    """Append to a file, or with O_TRUNC replace its content; it is on the disk when this returns. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
+    """Open the file of each option that has a path: option -> file. UsageError if two options name the same file."""
+    files: dict[str, OutputFile] = {}
+    try:
+        for option, path in paths.items():
+            if path is None:
+                continue
+            twin = next((name for name, file in files.items() if file.path == Path(os.path.realpath(path))), None)
+            if twin and not str(path).startswith("/dev/"):
+                raise UsageError(f"{twin} and {option} both name {path}; give each its own file")
+            files[option] = OutputFile(path, option)
+    except UsageError:
+        for file in files.values():
+            file.abandon()
+        raise
+    return files
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt's text from the argument, a file, or standard input (`-`). UsageError if there is not exactly one."""
+    if prompt is not None and file is not None:
+        raise UsageError("a prompt and --prompt-file are both given; give one of them")
+    if prompt is not None:
+        require_text(prompt, "the prompt", "put it into a UTF-8 file and give --prompt-file")
+        return prompt
+    if file is None:
+        raise UsageError("no prompt; give it as an argument or with --prompt-file FILE ('-' reads stdin)")
+    return read_text(file, "--prompt-file")
+
+
+def read_text(file: str, option: str) -> str:
+    """The text of the UTF-8 file that `option` names, or of standard input (`-`). UsageError if it cannot be read."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{option} cannot read {file}: {error.strerror or error}; give a text file") from error
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option} {file} is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def require_text(text: str, name: str, cure: str) -> None:
+    """Raise UsageError if a command-line argument has bytes that are not UTF-8."""
+    if lone_surrogate(text) is not None:
+        raise UsageError(f"{name} is not UTF-8 text; {cure}")

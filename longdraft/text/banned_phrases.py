@@ -1,0 +1,145 @@
+"""Banned phrases: the text goes back to where a banned phrase began, and another token is chosen there.
+
+    Each position of the text has a set of banned tokens, empty at first. Tokens are taken in order. When the text
+    completes a phrase that began within token a, the text is cut before a, that token joins the set of its position,
+    the sets after it are emptied, and the position is chosen again.
+
+Letter case does not matter. A phrase that began in the prompt is cut at the first new token. After MAX_BANS phrases at
+one position the next one there is let through, so that the text goes on. The rule depends on tokens only, so it gives
+the same text whatever drafts and steps were.
+
+A token is *held* while it may be part of a phrase: it is neither shown nor written to a journal. A resumed text
+repeats the tokens that were held, with the same outcome.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from longdraft.request.events import TokenLogprob
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.text.tokenizer import IncrementalDecoder, StopState, Tokenizer, stop_states
+
+MAX_BANS = 64  # tokens banned at one position
+_TAIL = 4  # tokens of the prompt for each character of the longest phrase, at least
+
+
+class ChosenToken(NamedTuple):
+    """A token of a step, with what is reported about it."""
+
+    token: int
+    source: str = ""
+    logprob: TokenLogprob | None = None
+
+
+
+class _Held(NamedTuple):
+    """A token that may be taken back, and the state before it."""
+
+    chosen: ChosenToken
+    decoder: IncrementalDecoder
+    state: StopState
+    num_characters: int
+
+
+class PhraseFilter:
+    """The tokens of one text, in order; each is held until no phrase can contain it.
+
+    ends  token ids that end the text: no phrase continues after one
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int], written: Iterable[int],
+                 ends: Iterable[int]) -> None:
+        phrases = tuple(folded(phrase) for phrase in params.banned_strings)
+        self._ends = frozenset(ends)
+        self._max_new_tokens = params.max_new_tokens
+        self._decoder = tokenizer.stream()
+        self._start = self._state = stop_states(phrases)[0]
+        self._num_characters = 0  # of the new text
+        self._held: deque[_Held] = deque()
+        self._num_tokens = 0  # new ones, held ones included
+        self._bans: dict[int, set[int]] = {}  # by number of new tokens before the position
+        self.num_rewinds = 0
+        for token in prompt[-_TAIL * max(map(len, phrases)) :]:
+            self._advance(self._decoder.push(token))
+        self._num_characters = 0
+        for token in written:  # they were settled, so phrases in them were let through
+            self._advance(self._decoder.push(int(token)))
+            self._num_tokens += 1
+
+    def push(self, chosen: Sequence[ChosenToken]) -> tuple[list[ChosenToken], int | None]:
+        """Add the tokens of a step. Returns the tokens that are settled now, and the number of new tokens at which the
+        text is cut; None if it is not. Tokens after a cut, or after an end of the text, are dropped."""
+        for each in chosen:
+            self._held.append(_Held(each, self._decoder.copy(), self._state, self._num_characters))
+            self._num_tokens += 1
+            began = self._advance(self._decoder.push(each.token))
+            if began is not None and (cut := self._cut(began)) is not None:
+                return self._settled(), cut
+            if each.token in self._ends or self._num_tokens == self._max_new_tokens:
+                settled = [held.chosen for held in self._held]
+                self._held.clear()
+                return settled, None
+        return self._settled(), None
+
+    @property
+    def banned_tokens(self) -> list[int]:
+        """Tokens that are banned at the next position."""
+        return sorted(self._bans.get(self._num_tokens, ()))
+
+    @property
+    def earliest_cut(self) -> int:
+        """The number of new tokens that no later cut goes below."""
+        return self._num_tokens - len(self._held)
+
+    def _advance(self, text: str) -> int | None:
+        """Follow the text; returns the character at which a phrase that it completes began, the first such phrase."""
+        began = None
+        for letter in folded(text):
+            state = self._state
+            while letter not in state.next and state.depth:
+                state = state.fallback
+            self._state = state = state.next.get(letter, self._start)
+            self._num_characters += 1
+            if state.stop_length and began is None:
+                began = self._num_characters - state.stop_length
+        return began
+
+    def _cut(self, began: int) -> int | None:
+        """Take back the tokens from the one that has character `began` on; None if its phrase is let through."""
+        place = max((i for i, held in enumerate(self._held) if held.num_characters <= began), default=0)
+        at = self._num_tokens - len(self._held) + place
+        banned = self._bans.setdefault(at, set())
+        if len(banned) >= MAX_BANS:
+            return None
+        first = self._held[place]
+        banned.add(first.chosen.token)
+        self._bans = {position: tokens for position, tokens in self._bans.items() if position <= at}
+        self._decoder, self._state, self._num_characters = first.decoder, first.state, first.num_characters
+        while len(self._held) > place:
+            self._held.pop()
+        self._num_tokens = at
+        self.num_rewinds += 1
+        return at
+
+    def _settled(self) -> list[ChosenToken]:
+        """The tokens that cannot be taken back any more; they are held no longer.
+
+        A phrase may have begun as far back as the state is deep. If it completes, the text is cut somewhere after
+        there, and the phrases that were possible at that place are possible again.
+        """
+        reach, end = self._num_characters - self._state.depth, self._num_characters
+        count = len(self._held)
+        for held in reversed(self._held):
+            if end <= reach:
+                break
+            end, reach = held.num_characters, min(reach, held.num_characters - held.state.depth)
+            count -= 1
+        return [self._held.popleft().chosen for _ in range(count)]
+
+
+def folded(text: str) -> str:
+    """The text without differences of letter case, character by character."""
+    return "".join(letter.casefold() for letter in text)

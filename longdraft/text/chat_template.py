@@ -1,0 +1,201 @@
+"""Chat templates: from messages to the prompt that a chat model expects, as `transformers` renders it.
+
+    ChatTemplate.find(folder).render([{"role": "user", "content": "Hello"}], enable_thinking=False)
+
+A template is part of the model and therefore untrusted code: it runs in jinja's sandbox, on plain data.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from longdraft.checkpoint.config_file import read_json
+from longdraft.checkpoint.gguf.container import open_gguf
+from longdraft.errors import ModelError, UsageError
+from longdraft.text.gguf_vocabulary import template_of
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+_DEFAULT_NAME = "default"  # of the template to use if a model has several
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_RESERVED = ("messages", "add_generation_prompt", "tools", "documents")  # variables that requests may not set
+_MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
+_LIMIT_S = 5.0  # for rendering
+
+
+class ChatTemplate:
+    """A model's template, with the special tokens that it may use. source: in jinja's language"""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        self._tokens, self.source = tokens, source
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self._names = meta.find_undeclared_variables(environment.parse(source))
+        except (TemplateError, RecursionError) as error:
+            raise ModelError(f"the model's chat template is invalid: {error}; replace it by chat_template.jinja in the "
+                             "model's folder") from error
+
+    @classmethod
+    def find(cls, folder: Path) -> ChatTemplate | None:
+        """The template of a model folder or a GGUF file, if it has one. A file of its own overrides
+        tokenizer_config.json."""
+        if folder.is_file():
+            source, tokens = template_of(open_gguf(folder))
+            return cls(_template_source(source), tokens) if source else None
+        settings = _read_settings(folder / "tokenizer_config.json")
+        others = _read_settings(folder / "chat_template.json")
+        found: object = settings.get("chat_template") or others.get("chat_template")
+        file = folder / "chat_template.jinja"
+        if file.is_file():
+            try:
+                found = file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ModelError(f"cannot read {file}: {error}") from error
+        if not found:
+            return None
+        special_tokens = _special_tokens(_read_settings(folder / "special_tokens_map.json") | settings)
+        return cls(_template_source(found), special_tokens)
+
+    @property
+    def options(self) -> list[str]:
+        """Names of the template's variables that a request may set."""
+        return sorted(self._names - set(_RESERVED) - set(_SPECIAL_TOKENS))
+
+    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True,
+               continue_final_message: bool = False, **options: Any) -> str:
+        """The prompt for the next answer, or with `continue_final_message` for the rest of the last message.
+
+        Raises UsageError for unknown options, and for messages that the template refuses.
+        """
+        if continue_final_message:
+            return self._render_open(messages, options)
+        unknown = next((name for name in options if name not in self.options), None)
+        if unknown is not None:
+            raise UsageError(f"the model's chat template has no variable {unknown!r}; "
+                             f"available: {', '.join(self.options) or 'none'}")
+        plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        try:
+            with _time_limit(_LIMIT_S):
+                return self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, tools=None,
+                                             documents=None, **self._tokens, **options)
+        except _RefusedError as error:
+            raise UsageError(f"the model's chat template refuses these messages: {error}") from error
+        except _TooSlowError:
+            raise ModelError(f"the model's chat template takes more than {_LIMIT_S:g} s; send fewer messages, or "
+                             "replace it by chat_template.jinja in the model's folder") from None
+        except Exception as error:  # untrusted code may fail in any way
+            raise ModelError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
+
+    def _render_open(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
+        """The messages up to the end of the last one's content. A mark after the content shows where that is. It also
+        keeps templates from stripping white space at its end."""
+        *others, last = messages
+        marked = {**last, "content": f"{last['content']}{_MARK}"}
+        prompt, mark, rest = self.render([*others, marked], add_generation_prompt=False, **options).partition(_MARK)
+        if not mark or _MARK in rest:
+            raise UsageError("the model's chat template does not show the last message once, so it cannot be "
+                             "continued; send the prompt to /v1/completions")
+        return prompt
+
+
+def parse_option(text: str) -> Any:
+    """The value of a `--chat-option`: parsed as JSON if possible (true, 3, null), otherwise the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+class _TooSlowError(BaseException):
+    """Not an Exception: no handler in a template's helpers may catch it."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TooSlowError in this thread's Python code after a time. A single long operation is not interrupted."""
+    before, deadline = sys.gettrace(), time.monotonic() + seconds
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise _TooSlowError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class _RefusedError(TemplateError):
+    """The template called raise_exception."""
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks answers for training. It has no effect on rendering."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it as a mutable attribute
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise _RefusedError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """JSON without escapes for HTML, which jinja's own filter adds and models were not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _template_source(found: object) -> str:
+    """The source of the template in use: `found` is a text, or a list of named templates."""
+    if isinstance(found, list) and all(isinstance(entry, dict) and "name" in entry for entry in found):
+        named = {entry["name"]: entry.get("template") for entry in found}
+        if _DEFAULT_NAME not in named:
+            raise ModelError(f"the model has the chat templates {', '.join(map(str, named))}, but none is named "
+                             f"{_DEFAULT_NAME!r}; copy one to chat_template.jinja in its folder")
+        found = named[_DEFAULT_NAME]
+    if not isinstance(found, str):
+        raise ModelError(f"chat_template is a {type(found).__name__}; allowed: a text, or a list of named texts")
+    return found
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that the model defines. Others stay undefined, which templates can test."""
+    values = ((name, settings.get(name)) for name in _SPECIAL_TOKENS)
+    texts = ((name, value.get("content") if isinstance(value, dict) else value) for name, value in values)
+    return {name: text for name, text in texts if isinstance(text, str)}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

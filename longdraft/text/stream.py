@@ -1,0 +1,117 @@
+"""The text of the new tokens, and where it ends. Both depend on the tokens and the settings alone.
+
+The same tokens give the same text and the same end, whether they are pushed at once, step by step, or after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from longdraft.errors import JournalError
+from longdraft.request.events import Finish
+from longdraft.request.loops import Loop, LoopGuard
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.text.tokenizer import StopText, Tokenizer
+
+_REPLAYED = 512  # tokens; some 8 ms
+
+
+class DecodedTokens(NamedTuple):
+    """Tokens, and the piece of text that each of them adds."""
+
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
+    """Token ids that end the text: the request's stop ids, and the model's end-of-text ids unless it ignores them."""
+    return set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+
+
+class TextStream:
+    """The text so far.
+
+    eos_token_ids  the model's end-of-text ids
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
+        self.finish_reason: Finish | None = None
+        self.num_tokens = 0
+        self._params = params
+        self._eos = set() if params.ignore_eos else set(eos_token_ids)
+        self._stop_ids = stop_ids(params, self._eos)
+        self._text = tokenizer.stream()
+        self._stops = StopText(params.stop)
+        self._guard = LoopGuard() if params.on_loop != "off" else None
+
+    @property
+    def loop(self) -> Loop | None:
+        """The first loop in the text, if any."""
+        return self._guard.loop if self._guard else None
+
+    @property
+    def distinct(self) -> float | None:
+        """Distinct 4-grams divided by 4-grams of the latest tokens; None with on_loop "off"."""
+        return self._guard.distinct if self._guard else None
+
+    def push(self, tokens: Sequence[int]) -> DecodedTokens:
+        """The tokens of a step, up to the end of the text if it is among them; sets `finish_reason` there."""
+        pieces: list[str] = []
+        for count, token in enumerate(tokens, 1):
+            self.num_tokens += 1
+            is_long_enough = self.num_tokens >= self._params.min_new_tokens
+            if self._guard:
+                self._guard.push(token)
+            if token in self._stop_ids:
+                pieces.append("")
+                self.finish_reason = "eos" if token in self._eos else "stop"
+            else:
+                text, is_stopped = self._text.push(token), False
+                if is_long_enough:
+                    text, is_stopped = self._stops.push(text)
+                pieces.append(text)
+                if is_stopped:
+                    self.finish_reason = "stop"
+                    return DecodedTokens(tuple(tokens[:count]), tuple(pieces))
+            if self.finish_reason is None and self.num_tokens == self._params.max_new_tokens:
+                self.finish_reason = "length"
+            stops = self._params.on_loop == "stop" and is_long_enough and self._guard and self._guard.is_looping
+            if self.finish_reason is None and stops:
+                self.finish_reason = "loop"
+            if self.finish_reason:
+                text, is_stopped = self._flush()
+                pieces[-1] += text
+                if is_stopped:
+                    self.finish_reason = "stop"
+                return DecodedTokens(tuple(tokens[:count]), tuple(pieces))
+        return DecodedTokens(tuple(tokens), tuple(pieces))
+
+    def replay(self, tokens: Sequence[int], pieces: list[str]) -> Iterator[None]:
+        """Push the tokens of an earlier run, of which there may be very many, in parts of a few milliseconds.
+
+        Appends the tokens' pieces of text to `pieces`, and yields after each part. Raises JournalError for tokens that
+        go on after the text's end.
+        """
+        for start in range(0, len(tokens), _REPLAYED):
+            part = tokens[start : start + _REPLAYED]
+            new = self.push(part).pieces if self.finish_reason is None else ()
+            if len(new) < len(part):
+                raise JournalError("the journal holds tokens after the end of the text; it cannot be used")
+            pieces += new
+            yield
+
+    def flush(self) -> str:
+        """The text that was held back, up to a stop text in it. Call it last: no token can be pushed after it."""
+        return self._flush()[0]
+
+    def _flush(self) -> tuple[str, bool]:
+        """The held text, and whether it reached a stop text."""
+        text, is_stopped = self._text.flush(), False
+        if self.num_tokens >= self._params.min_new_tokens:
+            text, is_stopped = self._stops.push(text)
+        return text + self._stops.flush(), is_stopped

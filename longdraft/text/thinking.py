@@ -1,0 +1,225 @@
+"""Thinking between tags, such as <think>...</think>: the tags of a model, and the parts of its answers.
+
+    form = thinking.find_format(tokenizer)      # None: the model's answers have no parts
+    reader = form.reader(prompt)                # for the answer to a prompt, given as token ids
+    reasoning, content = reader.push(tokens, text)
+
+An answer has at most one block of thinking, at its beginning. White space around the tags belongs to neither part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from longdraft.text.harmony import ChannelText, Harmony
+from longdraft.text.tokenizer import Tokenizer
+
+
+class _Tag(NamedTuple):
+    """The text or token that begins a block, the one that ends it, and a name after the first, as Gemma 4 writes it."""
+
+    opening: str
+    closing: str
+    name: str = ""
+
+
+_TAGS = (
+    _Tag("<think>", "</think>"),  # Qwen3, DeepSeek-R1, QwQ, GLM-4.5, SmolLM3, OLMo 3, Granite
+    _Tag("<thinking>", "</thinking>"),
+    _Tag("<reasoning>", "</reasoning>"),
+    _Tag("<seed:think>", "</seed:think>"),  # Seed-OSS
+    _Tag("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    _Tag("<|channel>", "<channel|>", "thought"),  # Gemma 4
+)
+_CLOSING = {tag.opening + tag.name: tag.closing for tag in _TAGS}
+_OPENED = re.compile(rf"(?P<opening>{'|'.join(map(re.escape, _CLOSING))})\s*\Z")
+TAG_TOKENS = 16  # tokens at the end of a prompt that are searched for an opening tag with its white space
+_MAX_HELD = 256  # characters of white space before a tag; more of it is shown before the next text is known
+# Special tokens have no text. Halves of surrogate pairs, which no decoded text has, stand for them.
+_OPENING_MARK, _CLOSING_MARK = "\ud800", "\udc00"
+_NO_MARKS = str.maketrans("", "", _OPENING_MARK + _CLOSING_MARK)
+
+
+def opened_thinking(prompt: str) -> str:
+    """The part of the answer that the template has already opened: `<think>` with its white space, or nothing."""
+    found = _OPENED.search(prompt)
+    return found.group() if found else ""
+
+
+def closed_thinking(prompt: str) -> str:
+    """The tag that ends the thinking which the end of a prompt has opened, such as `</think>`; or nothing."""
+    found = _OPENED.search(prompt)
+    return _CLOSING[found["opening"]] if found else ""
+
+
+class AnswerReader(Protocol):
+    """Divides one answer into thinking and content while it is written."""
+
+    def push(self, tokens: Sequence[int], text: str) -> ChannelText:
+        """The new text by part. text: what the stream returned for these tokens"""
+
+    def finish(self) -> ChannelText:
+        """The text that was held back, at the end of the answer."""
+
+
+class AnswerFormat(Protocol):
+    """How the answers of a model show which part of them is thinking."""
+
+    def reader(self, prompt: Sequence[int], begun: str = "") -> AnswerReader:
+        """A reader for the answer to a prompt. begun: the answer's beginning, if the prompt ends with one"""
+
+
+def find_format(tokenizer: Tokenizer) -> AnswerFormat | None:
+    """The format of a model's answers; None if its tokenizer and chat template show no thinking."""
+    return Harmony.find(tokenizer) or ThinkingTags.find(tokenizer)
+
+
+def divide(form: AnswerFormat | None, prompt: Sequence[int], tokens: Sequence[int], text: str) -> ChannelText:
+    """The parts of a complete answer."""
+    if form is None:
+        return ChannelText("", text)
+    reader = form.reader(prompt)
+    found, rest = reader.push(tokens, text), reader.finish()
+    return ChannelText(found.reasoning + rest.reasoning, found.content + rest.content)
+
+
+class ThinkingTags(NamedTuple):
+    """The tags of a model. marks: what stands in `opening` and `closing` for a special token, by its id"""
+
+    tokenizer: Tokenizer
+    opening: str
+    closing: str
+    marks: Mapping[int, str]
+
+    @classmethod
+    def find(cls, tokenizer: Tokenizer) -> ThinkingTags | None:
+        """The tags that are tokens of the model, or that its chat template looks for in answers; None without any."""
+        ids, template = tokenizer.vocabulary(), tokenizer.chat_template
+        for tag in _TAGS:
+            is_tokens = tag.opening in ids and tag.closing in ids
+            if not is_tokens and (template is None or tag.closing not in template.source):
+                continue
+            marks: dict[int, str] = {}
+            texts = []
+            for text, mark in ((tag.opening, _OPENING_MARK), (tag.closing, _CLOSING_MARK)):
+                is_special = text in ids and tokenizer.is_silent(ids[text])
+                marks |= {ids[text]: mark} if is_special else {}
+                texts.append(mark if is_special else text)
+            return cls(tokenizer, texts[0] + tag.name, texts[1], marks)
+        return None
+
+    def reader(self, prompt: Sequence[int], begun: str = "") -> ThinkingReader:
+        """A reader for the answer to a prompt, which may end within the thinking."""
+        end = "".join(self.marks.get(token) or self.tokenizer.text_of(token) for token in prompt[-TAG_TOKENS:])
+        reader = ThinkingReader(self, is_open=not begun and end.rstrip().endswith(self.opening))
+        for token, mark in self.marks.items():
+            begun = begun.replace(self.tokenizer.letters(token), mark)
+        if begun:
+            reader.skip(begun)
+        return reader
+
+
+class ThinkingReader:
+    """The parts of one answer. is_open: the prompt has opened the block"""
+
+    def __init__(self, tags: ThinkingTags, *, is_open: bool) -> None:
+        self._tags, self._is_open = tags, is_open
+        self._marker = _Marker(tags) if tags.marks else None
+        self._has_begun = False  # whether the opening tag, or text in its place, has come
+        self._is_thinking = False
+        self._skips_space = False  # after a tag
+        self._held = ""  # text that may be a tag with white space before it
+
+    def skip(self, begun: str) -> None:
+        """Read the beginning of the answer, which the prompt has, with marks for its special tokens."""
+        self._held = begun
+        self._read(is_end=True)
+
+    def push(self, tokens: Sequence[int], text: str) -> ChannelText:
+        """The new text by part. text: what the stream returned for these tokens"""
+        self._held += self._marker.add_marks(tokens, text) if self._marker else text
+        return self._read(is_end=False)
+
+    def finish(self) -> ChannelText:
+        """The text that was held back, at the end of the answer. An unfinished block is thinking."""
+        return self._read(is_end=True)
+
+    def _read(self, *, is_end: bool) -> ChannelText:
+        reasoning = content = ""
+        if not self._has_begun:
+            self._begin(is_end)
+        if self._has_begun and self._is_thinking:
+            reasoning = self._read_thinking(is_end)
+        if self._has_begun and not self._is_thinking:
+            content = self._read_content()
+        return ChannelText(reasoning.translate(_NO_MARKS), content.translate(_NO_MARKS))
+
+    def _begin(self, is_end: bool) -> None:
+        """Look for the opening tag. A model may write it even if the prompt ends with one."""
+        text, opening = self._held.lstrip(), self._tags.opening
+        if text.startswith(opening):
+            self._held = text.removeprefix(opening)
+            self._has_begun = self._is_thinking = self._skips_space = True
+        elif is_end or len(self._held) > _MAX_HELD or not opening.startswith(text):
+            self._has_begun = True
+            self._is_thinking = self._skips_space = self._is_open
+
+    def _read_thinking(self, is_end: bool) -> str:
+        text = self._held = self._without_space(self._held)
+        before, tag, after = text.partition(self._tags.closing)
+        if tag:
+            self._held, self._is_thinking, self._skips_space = after, False, True
+            return before.rstrip()
+        shown = len(text)
+        if not is_end:
+            shown -= _begun_length(text, self._tags.closing)
+            num_words = len(text[:shown].rstrip())
+            shown = num_words if shown - num_words <= _MAX_HELD else shown
+        self._held = text[shown:]
+        return text[:shown]
+
+    def _read_content(self) -> str:
+        text, self._held = self._without_space(self._held), ""
+        return text
+
+    def _without_space(self, text: str) -> str:
+        """A text without white space at its beginning, if nothing but white space has come since a tag."""
+        if self._skips_space:
+            text = text.lstrip()
+            self._skips_space = not text
+        return text
+
+
+class _Marker:
+    """Puts a mark into the text of an answer for each special token, which may arrive before the text before it.
+
+    Stop texts and characters of several tokens are held back. So this decodes the tokens itself, and counts characters.
+    """
+
+    def __init__(self, tags: ThinkingTags) -> None:
+        self._marks, self._stream = tags.marks, tags.tokenizer.stream()
+        self._num_decoded = self._num_passed = 0  # characters of the tokens so far, and of the text that has arrived
+        self._waiting: deque[tuple[int, str]] = deque()  # characters before a mark, and the mark
+
+    def add_marks(self, tokens: Sequence[int], text: str) -> str:
+        for token in tokens:
+            if token in self._marks:
+                self._waiting.append((self._num_decoded, self._marks[token]))
+            else:
+                self._num_decoded += len(self._stream.push(token))
+        parts, start = [], self._num_passed
+        self._num_passed += len(text)
+        done = 0
+        while self._waiting and self._waiting[0][0] <= self._num_passed:
+            place, mark = self._waiting.popleft()
+            parts += [text[done : max(done, place - start)], mark]
+            done = max(done, place - start)
+        return "".join([*parts, text[done:]])
+
+
+def _begun_length(text: str, tag: str) -> int:
+    """The length of the longest beginning of a tag, less than the whole, that a text ends with."""
+    return next((count for count in range(len(tag) - 1, 0, -1) if text.endswith(tag[:count])), 0)

@@ -1,0 +1,349 @@
+"""Text to token ids and back, and incremental decoding that emits whole characters only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer as HFTokenizer
+
+from longdraft.checkpoint.gguf.container import open_gguf
+from longdraft.errors import ModelError, UsageError
+from longdraft.request.context import lone_surrogate
+from longdraft.sampling import grammar
+from longdraft.text import sentencepiece_file
+from longdraft.text.chat_template import ChatTemplate, Message
+from longdraft.text.gguf_vocabulary import tokenizer_of
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
+_MAX_LISTED = 3  # differing tokens that an error message lists
+_MAX_CHARACTER = 4  # bytes, and therefore tokens, of one character
+_MAX_PENDING = 16  # tokens held back; a longer sequence is not a character
+_MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
+_BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
+_MAX_CUT = 256  # tokens that cutting a text may add
+_LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
+_MAX_REMEMBERED = 64  # texts whose tokens are remembered
+_OTHER_FORMATS = ("tekken.json", "vocab.json")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
+            "AutoTokenizer as T; T.from_pretrained('MODEL').save_pretrained('FOLDER')\"`")
+
+
+class Tokenizer:
+    """The tokenizer and the chat template, if there is one, of a model folder or a GGUF file.
+
+    `sha256` is the hash of tokenizer.json, or of what the other formats would be as a tokenizer.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError if the tokenizer is missing or malformed."""
+        self._folder = folder
+        if folder.is_file():
+            self._tokenizer = tokenizer_of(open_gguf(folder))
+        elif not (folder / "tokenizer.json").is_file() and (folder / sentencepiece_file.NAME).is_file():
+            self._tokenizer = sentencepiece_file.read_tokenizer(folder)
+        else:
+            self._read(folder)
+            return
+        self.sha256 = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+
+    def _read(self, folder: Path) -> None:
+        """Read tokenizer.json."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():  # pipes and devices, which may never end, are not opened
+            other = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
+            raise ModelError(f"{path} is missing" + (f" (the folder has {other})" if other else "")
+                             + "; longdraft reads tokenizer.json and tokenizer.model; give another tokenizer with "
+                             f"--tokenizer, or create the file: {_CONVERT}")
+        try:
+            if (size := path.stat().st_size) > _MAX_FILE:
+                raise ValueError(f"the file has {size:,} bytes; allowed: {_MAX_FILE:,}")
+            content = path.read_bytes()
+            self._tokenizer = HFTokenizer.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
+        self.sha256 = hashlib.sha256(content).hexdigest()
+
+    _for_grammars: LLTokenizer | None = None
+
+    @property
+    def size(self) -> int:
+        """The largest token id plus one."""
+        return max(self.vocabulary().values(), default=-1) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, added tokens included."""
+        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return found
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The length in characters of the longest token."""
+        return max(map(len, self.vocabulary()), default=1)
+
+    def vocabulary_sha256(self) -> str:
+        """Hash of the vocabulary; see `vocabulary_sha256`."""
+        return vocabulary_sha256(self.vocabulary())
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Raises UsageError for a text with half of a surrogate pair, which is not a character."""
+        if (place := lone_surrogate(text)) is not None:
+            raise UsageError(f"the text has half of a surrogate pair, {text[place]!a}, as character {place + 1}; "
+                             "allowed: whole characters")
+        if len(text) < _LONG_TEXT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def has_more_tokens(self, text: str, limit: int) -> bool:
+        """Whether a text has more than `limit` tokens, tokenising no more of it than that takes.
+
+        May be false for texts with slightly more: blocks of the text are tokenised one by one, and the cuts add tokens.
+        """
+        found = 0
+        for start in range(0, len(text), _BLOCK):
+            found += len(self.encode(text[start : start + _BLOCK], add_special_tokens=False)) - _MAX_CUT
+            if found > limit:
+                return True
+        return False
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens. Bytes that do not form a character become U+FFFD."""
+        if len(ids) < _LONG_TEXT:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0])
+
+    def text_of(self, token: int) -> str:
+        """The text that a token adds after another token.
+
+        This is not always its own decoding: decoders may drop the space before the first token.
+        """
+        ids, before = self._context
+        both = self.decode([*ids, token])
+        return both[len(before) :] if both.startswith(before) else self.decode([token])
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The text that each token adds after another token, by its id; "" for special tokens and unused ids.
+
+        Tokens that are part of a character have U+FFFD in their place. Takes a second for the largest vocabularies.
+        """
+        ids, before = self._context
+        both = self._tokenizer.decode_batch([[*ids, token] for token in range(self.size)], skip_special_tokens=True)
+        return [text[len(before) :] if text.startswith(before) else self.decode([token])
+                for token, text in enumerate(both)]
+
+    @cached_property
+    def tokens_with(self) -> Callable[[str], frozenset[int]]:
+        """The tokens whose text contains a text. It remembers the latest texts."""
+        return lru_cache(_MAX_REMEMBERED)(lambda text: frozenset(i for i, own in enumerate(self.texts) if text in own))
+
+    def for_grammars(self, vocabulary: int, eos_token: int) -> LLTokenizer:
+        """This tokenizer for grammars (longdraft/sampling/grammar.py). It is made once; that takes up to seconds."""
+        if self._for_grammars is None:
+            self._for_grammars = grammar.new_tokenizer(self._tokenizer.to_str(), vocabulary, eos_token)
+        return self._for_grammars
+
+    @cached_property
+    def _context(self) -> tuple[list[int], str]:
+        """A token to decode another one after, and its text."""
+        ids = self.encode("a", add_special_tokens=False)[-1:]
+        return ids, self.decode(ids)
+
+    def letters(self, token: int) -> str:
+        """A token as spelled in the vocabulary; empty for ids without a token."""
+        return self._tokenizer.id_to_token(token) or ""
+
+    def is_silent(self, token: int) -> bool:
+        """Whether `decode` skips it: special tokens, and ids without a token."""
+        return token in self._special or not self._tokenizer.id_to_token(token)
+
+    @cached_property
+    def characters(self) -> Callable[[int], int]:
+        """The number of characters of a token that is decoded alone. It remembers each token."""
+        return cache(lambda token: len(self.decode([token])))
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def byte_fallbacks(self) -> frozenset[int]:
+        """Ids of tokens such as `<0xE2>`, each of which is one byte; empty unless the decoder supports them."""
+        if "ByteFallback" not in repr(self._tokenizer.decoder):
+            return frozenset()
+        return frozenset(i for token, i in self.vocabulary().items() if _BYTE_TOKEN.fullmatch(token))
+
+    def stream(self) -> IncrementalDecoder:
+        """A decoder for tokens that arrive one by one."""
+        return IncrementalDecoder(self)
+
+    def chat(self, messages: str | Sequence[Message], /, **options: Any) -> str:
+        """The prompt for messages, in the model's chat template. A text is one message of the user.
+
+        Raises UsageError if the model has no template, for unknown options, and for messages that it refuses.
+        """
+        if self.chat_template is None:
+            raise UsageError(f"the model in {self._folder} has no chat template; use an instruction-tuned model, "
+                             "name one that has a template with --tokenizer, or give it a plain text to continue")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.chat_template.render(messages, **options)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        return ChatTemplate.find(self._folder)
+
+
+def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
+    """Hash of the tokens and their ids. Files that are trained for a model record it."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+def require_same_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> None:
+    """Raise UsageError unless both have the same tokens and ids. name: the draft model, for the message."""
+    first, second = target.vocabulary(), draft.vocabulary()
+    if first == second:
+        return
+    differing = sorted((token for token in first.keys() | second.keys() if first.get(token) != second.get(token)),
+                       key=lambda token: first.get(token, second.get(token, 0)))
+    shown = ", ".join(f"{token!r} is {first.get(token, 'missing')} in the target and {second.get(token, 'missing')} in "
+                      "the draft model" for token in differing[:_MAX_LISTED])
+    raise UsageError(f"draft model {name!r} has another vocabulary than the target, {len(differing)} tokens differ: "
+                     f"{shown}; choose a draft model with the same tokenizer")
+
+
+class IncrementalDecoder:
+    """Decodes token by token, and holds tokens back while they may end in the middle of a character.
+
+    The results of `push` and the final `flush`, joined, are the decoded text; only a character that is cut at the end
+    may differ. The work per token is bounded: the latest tokens are decoded again with each new one, because decoders
+    treat the first token of a text differently (they drop the space before it).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._emitted: list[int] = []
+        self._pending: list[int] = []
+        self._num_emitted = 0  # characters of `_emitted + _pending`, decoded, that were returned
+
+    def push(self, token: int) -> str:
+        """The characters that `token` completes."""
+        if self._tokenizer.is_silent(token):  # it would make the next token the first of a text
+            return ""
+        self._pending.append(token)
+        if token in self._tokenizer.byte_fallbacks:  # one invalid byte changes the whole run of bytes: wait for its end
+            return ""
+        text = self._tokenizer.decode(self._emitted + self._pending)
+        is_whole = not text.endswith(_REPLACEMENT)  # otherwise later bytes may complete the last character
+        new = text[self._num_emitted : len(text) if is_whole else -1]
+        if is_whole:
+            self._num_emitted = (self._tokenizer.characters(token) if len(self._pending) == 1
+                                 else len(self._tokenizer.decode(self._pending)))
+            self._emitted, self._pending = self._pending, []
+        elif len(self._pending) > _MAX_PENDING:  # not a character; the first byte of one may be among the last four
+            self._emitted, self._pending = [], self._pending[-_MAX_CHARACTER:]
+            self._num_emitted = len(self._tokenizer.decode(self._pending)) - 1
+        else:
+            self._num_emitted += len(new)
+        return new
+
+    def copy(self) -> IncrementalDecoder:
+        """A decoder in the same state."""
+        other = IncrementalDecoder(self._tokenizer)
+        other._emitted, other._pending, other._num_emitted = [*self._emitted], [*self._pending], self._num_emitted
+        return other
+
+    def flush(self) -> str:
+        """The text held back, at the end of the tokens. An incomplete character at its end is dropped if possible."""
+        held, self._pending = self._pending, []
+        for cut in range(min(_MAX_CHARACTER, len(held) + 1)):
+            text = self._tokenizer.decode(self._emitted + held[: len(held) - cut])
+            if not text.endswith(_REPLACEMENT):
+                return text[self._num_emitted :]
+        return self._tokenizer.decode(self._emitted + held)[self._num_emitted :]
+
+
+class StopText:
+    """Finds stop texts in a stream of text. Holds back what may be the beginning of one.
+
+    The text ends where the first stop text is complete; of several that are complete there, the longest counts. Each
+    character takes constant time on average, however many stop texts there are (Aho and Corasick 1975).
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._states = stop_states(tuple(stops))
+        self._state = self._states[0]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text to emit, and whether a stop text was found. The stop text and what follows are dropped."""
+        if len(self._states) == 1:
+            return text, False
+        state = self._state
+        for place, letter in enumerate(text, 1):
+            while letter not in state.next and state.depth:
+                state = state.fallback
+            state = state.next.get(letter, state)
+            if state.stop_length:
+                emitted = (self._held + text[:place])[: -state.stop_length]
+                self._state, self._held = self._states[0], ""
+                return emitted, True
+        text = self._held + text
+        self._state, self._held = state, text[len(text) - state.depth :]
+        return text[: len(text) - state.depth], False
+
+    def flush(self) -> str:
+        """The text held back, at the end of the stream or while stop texts do not apply yet."""
+        held, self._state, self._held = self._held, self._states[0], ""
+        return held
+
+
+class StopState:
+    """The longest end of the text so far that begins a stop text.
+
+    depth        its length in characters
+    next         the state after one more character of a stop text
+    fallback     the state of the next shorter such end
+    stop_length  length of the longest stop text that ends here; 0: none does
+    """
+
+    __slots__ = ("depth", "fallback", "next", "stop_length")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.next: dict[str, StopState] = {}
+        self.fallback = self
+        self.stop_length = 0
+
+
+@lru_cache(maxsize=4)  # the texts of one request have the same stop texts
+def stop_states(stops: tuple[str, ...]) -> list[StopState]:
+    """The states of the stop texts by depth, the start first. Takes time in proportion to the length of the texts."""
+    start = StopState(0)
+    for stop in stops:
+        state = start
+        for letter in stop:
+            state = state.next.setdefault(letter, StopState(state.depth + 1))
+        state.stop_length = len(stop)
+    states = [start]
+    for state in states:  # grows: shorter states come first, and fallbacks are shorter
+        for letter, following in state.next.items():
+            states.append(following)
+            shorter = state.fallback
+            while letter not in shorter.next and shorter.depth:
+                shorter = shorter.fallback
+            following.fallback = shorter.next.get(letter, start) if state.depth else start
+            following.stop_length = following.stop_length or following.fallback.stop_length
+    return states

@@ -1,0 +1,194 @@
+"""The slices of a visit: what they measure on a device, and at the smallest size in Triton's interpreter.
+
+    first    copy and product rates, the tests, rows of trees, kernels against the reference, a memory checker
+    length   stretched models after 4K to 100K tokens: equal texts, and each drafter's speed
+    kernels  each kernel, steps and verifications, prefills, another engine, beside the memory's floor
+    families hybrids and mixtures of experts: rows of trees, steps, chains; chains of trained layers for several texts
+    whole    100,000 drafted tokens with plain decoding in windows between them; the bundled model's long text
+
+The slices stand alone and run in this order, because no speed is measured on wrong bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from longdraft_bench.shapes import HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, cut
+
+LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "families": 480.0, "whole": 540.0}
+SLICES = tuple(LIMITS_S)
+_PATIENCE, _LEAST_PATIENCE = 3.0, 45.0  # a part may take so many times its expected seconds, and at least so many
+
+
+class Part(NamedTuple):
+    """A part of a slice.
+
+    kind     the function of the worker that measures it
+    options  its arguments
+    seconds  that it is expected to take
+    lasts    its figures do not depend on our kernels, and stay valid when these change
+    """
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+    seconds: float
+    lasts: bool = False
+
+    @property
+    def patience(self) -> float:
+        return max(_LEAST_PATIENCE, _PATIENCE * self.seconds)
+
+
+class CudaPlan(NamedTuple):
+    """What is measured.
+
+    kernels_names  kernels, the default first
+    shapes         model name -> its config.json; the first is measured first
+    families       the same of models whose layers run operation by operation
+    contexts       of texts and steps, ascending
+    prefixes       positions before the trees whose rows are compared
+    rows           of verifications
+    tokens         written by each drafter after each context
+    whole          tokens of the drafted text; its windows have `window` tokens
+    drafters       name -> drafter and its options, for the texts
+    tests          files of tests; empty: no tests
+    copied         bytes of the copy
+    repeats        of each measurement
+    has_peer       measure transformers too
+    """
+
+    device: str
+    dtype: str
+    kernels_names: tuple[str, ...]
+    shapes: dict[str, dict[str, Any]]
+    families: dict[str, dict[str, Any]]
+    contexts: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    rows: tuple[int, ...]
+    tokens: int
+    whole: int
+    window: int
+    drafters: dict[str, tuple[str, dict[str, Any]]]
+    tests: tuple[str, ...]
+    copied: int
+    repeats: int
+    has_peer: bool
+
+
+_TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
+          "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_layer_chain.py", "tests/unit/test_cuda_int4.py",
+          "tests/unit/test_cuda_small_drafts.py", "tests/unit/test_cuda_support.py", "tests/unit/test_cuda_texts.py",
+          "tests/unit/test_cuda_chains.py", "tests/unit/test_cuda_rounds.py",
+          "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py", "tests/unit/test_cuda_remainder.py")
+_FAMILIES = ("tests/unit/test_cuda_families.py",)
+_TEXTS_OF_FAMILIES = ("tests/unit/test_cuda_family_texts.py", "tests/unit/test_cuda_hybrids.py",
+                      "tests/unit/test_cuda_family_chains.py")
+_SELF = {"chain": 4, "suffix": False}
+ON_DEVICE = CudaPlan(
+    "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
+    {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")},
+    # Whole, or as many layers as a device holds and makes in seconds: milliseconds are those of these layers
+    {"qwen3.5-2b": HYBRID_SHAPES["qwen3.5-2b"],
+     "qwen3-30b-a3b, 12 layers": cut(MIXTURE_SHAPES["qwen3-30b-a3b"], 12),
+     "qwen3-next-80b-a3b, 8 layers": cut(MIXTURE_SHAPES["qwen3-next-80b-a3b"], 8)}, (4096, 9000, 32768, 102400),
+    (1000, 9000, 102400), (1, 4, 8, 16, 64), 96, 100_000, 500,
+    {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 5, "width": 1, "suffix": False}),
+     "eagle, 8 tokens": ("eagle", {"chain": 8, "width": 1, "suffix": False}),
+     "self": ("magicdec", _SELF | {"draft_weights": "same"}),
+     "self int8": ("magicdec", _SELF | {"draft_weights": "int8"}),
+     "self int4": ("magicdec", _SELF | {"draft_weights": "int4"}),
+     "self int4, 7 tokens": ("magicdec", _SELF | {"chain": 7, "draft_weights": "int4"}), "suffix": ("suffix", {})},
+    _TESTS, 1 << 32, 9, True)
+_TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                                  "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+_TINY_EXPERTS = _TINY | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_TINY_FAMILIES = {
+    "tiny mixture": _TINY_EXPERTS | {"model_type": "qwen3_moe"},
+    "tiny hybrid": _TINY_EXPERTS | {
+        "model_type": "qwen3_next", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}}
+INTERPRETED = CudaPlan(
+    "cpu", "float32", ("triton-16",), {"tiny": _TINY}, _TINY_FAMILIES, (24,), (20,), (1, 2), 3, 4, 2,
+    {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 2, "suffix": False})}, (),
+    1 << 12, 1, False)
+
+
+# Seconds are those that parts took on an H200; a model's first part compiles its kernels.
+_COPY_RATE = Part("copy rate", "copy_rate", {}, 5, lasts=True)
+
+
+def parts_of(plan: CudaPlan, name: str) -> list[Part]:
+    """The parts of a slice, in the order in which they run."""
+    return {"first": _first, "length": _length, "kernels": _kernels, "families": _families,
+            "whole": _whole}[name](plan)
+
+
+def _first(plan: CudaPlan) -> list[Part]:
+    parts = [_COPY_RATE, Part("product rate", "product_rate", {}, 5, lasts=True)]
+    for name in plan.kernels_names:
+        parts += [Part(f"rows {name} {prefix}", "rows", {"name": name, "prefix": prefix},
+                       12 if prefix == plan.prefixes[0] else 3) for prefix in plan.prefixes]
+        if plan.tests and name == plan.kernels_names[0]:
+            parts.append(Part("tests", "tests", {"files": plan.tests}, 100))
+    parts += [Part(f"reference {name}", "reference", {"name": name}, 10) for name in plan.kernels_names]
+    if plan.device == "cuda":
+        parts += [Part("memory checker", "memory_checker", {}, 15),
+                  Part("tests of families", "tests", {"files": _FAMILIES}, 60)]
+    return parts
+
+
+def _length(plan: CudaPlan) -> list[Part]:
+    """From the longest context down: the cache is filled once for each model and then cut."""
+    return [Part(f"texts {shape} {context}", "texts", {"shape": shape, "context": context},
+                 40 if context == plan.contexts[-1] else 28)
+            for shape in plan.shapes for context in reversed(plan.contexts)]
+
+
+def _kernels(plan: CudaPlan) -> list[Part]:
+    """Whole steps first. A model is made once: all that needs it runs in turn."""
+    first, parts = next(iter(plan.shapes)), [_COPY_RATE]
+    for shape in plan.shapes:
+        near = {"shape": shape, "context": plan.contexts[0]}
+        parts += [Part(f"steps {shape} {context}", "steps", {"shape": shape, "context": context},
+                       18 if context == plan.contexts[0] else 4) for context in plan.contexts]
+        parts += [Part(f"ahead {shape} {context}", "plain_ahead", {"shape": shape, "context": context}, 5)
+                  for context in dict.fromkeys((plan.contexts[0], plan.contexts[-1]))]
+        parts += [Part(f"fetches {shape} {context}", "fetches", {"shape": shape, "context": context}, 4)
+                  for context in plan.contexts[:2]]
+        parts += [Part(f"trace {shape}", "trace", near, 5),
+                  Part(f"side by side {shape} {plan.contexts[0]}", "side_by_side", near, 18),
+                  Part(f"filters {shape}", "laws", near, 12),
+                  Part(f"small drafts {shape}", "small_drafts", {"shape": shape}, 10),
+                  Part(f"upkeep {shape}", "upkeep", {"shape": shape, "context": plan.contexts[-1]}, 8)]
+        if shape == first:
+            parts += [Part(f"prefill {first} {context}", "prefill", {"shape": first, "context": context}, 20)
+                      for context in (plan.contexts[0], plan.contexts[-1])]
+    parts += [Part(f"kernels {shape}", "each_kernel", {"shape": shape}, 40) for shape in plan.shapes]
+    if plan.has_peer:
+        options = {"shape": first, "context": plan.contexts[0]}
+        parts.append(Part("transformers", "transformers", options, 60, lasts=True))
+    return [*parts, *(Part(f"drafts {shape}", "trace_drafts", {"shape": shape, "context": plan.contexts[0]}, 30)
+                      for shape in plan.shapes)]
+
+
+def _families(plan: CudaPlan) -> list[Part]:
+    """Exact rows first. A model is made once. None of these seconds is measured yet."""
+    near, parts = plan.contexts[0], [_COPY_RATE]
+    for shape in plan.families:
+        parts.append(Part(f"rows {shape} {near}", "family_rows", {"shape": shape, "context": near}, 35))
+        parts += [Part(f"steps {shape} {context}", "steps", {"shape": shape, "context": context}, 12)
+                  for context in dict.fromkeys((near, plan.contexts[-1]))]
+        parts.append(Part(f"chains {shape} {near}", "family_chains", {"shape": shape, "context": near}, 20))
+    first = next(iter(plan.shapes))
+    parts.append(Part(f"layer chains {first}", "layer_chains", {"shape": first, "context": near}, 40))
+    if plan.device == "cuda":
+        parts.append(Part("tests of families' texts", "tests", {"files": _TEXTS_OF_FAMILIES}, 90))
+    return parts
+
+
+def _whole(plan: CudaPlan) -> list[Part]:
+    parts = [Part(f"long text {shape}", "long_text", {"shape": shape}, 180 if place == 0 else 100)
+             for place, shape in enumerate(plan.shapes)]
+    return [*parts, Part("bundled", "bundled", {}, 60)]
