@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md",
                                       "tests/promise/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "longdraft" / "bundled").glob("*/README.md"))
-LOG = ROOT / "docs" / "notebook.md"  # names files as they were
+NOTEBOOK = sorted((ROOT / "notebook").glob("*.md"))  # names files and commands as they were
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
-SOURCE = re.compile(r"(?<![\w/.])((?:longdraft|benchmarks|tests|csrc|examples)/[\w./*$-]*[\w/])")
+SOURCE = re.compile(r"(?<![\w/.])((?:longdraft|benchmarks|tests|csrc|examples|notebook)/[\w./*$-]*[\w/])")
 
 
 def name_of(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("document", DOCUMENTS + NOTEBOOK, ids=name_of)
 def test_every_link_leads_to_a_file(document):
     links = [link for link in LINK.findall(document.read_text(encoding="utf-8")) if "://" not in link]
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("document", [document for document in DOCUMENTS if document != LOG], ids=name_of)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_named_source_file_exists(document):
     named = SOURCE.findall(document.read_text(encoding="utf-8"))
     assert [path for path in named if "$" not in path and not any(ROOT.glob(path.rstrip("/")))] == []
@@ -68,7 +68,7 @@ def parse(arguments: list[str]) -> None:
     command.make_context(command.name, list(arguments))
 
 
-@pytest.mark.parametrize("document", [document for document in DOCUMENTS if document != LOG], ids=name_of)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_command_has_the_options_that_it_shows(document):
     for arguments in commands(document.read_text(encoding="utf-8")):
         try:
