@@ -161,7 +161,7 @@ template <class T> void copy_operands(const typename T::Element* from, long coun
 
 // Whether the processor fetches ascending lines by itself, as AMD's with BF16 do. While little is computed with a line, software
 // prefetches get in its way (bfloat16 words of one or two rows, weights in groups). Otherwise they save up to a third of the
-// time, if they go 8 to 16 KB ahead (docs/notebook.md).
+// time, if they go 8 to 16 KB ahead (notebook/2026-11.md).
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 constexpr bool FETCHES_ASCENDING_LINES = true;
 #else

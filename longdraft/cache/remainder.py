@@ -8,7 +8,7 @@ Verification computes, for every row that became text, what the full cache gave 
 remainder of that row. Drafts have other queries. W and b are a ridge regression of the remainders on the queries over
 about the last 100 verified rows, whose weights decay exponentially. Neighbouring rows have similar errors, so a part
 of the last row's error is added to b. With the bundled model, the fit raises the share of first guesses that are
-right from 0.76 (every draft uses the last row's remainder) to 0.9 (docs/notebook.md).
+right from 0.76 (every draft uses the last row's remainder) to 0.9 (notebook/2026-11.md).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class MedusaOptions(DrafterOptions):
 
     tree  widths (1,3: one guess, three after it), choices ("0 1 0.0": ranks from the root), or mc_sim_7b_63;
           at most as deep as there are heads. The default was measured with the bundled model's weak heads
-          (docs/notebook.md); deeper trees pay with better heads.
+          (notebook/2026-11.md); deeper trees pay with better heads.
     """
 
     tree: str = "3"

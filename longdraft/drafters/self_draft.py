@@ -18,7 +18,7 @@ small loses too much of the text. Drafted rows never stay in the cache: verifica
 
 MagicDec's published code selects its rows once, after the prompt, and stops after about 100 tokens; here, rows are
 selected again every `refresh` tokens. The default trees were measured with the bundled model on a CPU
-(docs/notebook.md), where rows are expensive. Wider trees pay where rows are cheap.
+(notebook/2026-11.md), where rows are expensive. Wider trees pay where rows are cheap.
 """
 
 from __future__ import annotations

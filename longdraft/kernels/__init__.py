@@ -108,7 +108,7 @@ class single_threaded_torch:
     """A context in which PyTorch uses one thread, if `kernels` are the compiled ones, which have their own threads.
 
     After each operation, PyTorch's threads spin for a while on the cores that the compiled kernels need. That makes
-    drafting two to three times slower (docs/notebook.md). Each step enters it, so it is no generator.
+    drafting two to three times slower (notebook/2026-11.md). Each step enters it, so it is no generator.
     """
 
     def __init__(self, kernels: Kernels) -> None:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 AUTO, SAME = "auto", "same"
 CHOICES = (AUTO, SAME, "int8", "int4")
 # `auto` makes a copy in int4 of models whose weights are as large as the cache of this many tokens. Below, drafts cost
-# less beside a verification, and a copy that agrees less often is slower: int8 then (docs/notebook.md).
+# less beside a verification, and a copy that agrees less often is slower: int8 then (notebook/2026-11.md).
 _MIN_WEIGHTS_IN_TOKENS = 16_384
 _SMALLER = 0.75  # of a quantised file's weights: what a copy may take
 _MIN_BYTES = 4 << 20  # weights that stay in the processor's caches: no copy

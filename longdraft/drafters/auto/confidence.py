@@ -2,7 +2,7 @@
 
 Agreement with the target depends on the *lead* of a guess (longdraft/kernels/native_draft.py): how far its score is
 ahead of the next token's. Of the guesses of an int4 copy with a lead below 0.1, 0.57 are right; above 0.5, 0.95 and
-more (docs/notebook.md). So a chain whose guesses all lead clearly continues, and one with two close decisions ends.
+more (notebook/2026-11.md). So a chain whose guesses all lead clearly continues, and one with two close decisions ends.
 
     P(next token is accepted)  =  rate(lead of the 1st) * ... * rate(lead of the last)  *  mean rate
 """
