@@ -70,9 +70,9 @@ def configs(root: Path) -> Iterator[tuple[tuple[str, ...], str]]:
     from helpers import golden_texts
     from helpers.families import make_family
     from helpers.gguf_files import convert
-    from longdraft.model import hub
-    from longdraft.model.config import read_config
-    from longdraft.model.tensor_files import TensorFiles
+    from longdraft.checkpoint import hub
+    from longdraft.checkpoint.config_file import read_config
+    from longdraft.checkpoint.tensor_files import TensorFiles
 
     def of(name: str, path: Path) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("configs", "any", name), golden_texts.short(read_config(path).sha256())

@@ -8,8 +8,8 @@ any other token, so the text does not change.
     tokens of the text and candidates, most frequent first  |  then the lowest ids, which BPE gives to its first merges
 
 Candidates are tokens to which verification gave at least a fiftieth of the best token's probability. They halve the
-number of new tokens that a draft vocabulary lacks (notebook/2026-11.md). The rows are packed once and again from time to
-time, where the text has tokens that they lack. The work of a step does not grow with the text.
+number of new tokens that a draft vocabulary lacks (notebook/2026-11.md). The rows are packed once and again from time
+to time, where the text has tokens that they lack. The work of a step does not grow with the text.
 """
 
 from __future__ import annotations

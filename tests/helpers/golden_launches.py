@@ -27,10 +27,10 @@ from helpers.eagle import make_eagle
 from helpers.equality import prompt_of
 from helpers.golden_texts import text_hash
 from helpers.recorded_graphs import RecordedGraphs
-from longdraft.core import SamplingParams
 from longdraft.kernels import launched
 from longdraft.kernels.cuda import shared_choice
 from longdraft.kernels.cuda.choice import ChosenTokens
+from longdraft.request.sampling_params import SamplingParams
 
 KERNELS = "triton-16"
 # The places where the host waits for the device. A step that moves one of them moves it here, too.

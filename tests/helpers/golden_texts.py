@@ -21,10 +21,10 @@ from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import DRAFTERS, prompt_of
 from helpers.families import CPU_FAMILIES, FAMILIES, GEMMA4, HYBRIDS, MIXTURES, UNIFIED, make_family
 from helpers.generation import Factory, by_name, generate
-from longdraft.core import SamplingParams
-from longdraft.model import heads
+from longdraft.engine.run_statistics import sha256_tokens
 from longdraft.model.transformer import Transformer
-from longdraft.run_statistics import sha256_tokens
+from longdraft.parts import heads
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.step import Tally
 
 EVERY_FAMILY = [*FAMILIES, *MIXTURES, *HYBRIDS, *CPU_FAMILIES, *GEMMA4, *UNIFIED]

@@ -15,11 +15,11 @@ import golden_record
 from golden_record import Leaves, differences
 from helpers import golden_texts
 from longdraft import drafters
-from longdraft.core import Context
+from longdraft.checkpoint.config_file import read_config
 from longdraft.drafters import Resources
-from longdraft.model.config import read_config
+from longdraft.request.context import Context
+from longdraft.request.tree import Tree
 from longdraft.speculation.drafter import Drafter
-from longdraft.tree import Tree
 
 RECORDED = golden_record.read()
 # Kernels of this machine. A record of others is kept for the machines that have them.
