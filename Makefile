@@ -2,10 +2,13 @@
 # make and a C++ compiler.
 #
 #   make demo    install, then write a long text with the bundled model
-#   make test    install what tests need, then run them all
+#   make test    install what the core tests need, then run them (five minutes): the promise, and all units
+#   make test-changed  the tests that reach a file you changed since BASE (HEAD), by imports
+#   make test-all      every test: all families x drafters x settings, the CUDA kernels in Triton's interpreter, jobs,
+#                      trainers, benchmarks
 #   make test-cuda  the CUDA kernels' tests on a device of this machine (docs/cuda.md)
 #   make test-cuda-offline, install-offline  the same with the Python that has PyTorch for CUDA, without network
-#   make lint    ruff and mypy, which `make test` does not run
+#   make lint    ruff, mypy and the structure of the packages (tests/lint), which `make test` does not run
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
 #   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
 #   make soak    a hundred kills, 200,000 damaged inputs, an hour of hostile load (an hour and a half; docs/reliability.md)
@@ -27,15 +30,24 @@ TRITONS := 3.4.0 3.9.0
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test test-cuda test-cuda-offline install-offline test-page lint docs sanitize cluster soak wheel image clean
+.PHONY: demo test test-changed test-all test-cuda test-cuda-offline install-offline test-page lint docs sanitize cluster soak wheel image clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
 	    --min-p 0.1 --repetition-penalty 1.2 --penalty-window 1024
 
 # An empty PYTHONDONTWRITEBYTECODE lets the processes that tests start share compiled modules.
-test: $(VENV)/.installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+BASE  ?= HEAD
+
+test: $(VENV)/.installed-test
+	$(PYTEST) -m "not full and not cluster"
+
+test-changed: $(VENV)/.installed-dev
+	$(PYTEST) --changed-since $(BASE)
+
+test-all: $(VENV)/.installed-dev
+	$(PYTEST)
 
 # PyTorch for CUDA must be what the set-up found: see docs/cuda.md.
 test-cuda: $(VENV)/.installed-dev
@@ -57,6 +69,7 @@ test-page: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/lint
 
 DOCUMENTS := README.md Dockerfile CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md examples/kubernetes.yaml $(wildcard tests/promise/*.md tests/promise/*.py) \
              $(wildcard longdraft/bundled/*/README.md longdraft/bundled/*/*.svg)
@@ -121,10 +134,14 @@ $(VENV)/.installed: $(SOURCES) | $(BIN)/python
 	$(PIP) --editable .
 	touch $@
 
+$(VENV)/.installed-test: $(SOURCES) | $(BIN)/python
+	$(PIP) --editable '.[test]'
+	touch $@ $(VENV)/.installed
+
 $(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
 	$(PIP) --editable '.[dev]'
 	for version in $(TRITONS); do $(MAKE) --no-print-directory $(VENV)/triton-$$version; done
-	touch $@ $(VENV)/.installed
+	touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 # A version that is not installed. Without it, what needs it is skipped.
 $(VENV)/triton-%: | $(BIN)/python

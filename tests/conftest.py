@@ -16,6 +16,30 @@ import pytest
 if TYPE_CHECKING:
     from longdraft.batch.worker import BatchJob
 
+AFFECTED: pytest.StashKey[set[Path] | None] = pytest.StashKey()  # with --changed-since; None: every file is
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--changed-since", metavar="REVISION",
+                     help="run the tests alone that reach a file that differs from this revision (make test-changed)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if revision := config.getoption("--changed-since"):
+        from helpers.import_graph import affected_tests, changed_files
+
+        config.stash[AFFECTED] = affected_tests(ROOT, changed_files(ROOT, revision))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --changed-since, leave out the files of tests that no change can affect."""
+    affected = config.stash.get(AFFECTED, None)
+    if affected is None or collection_path.is_dir():
+        return None
+    return True if collection_path not in affected else None
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from itertools import cycle, islice
 from pathlib import Path
+
+import pytest
 
 from helpers.checkpoints import VOCAB, load_glide
 from helpers.eagle import load_eagle
@@ -61,7 +64,26 @@ DRAFTERS = {
     "triforce": ("triforce", dict(model="another", budget=48, stride=10, window=30, sinks=2, refresh=8)),
     "triforce, n-grams": ("triforce", dict(budget=48, stride=4, floor=0.9, guesses=3)),
 }
+# The ways in which drafters read keys and values of the text, with a drafter that does: of the core's checks of each
+# family. Drafters that read none (n-grams, suffixes, heads) are right on every cache.
+READING = {
+    "the full cache": "tokenswift, full cache",
+    "a partial cache and its remainder": "magicdec, streaming",
+    "a partial cache alone": "magicdec, snapkv",
+    "a window of its own": "draft-model, window",
+    "the target's cache in a layer of its own": "glide",
+}
+# In the core, one drafter for each way of reading.
+drafters_by_extent = pytest.mark.parametrize("drafters", [
+    pytest.param(list(READING.values()), id="each way of reading"),
+    pytest.param(list(DRAFTERS), id="every drafter", marks=pytest.mark.full)])
 LIARS = ["random", "perfect", "half true", "empty", "huge", "duplicated branches", "colliding with the penalty"]
+
+
+def settings_for(drafter: str) -> list[str]:
+    """The two settings of a drafter in the core. All drafters together have every setting several times."""
+    first = 2 * [*DRAFTERS, *LIARS].index(drafter)
+    return list(islice(cycle(SETTINGS), first, first + 2))
 
 
 def prompt_of(length: int, seed: int = 3) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,19 @@ def check_one_call(model: Transformer, prompt: int = 20) -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def check_every_drafter(folder: Path, dtype: str, settings: dict[str, Any], tokens: int, draft: Transformer | None
-                        ) -> None:
-    """Every drafter writes the plain text. `glide` takes part where the folder has a layer for it.
+def check_drafters(folder: Path, drafters: Iterable[str], dtype: str, settings: dict[str, Any], tokens: int,
+                   draft: Transformer | None) -> None:
+    """These drafters write the plain text. `glide` takes part where the folder has a layer for it.
 
-    draft  the smaller model of drafters that need one; None: the model itself
+    drafters  names of DRAFTERS
+    draft     the smaller model of drafters that need one; None: the model itself
     """
     model = load(folder, dtype)
     trained, eagle = heads.load_heads(folder / "heads", model), load_eagle(folder / "eagle", model)
     layer = load_glide(folder / "glide", model) if (folder / "glide").exists() else None
     params = SamplingParams(max_new_tokens=tokens, seed=11, **settings)
     plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
-    for name, options in DRAFTERS.values():
+    for name, options in map(DRAFTERS.__getitem__, drafters):
         if (name == "glide" and layer is None) or (model.config.hybrid and options.get("cache") == "full"
                                                    and name == "tokenswift"):
             continue

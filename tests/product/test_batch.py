@@ -101,6 +101,7 @@ def test_retry_errors_replaces_error_records(job, tmp_path):
     assert sorted_lines(output) == sorted_lines(tmp_path / "uncut.jsonl")
 
 
+@pytest.mark.full
 def test_worker_processes_write_the_same_records_after_one_is_killed(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 600} for row in ROWS])
     run(rows, tmp_path / "alone.jsonl", job, in_process)
@@ -220,6 +221,7 @@ def test_a_changed_row_starts_from_the_beginning(job, tmp_path):
     assert output.read_bytes() == (tmp_path / "uncut.jsonl").read_bytes()
 
 
+@pytest.mark.full
 def test_parquet_input_and_output(job, tmp_path):
     import pyarrow
     from pyarrow import parquet

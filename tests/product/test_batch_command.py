@@ -14,6 +14,8 @@ from longdraft.__main__ import run as longdraft_command
 from longdraft.batch.requests import RowProgress
 from longdraft.batch.run import Totals
 
+pytestmark = pytest.mark.full
+
 
 def test_the_command_resumes_after_sigkill_and_counts_rows(chatty, tmp_path, capsys):
     rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 400} for row in ROWS[:3]] + ["{"])

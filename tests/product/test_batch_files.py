@@ -25,6 +25,8 @@ from longdraft.batch.worker import BatchJob, BatchWorker
 from longdraft.errors import OutputError, UsageError
 from longdraft.system.console import Interrupted
 
+pytestmark = pytest.mark.full
+
 
 def error_records_only(job: BatchJob, tasks: Iterator[BatchRequest], check) -> Iterator[RowProgress]:
     """An executor without an engine: every row becomes an error record."""

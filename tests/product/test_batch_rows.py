@@ -87,6 +87,7 @@ def writer(chatty, tmp_path_factory) -> BatchWorker:
     return BatchWorker(job)
 
 
+@pytest.mark.full
 @given(row=ROW)
 @settings(max_examples=250)
 def test_any_row_becomes_a_valid_record(writer, row):

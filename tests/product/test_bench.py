@@ -20,6 +20,8 @@ from longdraft.system import timing
 from longdraft.text.tokenizer import Tokenizer
 from longdraft_bench import batch, peers
 
+pytestmark = pytest.mark.full
+
 TINY = ["--repeats", "1", "--memory", "0.0005"]
 TIMES = {"ms", "ms_low", "ms_high"}
 

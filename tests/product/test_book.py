@@ -17,6 +17,8 @@ from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE, read_journal
 from longdraft.request.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.full
+
 PREMISE = "It was a dark night, and the keeper of the lighthouse found a letter."
 COMMAND = ["book", PREMISE, "--chapters", "3", "--words", "50", "--seed", "4", "--threads", "1", "--quiet"]
 FILES = ("book.md", "book.epub")

@@ -49,6 +49,7 @@ def test_the_text_has_no_stray_space_after_contractions(name):
     assert not text.startswith("  ") and "n't  " not in text and "'ve  " not in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_drafts_and_writes_the_text_of_plain_decoding(name, drafter):
     params = longdraft.SamplingParams(max_new_tokens=80, seed=3, min_p=0.1, repetition_penalty=1.2)

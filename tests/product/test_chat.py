@@ -150,6 +150,7 @@ def longdraft_chat(talker, *options):
             "--stop-token-id", "1", *options]
 
 
+@pytest.mark.full
 def test_a_closed_stdout_pipe_ends_the_command_quietly(talker):
     work = subprocess.Popen(longdraft_chat(talker, "--max-new-tokens", "3900"), stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -164,6 +165,7 @@ def test_a_closed_stdout_pipe_ends_the_command_quietly(talker):
 needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 
 
+@pytest.mark.full
 @needs_dev_full
 def test_a_full_disk_behind_stdout_ends_a_script_with_one_line(talker):
     """Runs in a subprocess, because Python flushes the rest of stdout when it exits."""
@@ -204,6 +206,7 @@ def test_characters_outside_the_terminals_encoding_are_replaced(monkeypatch, cap
     assert b"?" in shown.getvalue() and capfd.readouterr().err == ""
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_the_answer_and_keeps_the_program_running(talker):
     work = subprocess.Popen(longdraft_chat(talker, "--max-new-tokens", "3900", "--seed", "1"), stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)

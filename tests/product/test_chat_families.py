@@ -20,6 +20,8 @@ from helpers.checkpoints import write_chain
 from helpers.families import make_family
 from longdraft.__main__ import run
 
+pytestmark = pytest.mark.full
+
 # Each format: the special tokens, those that end an answer, the template, and what it makes of CHAT.
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi\n"},
         {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Why?"}]

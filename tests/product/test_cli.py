@@ -113,6 +113,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_usage_error_prints_one_line_and_exits_with_status_2(mistake, capfd):
     arguments, message = MISTAKES[mistake]
@@ -150,6 +151,7 @@ def test_a_full_disk_prints_one_line(capfd):
     assert captured.out == "" and "No space left" in captured.err and captured.err.count("\n") == 1
 
 
+@pytest.mark.full
 @needs_dev_full
 @pytest.mark.parametrize("command", [QUICK, ["models"], ["models", "--json"], ["doctor"]], ids=" ".join)
 def test_a_full_disk_at_stdout_prints_one_line(command):
@@ -160,6 +162,7 @@ def test_a_full_disk_at_stdout_prints_one_line(command):
     assert "No space left" in work.stderr and work.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_closed_stdout_does_not_stop_a_text_for_a_file(tmp_path):
     command = [*LONGDRAFT, *QUICK, "--output", str(tmp_path / "text.txt")]
     work = subprocess.run(["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True,
@@ -206,6 +209,7 @@ def test_a_prompt_file_that_is_not_utf8_is_refused(capfd, tmp_path):
     assert "not UTF-8 text (byte 3)" in capfd.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_output_files_are_complete_after_a_signal(tmp_path, number, status):
     output, stats, tokens = tmp_path / "text.txt", tmp_path / "stats.json", tmp_path / "ids.npy"
@@ -227,6 +231,7 @@ def test_output_files_are_complete_after_a_signal(tmp_path, number, status):
     assert not partial.exists()
 
 
+@pytest.mark.full
 def test_many_interrupts_end_a_command_without_a_traceback():
     """The first modules may not be imported yet, or Python may be ending already."""
     work = subprocess.Popen([*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000"],
@@ -238,6 +243,7 @@ def test_many_interrupts_end_a_command_without_a_traceback():
     assert "Traceback" not in work.stderr.read() and work.returncode in (130, -signal.SIGINT)
 
 
+@pytest.mark.full
 def test_a_closed_stdout_pipe_ends_the_command_quietly():
     work = subprocess.Popen([*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000", "--seed", "1"],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -247,6 +253,7 @@ def test_a_closed_stdout_pipe_ends_the_command_quietly():
     assert work.wait(timeout=60) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shares", [True, False], ids=["text on the terminal", "text in a file"])
 def test_a_terminal_shows_a_live_line_below_the_text(tmp_path, shares):
     """The live line shows tokens, speed, mean accepted length and remaining time; `--quiet` disables it."""
@@ -264,6 +271,7 @@ def summaries(shown: str) -> list[str]:
     return re.findall(r"longdraft: [^\r\n\x1b]*", shown)
 
 
+@pytest.mark.full
 def test_a_terminal_shows_one_summary_line_at_the_end_of_a_run(tmp_path):
     """Tokens, time, speed, speed-up over plain decoding, mean accepted length, main drafter, and output files."""
     output, journal = tmp_path / "text.txt", tmp_path / "journal"

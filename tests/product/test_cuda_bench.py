@@ -20,6 +20,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import helpers.cuda_kernels  # noqa: F401  # it makes the interpreter faster
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted only without a device")
 

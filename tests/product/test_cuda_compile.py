@@ -47,6 +47,7 @@ def test_the_bounds_of_triton_are_what_the_allowed_versions_of_pytorch_bring():
             assert release(OLDEST) <= release(found[1]) <= release(NEWEST)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", sorted({OLDEST, NEWEST, triton.__version__}))
 def test_every_kernel_compiles_for_hopper_and_spills_no_more_than_known(version, tmp_path):
     found = compiled(version, tmp_path)

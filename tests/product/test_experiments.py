@@ -23,6 +23,8 @@ from longdraft_bench import device, measures, turns
 from longdraft_bench import experiment as experiments
 from longdraft_bench import results as stored
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def engine(tiny):

@@ -17,7 +17,8 @@ import pytest
 from helpers import serving
 
 CHROMIUM = os.environ.get("LONGDRAFT_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; install it, or name it in LONGDRAFT_CHROMIUM")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(
+    not CHROMIUM, reason="no Chromium here; install it, or name it in LONGDRAFT_CHROMIUM")]
 SHOTS = os.environ.get("LONGDRAFT_SCREENSHOTS")  # a folder: keep pictures of what was seen
 
 at_length = pytest.mark.skipif(not SHOTS, reason="takes a minute; `make test-page` runs it")

@@ -18,6 +18,8 @@ from helpers.experiments import TEXT, bench
 from longdraft.__main__ import run
 from longdraft_bench import peers, peers_text
 
+pytestmark = pytest.mark.full
+
 
 def texts_of(model, names, draft=None, **changes):
     plan = peers.PeersPlan(str(model), model, peers.named(names), peers.interpreter(None), [20], 0, 1, 2, 600, 128)

@@ -35,6 +35,8 @@ from longdraft.errors import ModelError, UsageError
 
 ray = pytest.importorskip("ray", reason="needs ray; pip install 'longdraft[ray]'")
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def cluster(monkeypatch):

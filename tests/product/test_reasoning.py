@@ -17,6 +17,8 @@ from longdraft.__main__ import run
 from longdraft.errors import UsageError
 from longdraft.server.settings import ServerSettings
 
+pytestmark = pytest.mark.full
+
 HELLO = [{"role": "user", "content": "Hi"}]
 KINDS = {"opened": ("<think>", "</think>", False), "written": ("<think>", "</think>", False),
          "special": ("[THINK]", "[/THINK]", True)}

@@ -19,6 +19,8 @@ from longdraft_bench import experiment as experiments
 from longdraft_bench import measures
 from longdraft_bench import results as stored
 
+pytestmark = pytest.mark.full
+
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).resolve().parents[2]
 

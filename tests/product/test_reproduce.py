@@ -18,6 +18,8 @@ from longdraft.train.presets import PRESETS
 from longdraft_bench import document
 from longdraft_bench import experiment as experiments
 
+pytestmark = pytest.mark.full
+
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 20
 # What makes a training or a table small. The named options are the document's.

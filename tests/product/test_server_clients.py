@@ -186,6 +186,7 @@ def test_the_tree_gives_way_to_running_texts(engine):
     assert tree.idle_bytes <= 40 << 20
 
 
+@pytest.mark.full
 def test_progress_of_the_prompt_is_sent_on_request(engine, post):
     ids = engine.encode(STORY * 3)
     body = {"prompt": ids, "max_tokens": 2, "stream": True, "longdraft": {"cache": False}}

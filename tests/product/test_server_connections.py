@@ -13,6 +13,8 @@ import pytest
 from helpers import serving
 from longdraft.server import connections
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def engine():

@@ -29,6 +29,8 @@ from longdraft.server.schemas import (
 )
 from longdraft.server.settings import ServerSettings
 
+pytestmark = pytest.mark.full
+
 COUNT = 100_000  # items of a hostile list
 MESSAGE = {"role": "user", "content": "a"}
 

@@ -25,6 +25,8 @@ from longdraft.server.replies import EventStream
 from longdraft.text import stream as text_stream
 from longdraft.text.stream import TextStream
 
+pytestmark = pytest.mark.full
+
 URL = "/v1/longdraft/generations"
 BODY = {"prompt": "The ship", "max_tokens": 400, "seed": 7, "stream": True, "longdraft": {"min_p": 0.1}}
 

@@ -21,6 +21,8 @@ from longdraft.server.prepare import Preparer
 from longdraft.server.schemas import CompletionRequest
 from longdraft.server.settings import ServerSettings, cache_budget
 
+pytestmark = pytest.mark.full
+
 engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
 

@@ -13,6 +13,8 @@ from longdraft.server import app as application
 from longdraft.server.jobs import EventQueue, JobEnd
 from longdraft.system import machine
 
+pytestmark = pytest.mark.full
+
 URL = "/v1/longdraft/generations"
 
 

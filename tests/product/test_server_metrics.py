@@ -12,6 +12,8 @@ import pytest
 from helpers import serving
 from longdraft.server.logs import TextFormatter
 
+pytestmark = pytest.mark.full
+
 engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
 client = pytest.fixture(scope="module")(serving.client)

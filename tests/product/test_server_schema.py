@@ -12,6 +12,8 @@ from schemathesis import GenerationMode
 
 from helpers import serving
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):

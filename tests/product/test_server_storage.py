@@ -25,6 +25,8 @@ from longdraft.server import run as running
 from longdraft.server.journals import JournalFolder
 from longdraft.server.settings import ServerSettings
 
+pytestmark = pytest.mark.full
+
 URL = "/v1/longdraft/generations"
 
 

@@ -17,6 +17,8 @@ from longdraft.parts.eagle_config import canonical_names
 from longdraft_bench.stretched import Places
 from longdraft_bench.stretched_eagle import stretched_eagle
 
+pytestmark = pytest.mark.full
+
 # Four times the width and the head size: the factors of norms and queries are powers of two, and no bit is lost.
 LARGE = {"hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads": 2,
          "head_dim": 48, "intermediate_size": 250, "vocab_size": VOCAB + 40}

@@ -18,6 +18,8 @@ from longdraft.train import job, processes
 from longdraft.train.lm_settings import LmSettings
 from longdraft.train.settings import HeadSettings
 
+pytestmark = pytest.mark.full
+
 text = pytest.fixture(scope="module")(alphabet_text)
 tokens = pytest.fixture(scope="module")(tokenizer_folder)
 

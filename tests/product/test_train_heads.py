@@ -27,6 +27,8 @@ from longdraft.train import frozen_model as frozen
 from longdraft.train.loop import Position, learning_rate
 from longdraft.train.settings import HeadSettings
 
+pytestmark = pytest.mark.full
+
 base = pytest.fixture(scope="module")(training.alphabet)
 
 

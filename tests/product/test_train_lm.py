@@ -23,6 +23,8 @@ from longdraft.train import job, lm
 from longdraft.train.lm_settings import DraftSettings, LmSettings
 from longdraft.train.settings import HeadSettings
 
+pytestmark = pytest.mark.full
+
 HYBRID = {"kind": "hybrid", "layers": 4, "hidden_size": 32}
 
 

@@ -19,6 +19,8 @@ from longdraft.train.presets import PRESETS
 from longdraft.train.registry import TRAININGS
 from longdraft.train.settings import HeadSettings
 
+pytestmark = pytest.mark.full
+
 base = pytest.fixture(scope="module")(training.alphabet)
 
 

@@ -22,6 +22,8 @@ from longdraft.train import job, self_generated
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
 
+pytestmark = pytest.mark.full
+
 base = pytest.fixture(scope="module")(training.alphabet)
 
 

@@ -17,6 +17,8 @@ from longdraft.errors import LongdraftError, ModelError, UsageError
 from longdraft.train import job
 from longdraft.train.settings import EagleSettings, GlideSettings, HeadSettings
 
+pytestmark = pytest.mark.full
+
 base = pytest.fixture(scope="module")(training.alphabet)
 
 KINDS = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
 
 from helpers.checkpoints import load, load_glide
 from helpers.eagle import load_eagle
-from helpers.equality import DRAFTERS, LIARS, NEW, SETTINGS, liar, params_of, prompt_of
+from helpers.equality import DRAFTERS, LIARS, NEW, SETTINGS, liar, params_of, prompt_of, settings_for
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.checkpoint import checkpoint, config_file
@@ -29,15 +28,13 @@ MODELS = {
 }
 
 
-def settings_for(model: Transformer, drafter: str) -> list[str]:
-    """All settings; on the slow reference two of them, which change from drafter to drafter.
+# How many settings a drafter is run with: two, which change from drafter to drafter, or each of them.
+extents = pytest.mark.parametrize("extent", ["two settings", pytest.param("every setting", marks=pytest.mark.full)])
 
-    The sampler does not depend on the kernels, so the drafters can share the settings there.
-    """
-    if model.kernels.name != "reference":
-        return list(SETTINGS)
-    first = 2 * [*DRAFTERS, *LIARS].index(drafter)
-    return list(islice(cycle(SETTINGS), first, first + 2))
+
+def settings_of(extent: str, model: Transformer, drafter: str) -> list[str]:
+    """On the slow reference kernels two settings are enough in both extents: the sampler does not depend on them."""
+    return settings_for(drafter) if extent == "two settings" or model.kernels.name == "reference" else list(SETTINGS)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -61,15 +58,16 @@ def drafts(model: Transformer, tiny: dict[str, Path]) -> dict[str, Transformer]:
     return {"another": another, "itself": model}
 
 
+@extents
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter):
+def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter, extent):
     name, options = DRAFTERS[drafter]
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
     trained = heads.load_heads(folder / "heads", model)
     draft = drafts.get(options.get("model"))
     glide, eagle = load_glide(folder / "glide", model), load_eagle(folder / "eagle", model)
     factory = by_name(name, trained, draft, glide, eagle, **options)
-    for settings in settings_for(model, drafter):
+    for settings in settings_of(extent, model, drafter):
         assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings], settings
 
 
@@ -145,11 +143,12 @@ def test_every_kernel_keeps_the_promise(tiny, name, dtype):
 # Drafters that lie.
 
 
+@extents
 @pytest.mark.parametrize("kind", LIARS)
-def test_a_lying_drafter_changes_nothing(model, plain, kind):
+def test_a_lying_drafter_changes_nothing(model, plain, kind, extent):
     prompt = prompt_of(90)
     tokens = NEW // 2 if kind == "huge" else NEW  # 150 drafted tokens in each step, of which few are true
-    for settings in settings_for(model, kind):
+    for settings in settings_of(extent, model, kind):
         drafter, params = liar(kind, plain[settings], len(prompt)), replace(params_of(settings), max_new_tokens=tokens)
         text = generate(model, prompt, params, lambda given, drafter=drafter: drafter, banned=[1])
         assert text == plain[settings][:tokens], settings

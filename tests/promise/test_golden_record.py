@@ -46,22 +46,26 @@ def test_every_configuration_and_checkpoint_has_its_recorded_hash(configurations
     assert configurations.keys() == {path for path in RECORDED if path[0] in ("configs", "weights")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_writes_the_recorded_text_with_the_recorded_drafts(variant, configurations, tmp_path):
     """A third of the drafters for each dtype; `compare` of the tool meets all."""
     check(configurations | dict(golden_record.families(tmp_path, [variant], False)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_bundled_models_write_the_recorded_texts_with_the_recorded_drafts(variant):
     check(dict(golden_record.bundled([variant], False)))
 
 
+@pytest.mark.full
 @needs_interpreter
 def test_the_cuda_path_launches_what_is_recorded(tmp_path):
     check(dict(golden_record.launches(tmp_path)))
 
 
+@pytest.mark.full
 def test_on_the_reference_kernels_drafters_write_the_plain_text(tmp_path):
     """Its products are PyTorch's, whose bits differ between machines: nothing is recorded."""
     assert golden_record.reference_disagreements(tmp_path, ["llama", "qwen3_moe", "qwen3_5", "gemma3"]) == []
@@ -152,6 +156,7 @@ def test_one_changed_field_of_a_configuration_is_noticed(configurations, folder)
     assert len(differences(RECORDED, found, golden_record.made_by())) == 1
 
 
+@pytest.mark.full
 @needs_interpreter
 def test_chains_that_texts_no_longer_launch_together_are_noticed(tmp_path, monkeypatch):
     from longdraft.sampling import device

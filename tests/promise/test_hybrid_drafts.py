@@ -197,6 +197,7 @@ def test_after_wrong_drafts_the_states_are_those_of_the_text_again(folders, opti
     assert tally.accepted.total() >= 0.49 * tally.drafted.total() > 60
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", ["negated", "noise", "half true", "not numbers", "infinite", "equal", "states"])
 def test_a_lying_draft_model_changes_nothing(folders, target, kind):

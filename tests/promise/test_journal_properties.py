@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -93,7 +94,7 @@ class Lives(RuleBasedStateMachine):
 
 
 Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
-TestLives = Lives.TestCase
+TestLives = pytest.mark.full(Lives.TestCase)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True,

@@ -19,6 +19,8 @@ from longdraft.journal.snapshot_files import Block, BlockJob, SnapshotWriter, re
 from longdraft.journal.snapshot_folder import FOLDER
 from longdraft.system import files
 
+pytestmark = pytest.mark.full
+
 GOOD = {name: {"id": name, "text": name * 900} for name in "abcd"}  # longer than a sector
 BAD = {"id": "b", "error": {"code": "timeout", "message": "x" * 700}}
 

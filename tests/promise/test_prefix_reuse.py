@@ -10,7 +10,7 @@ import torch
 
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
-from helpers.equality import DRAFTERS, SETTINGS, batch_params, prompt_of
+from helpers.equality import DRAFTERS, READING, SETTINGS, batch_params, prompt_of
 from helpers.families import make_hybrid
 from longdraft import kernels
 from longdraft.cache.full import FullCache
@@ -52,7 +52,9 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+# In the core, one drafter for each way of reading the cache.
+@pytest.mark.parametrize("drafter", [name if name in READING.values() else pytest.param(name, marks=pytest.mark.full)
+                                     for name in DRAFTERS])
 def test_every_drafter_writes_the_same_text_cold_and_warm(tiny, drafter):
     """The rows come from a plain text, and from the drafter's own text."""
     name, options = DRAFTERS[drafter]
@@ -141,6 +143,7 @@ class OtherRank(SingleProcess):
         return min(number, own)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("places, expected", [([STORE_BLOCK - 16, 496], STORE_BLOCK - 16), ([900, 496], 496),
                                               ([900], 0), ([], 0)])
 def test_ranks_that_kept_different_states_continue_where_all_have_one(hybrid, places, expected):
@@ -208,6 +211,7 @@ def test_a_tree_with_wrong_rows_writes_another_text(engine, monkeypatch):
     assert text_of(lied) != truth and lied.cached_tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", kernels.available())
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_stored_rows_equal_recomputed_rows_on_every_kernel(folder, name, quantize):

@@ -245,6 +245,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell resident memory so")
 def test_only_the_kv_cache_grows_with_the_text(tmp_path):
     """A short version of `benchmarks/soak.py long`, which writes 100,000 tokens."""

@@ -18,6 +18,8 @@ from longdraft.errors import OutputError
 from longdraft.journal import read_journal
 from longdraft.journal import writer as writing
 
+pytestmark = pytest.mark.full
+
 folder = pytest.fixture(scope="module")(resuming.model_folder)
 engine = pytest.fixture(scope="module")(resuming.suffix_engine)
 

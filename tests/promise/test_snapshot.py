@@ -99,6 +99,7 @@ def test_the_rows_are_read_and_the_text_is_the_uncut_one(engine, journal, whole)
     assert resumed(engine, journal, whole) == ROWS - 128
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", ["auto", "tokenswift", "magicdec, streaming", "glide", "eagle", "triforce, n-grams",
                                      "medusa", "ngram", "suffix"])
 def test_every_kind_of_drafter_goes_on_from_a_snapshot(folder, journal, whole, drafter):
@@ -121,6 +122,7 @@ def hybrid(tmp_path_factory) -> tuple[Path, Path, list[int]]:
     return model, where, whole.tokens.tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", ["plain", "magicdec", "suffix"])
 @pytest.mark.parametrize("cache_ram", [0, 100])
 def test_a_text_of_a_hybrid_goes_on_from_the_states_of_its_last_full_block(hybrid, tmp_path, drafter, cache_ram):
@@ -178,6 +180,7 @@ def test_removing_a_journal_removes_its_snapshot(journal):
 # Damage
 
 
+@pytest.mark.full
 def test_an_index_cut_at_any_byte(engine, journal, whole):
     """Blocks of complete lines are found. (Reading the index is what differs; the text is checked at some places.)"""
     content = (journal / "kv" / "index").read_bytes()
@@ -190,6 +193,7 @@ def test_an_index_cut_at_any_byte(engine, journal, whole):
         assert resumed(engine, journal, whole) == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bytes_of_a_block(engine, journal, whole, seed):
     pick = random.Random(seed)
@@ -201,6 +205,7 @@ def test_flipped_bytes_of_a_block(engine, journal, whole, seed):
     assert resumed(engine, journal, whole) == block * STORE_BLOCK
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage, expected", [
     ("missing first", 0), ("missing second", STORE_BLOCK), ("swapped", 0), ("empty", STORE_BLOCK),
     ("short", STORE_BLOCK),
@@ -268,6 +273,7 @@ def test_blocks_of_other_shapes_are_not_used(engine, journal, whole, of):
     assert resumed(engine, journal, whole) == 0
 
 
+@pytest.mark.full
 def test_blocks_of_another_model_or_text_are_not_used(engine, journal, whole, tmp_path):
     other = make_checkpoint(tmp_path / "other", num_key_value_heads=1, max_position_embeddings=16384, seed=4)
     assert other is not None
@@ -322,6 +328,7 @@ def test_wrong_options_are_refused_before_a_journal_exists(engine, tmp_path):
     assert not (tmp_path / "j").exists()
 
 
+@pytest.mark.full
 def test_kill_9_while_blocks_are_written(folder, engine, whole, tmp_path):
     """Whole blocks remain, and the text goes on."""
     code = f"""

@@ -30,6 +30,8 @@ from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.routine import CostClock, run_alone
 from longdraft.speculation.step import Step, Tally, Timings
 
+pytestmark = pytest.mark.full
+
 NEW = 14
 LAWS = {
     "greedy": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=5),

@@ -35,6 +35,8 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.full
+
 LAWS: dict[str, dict[str, Any]] = {
     "greedy": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),
     "all tokens": dict(temperature=1.3),

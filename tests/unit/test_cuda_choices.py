@@ -33,6 +33,8 @@ from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.speculation.verify import verify
 from longdraft_bench.cuda.models import small_transformer, tiny_source
 
+pytestmark = pytest.mark.full
+
 PARAMS = SamplingParams(max_new_tokens=50, seed=3)
 LAWS = {
     "paper": replace(PARAMS, min_p=0.1, repetition_penalty=1.2, penalty_window=1024),

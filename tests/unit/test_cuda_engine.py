@@ -34,6 +34,8 @@ from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.step import Tally
 from longdraft.speculation.verify import accepted_path
 
+pytestmark = pytest.mark.full
+
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 
 LAWS = {

@@ -26,6 +26,8 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.step import Tally
 from longdraft_bench.cuda.models import switched
 
+pytestmark = pytest.mark.full
+
 HIDDEN, INNER, NUM = 40, 24, 6
 TREE = [-1, 0, 1, 0, -1, 4, 2, 6, 3]
 

@@ -36,6 +36,8 @@ from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft_bench.cuda.models import switched
 
+pytestmark = pytest.mark.full
+
 _TWO = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_hidden_layers=2), "gemma3": _TWO, "gpt_oss": _TWO, "gemma2": _TWO, "ministral3": {},

@@ -27,6 +27,8 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 from longdraft_bench.cuda.models import switched
 
+pytestmark = pytest.mark.full
+
 LENGTHS = [300, 2, 41] if HAS_CUDA else [140, 2, 41]  # 140: more than a split
 TREES = [Tree((7,), (-1,), ("",)), Tree((3, 9, 4), (-1, 0, 0), ("", "a", "a")), Tree((5, 1), (-1, 0), ("", "a"))]
 PLAIN = [Tree((token,), (-1,), ("",)) for token in (7, 3, 5)]

@@ -23,6 +23,8 @@ from longdraft.kernels.cuda.kv_store import CudaStore, scatter_rows
 from longdraft.kernels.cuda.logprobs import ranked_masses
 from longdraft.kernels.cuda.support import FilterRules
 
+pytestmark = pytest.mark.full
+
 VOCAB, HIDDEN = 60, 32
 
 

@@ -26,6 +26,8 @@ from longdraft.model.transformer import Transformer, chain_rows, tree_rows
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 
+pytestmark = pytest.mark.full
+
 SHAPE = DeltaShape(key_heads=1, value_heads=2, key_dim=12, value_dim=20, width=4)
 TREE = Tree((7, 3, 9, 4, 1), (-1, 0, 0, 2, 3), ("", "a", "a", "a", "a"))
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]

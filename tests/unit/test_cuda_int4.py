@@ -14,6 +14,8 @@ from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
 from longdraft.kernels.formats import int4
 from longdraft.kernels.formats.int4 import Int4Weight
 
+pytestmark = pytest.mark.full
+
 
 def packed(dtype: str, out: int, inner: int, bias: bool = True) -> tuple[CudaInt4Linear, Int4Weight, torch.Tensor]:
     kernel = kernels(dtype)

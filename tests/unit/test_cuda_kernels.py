@@ -125,6 +125,7 @@ if HAS_CUDA:
              for dtype in DTYPES for family in FAMILIES for has_remainder in (False, True)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype, family, has_remainder", MIXED)
 def test_layers_agree_with_the_reference_and_are_row_invariant(dtype, family, has_remainder):
     """The decoder over several layers, in buckets of rows, with a remainder that is a function of the query."""
@@ -163,6 +164,7 @@ def test_layers_agree_with_the_reference_and_are_row_invariant(dtype, family, ha
         close(got, expected, dtype, times=10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype, family", [("float16", "llama"), ("float32", "olmo2")])
 def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, monkeypatch):
     geometry, norms, bias = FAMILIES[family]
@@ -223,6 +225,7 @@ def test_the_most_recently_used_buffers_are_kept():
     assert dropped == ["B", "C"] and len(held) == 1
 
 
+@pytest.mark.full
 def test_nothing_keeps_the_cache_of_a_finished_request_alive():
     """Buffers and graphs are cached, but hold no cache alive, and are dropped when their cache is freed."""
     geometry = Geometry(2, 1, 16, 1e-5)

@@ -33,6 +33,8 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 
+pytestmark = pytest.mark.full
+
 PROMPT = [(3 * place + place // 5) % 40 for place in range(14)]
 DIALECTS = {
     "EAGLE-3": dict(taps=(0, 1), draft_vocab=50, norm_before_residual=True),

@@ -22,6 +22,8 @@ from longdraft.kernels.cuda import remainder
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.remainder import CudaRemainder
 
+pytestmark = pytest.mark.full
+
 LAYERS, KV_HEADS, HEADS = 2, 1, 2
 
 

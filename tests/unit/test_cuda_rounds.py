@@ -30,6 +30,8 @@ from longdraft.kernels.launched import Launched
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling import device
 
+pytestmark = pytest.mark.full
+
 PARAMS = [SamplingParams(max_new_tokens=6, seed=seed, ignore_eos=True, **law) for seed, law in enumerate((
     dict(min_p=0.05, repetition_penalty=1.3, penalty_window=7), dict(temperature=0.0), dict(temperature=0.7)))]
 LENGTHS = (30, 9, 41)

@@ -36,6 +36,8 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 from longdraft_bench.cuda.models import small_transformer, tiny_source
 
+pytestmark = pytest.mark.full
+
 PROMPT = [(5 * place + place // 7) % 40 for place in range(20)]
 LAWS = {
     "greedy": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),

@@ -29,6 +29,8 @@ from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.logprobs import path_logprobs
 
+pytestmark = pytest.mark.full
+
 PARAMS = [
     dict(top_k=top_k, top_p=top_p, min_p=min_p, eta_cutoff=eta, min_tokens_to_keep=at_least, **temperature)
     for top_k, top_p, min_p, eta in itertools.product((0, 20), (1.0, 0.9), (0.0, 0.05), (0.0, 2e-3))

@@ -129,6 +129,7 @@ def test_every_end_of_text_token_ends_the_text(folder, tmp_path):
     assert [token for event in events for token in event.tokens] == greedy[: greedy.index(greedy[4]) + 1]
 
 
+@pytest.mark.full
 def test_the_command_prints_the_settings_from_the_model_once(folder, capfd, tmp_path, caplog):
     command = ["generate", "It", "--model", str(folder), "--max-new-tokens", "3", "--seed", "1", "--top-k", "5"]
     assert run([*command, "--stats", str(tmp_path / "stats.json")]) == 0

@@ -68,6 +68,7 @@ def test_it_is_renewed_where_the_text_has_tokens_that_it_lacks(tiny, monkeypatch
     assert vocabulary.model(context) is second, "too early"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", ["magicdec", "tokenswift"])
 @pytest.mark.parametrize("weights", ["int4", "same"])
 def test_the_text_is_that_of_plain_decoding(tiny, monkeypatch, drafter, weights):

@@ -127,6 +127,7 @@ def trained(tmp_path_factory) -> tuple[Path, Path, EagleSettings]:
     return root / "tiny", root / "head", wanted
 
 
+@pytest.mark.full
 def test_drafts_of_a_trained_head_are_accepted(trained):
     folder, head_folder, _ = trained
     target, tally = load(folder), Tally()

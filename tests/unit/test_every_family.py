@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 import longdraft
 from helpers.checkpoints import load, make_glide, make_heads
 from helpers.eagle import make_eagle
-from helpers.equality import LIARS, prompt_of
+from helpers.equality import LIARS, drafters_by_extent, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, MIXTURES, UNIFIED, make_family
 from helpers.family_checks import (
     check_against_transformers,
     check_batch_and_resumed_text,
+    check_drafters,
     check_drafts_are_accepted,
-    check_every_drafter,
     check_liar,
     check_quantised_texts,
     check_rows,
@@ -93,11 +93,12 @@ def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(made, name, d
     check_rows(made.folder, name, dtype)
 
 
+@drafters_by_extent
 @pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
                                              ("bfloat16", dict(temperature=0.0))])
-def test_every_drafter_writes_the_plain_text(made, dtype, settings):
+def test_drafters_write_the_plain_text(made, dtype, settings, drafters):
     draft = load(made.folder.parent / "draft", dtype) if made.family.draft else None
-    check_every_drafter(made.folder, dtype, settings, made.family.tokens, draft)
+    check_drafters(made.folder, drafters, dtype, settings, made.family.tokens, draft)
 
 
 @pytest.mark.parametrize("kind", LIARS)

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import longdraft
 from helpers.checkpoints import load, load_glide, make_glide, make_heads
 from helpers.eagle import load_eagle, make_eagle
-from helpers.equality import DRAFTERS, prompt_of
+from helpers.equality import DRAFTERS, drafters_by_extent, prompt_of
 from helpers.families import FAMILIES, logits_of, make_family, theirs_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
@@ -93,8 +93,9 @@ SETTINGS = {
 }
 
 
+@drafters_by_extent
 @pytest.mark.parametrize("dtype, settings", [("float32", "sampled"), ("bfloat16", "greedy")])
-def test_every_drafter_writes_the_plain_text(made, dtype, settings):
+def test_drafters_write_the_plain_text(made, dtype, settings, drafters):
     """On sliding windows, layers without rope and all the rest."""
     model = made.ours if dtype == "float32" else load(made.folder, dtype)
     trained = heads.load_heads(made.folder / "heads", model)
@@ -102,7 +103,7 @@ def test_every_drafter_writes_the_plain_text(made, dtype, settings):
     plain = generate(model, prompt_of(90), params, by_name("plain"), banned=[1])
     layer = load_glide(made.folder / "glide", model) if made.has_glide else None
     eagle = load_eagle(made.folder / "eagle", model) if made.has_glide else None
-    for name, options in DRAFTERS.values():
+    for name, options in map(DRAFTERS.__getitem__, drafters):
         if name in ("glide", "eagle") and layer is None:
             continue
         factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
@@ -112,6 +113,7 @@ def test_every_drafter_writes_the_plain_text(made, dtype, settings):
             assert tally.accepted.total() > 16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", kernels.available()[1:])
 @pytest.mark.parametrize("family", ["mistral, windows", "olmo2", "granite"])  # windows, norms after, multipliers
 def test_trees_write_the_plain_text_on_the_other_kernels_too(tmp_path, family, name):

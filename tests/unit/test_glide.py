@@ -116,6 +116,7 @@ def test_a_layer_in_the_models_folder_is_found_and_drafts(tiny):
     assert len(hashes) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_drafts_of_a_trained_layer_are_accepted(tmp_path, kind):
     """The layer learns from text that the model writes, because the tiny model is random."""

@@ -175,6 +175,7 @@ def test_sinks_join_the_softmax_without_a_value(name):
     torch.testing.assert_close(found, torch.einsum("hn,nhd->hd", weights, v), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_doctor_reckons_experts_in_mxfp4_as_they_are_kept(wide, tmp_path, capsys):
     packed(wide, tmp_path)
     config, expert = read_config(tmp_path), 3 * 64 * 64

@@ -96,6 +96,7 @@ def plain(quantised):
             for name in ("greedy, penalty", "paper")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, plain, drafter):
     """With both settings; on the slow reference the drafters take turns."""

@@ -263,6 +263,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not native.variants(), reason="the reference holds its weights as they come")
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset here")
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):

@@ -55,7 +55,9 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("size, plan", [(2, ""), (4, ""), (2, "hybrids"), (2, "experts")])
+@pytest.mark.parametrize("size, plan", [pytest.param(2, "", marks=pytest.mark.full), (4, ""),
+                                        pytest.param(2, "hybrids", marks=pytest.mark.full),
+                                        pytest.param(2, "experts", marks=pytest.mark.full)])
 def test_every_drafter_writes_the_plain_text_at_each_degree(folder, tmp_path, size, plan):
     started = start_ranks(size, tmp_path, ranks.main, folder, tmp_path / "journals", plan)
     ends = [process.wait(240) for process in started]
@@ -75,6 +77,7 @@ def test_every_drafter_writes_the_plain_text_at_each_degree(folder, tmp_path, si
         assert found["qwen3_5 continued"]["reused"][1] > len(ranks.PROMPT)
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_is_one_line_and_the_journal_can_be_resumed(folder, tmp_path, capsys):
     settings = ["--model", str(folder / "llama"), "--max-new-tokens", "500", "--seed", "3", "--drafter", "suffix",
                 "--ignore-eos", "--on-loop", "off", "--threads", "1", "--tensor-parallel", "2"]

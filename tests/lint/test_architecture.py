@@ -1,4 +1,4 @@
-"""Imports point down the floors, files say what they are, and `--help` starts fast."""
+"""The structure of the packages: imports point down the floors, names are unique, and `--help` starts fast."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.import_graph import import_graph, imported_names, modules_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "longdraft"
+MODULES = modules_of(ROOT, "longdraft")
 
 # Lower floors know nothing of higher ones. `version` and `errors` may be read from anywhere.
 FLOORS = {
@@ -46,46 +49,24 @@ def unit_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            assert node.module
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names if node.module == "longdraft" else {node.module}
-    return {name for name in found if name.split(".")[0] == "longdraft"}
+    """The modules of the package that a file imports."""
+    return imported_names(path) & MODULES.keys() - {"longdraft"}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down_the_floors(path):
-    relative = path.relative_to(PACKAGE)
-    here = relative.parts[0].removesuffix(".py")
-    for module in imports_of(path):
-        there = unit_of(module)
-        assert there in FLOORS, f"{relative}: {module} stands on no floor; give it one"
-        if here == there or (here, there) in DOORS_MAY_IMPORT:
-            continue
-        below = FLOORS[there] < FLOORS[here] or FLOORS[here] == FLOORS[there] < DOORS
-        assert below, f"{relative} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
-
-
-def import_graph() -> dict[str, set[str]]:
-    """Module -> modules that it imports, anywhere in its text: in functions and under `TYPE_CHECKING` too."""
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-             for pattern in ("*.py", "*.pyi") for path in PACKAGE.rglob(pattern)}
-    graph: dict[str, set[str]] = {}
-    for module, path in files.items():
-        found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {name if name in files else str(node.module) for name in names}
-        graph[module] = (found & files.keys()) - {module}
-    return graph
+def test_imports_point_down_the_floors():
+    problems = []
+    for path in modules():
+        here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for module in imports_of(path):
+            there = unit_of(module)
+            if there not in FLOORS:
+                problems.append(f"{module} stands on no floor; give it one")
+            elif here != there and (here, there) not in DOORS_MAY_IMPORT:
+                below = FLOORS[there] < FLOORS[here] or FLOORS[here] == FLOORS[there] < DOORS
+                if not below:
+                    problems.append(f"{path.relative_to(PACKAGE)} (floor {FLOORS[here]}) imports {module} "
+                                    f"(floor {FLOORS[there]})")
+    assert not problems
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
@@ -102,7 +83,7 @@ def circles(graph: dict[str, set[str]]) -> set[str]:
 def test_modules_do_not_import_one_another_in_circles():
     """... within a package, in functions and under `TYPE_CHECKING` included."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == {"a", "b", "c"}
-    assert not circles(import_graph())
+    assert not circles(import_graph(ROOT))
 
 
 def test_no_two_units_import_one_another():
@@ -112,12 +93,6 @@ def test_no_two_units_import_one_another():
         graph.setdefault(here, set()).update(unit_of(module) for module in imports_of(path))
     both = {(a, b) for a in graph for b in graph[a] if a < b and a in graph.get(b, ())}
     assert not both
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_say_what_they_are(path):
-    text = path.read_text()
-    assert not text.strip() or ast.get_docstring(ast.parse(text))
 
 
 def public_types(path: Path) -> set[str]:
