@@ -26,7 +26,7 @@ from longdraft import drafters, kernels
 from longdraft.checkpoint import sizing
 from longdraft.engine import run_statistics
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
-from longdraft.engine.resume import create_journal, open_for_resume
+from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
 from longdraft.errors import check, translate_memory_errors
 from longdraft.journal import Journal, parse_fsync
@@ -112,9 +112,9 @@ class Generation(Iterator[Event]):
         check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
         if journal is not None:  # created last, so that a request that is refused leaves none
-            found = generation._open_snapshot(Path(journal), snapshot)
+            opened = generation._open_snapshot(Path(journal), snapshot)
             generation._journal = create_journal(model, drafter, ids, params, Path(journal), interval)
-            generation._journal.snapshot = found
+            generation._journal.snapshot = opened
         return generation
 
     @classmethod
@@ -123,17 +123,19 @@ class Generation(Iterator[Event]):
                allow_different_kernels: bool = False, on_prefill: Callable[[int, int], None] | None = None,
                cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
         """The text of a journal. See `Engine.resume`."""
-        found = open_for_resume(Path(journal), model, drafter, parse_fsync(fsync), allow_different_kernels)
+        content, params, is_pure, run, writer = open_for_resume(Path(journal), model, drafter, parse_fsync(fsync),
+                                                                allow_different_kernels)
         try:
-            generation = cls(model, drafter, found.content.header.prompt, found.params, on_prefill=on_prefill,
-                             written=found.content.tokens, is_pure=found.is_pure, cache_salt=cache_salt)
-            if found.writer:
-                found.writer.snapshot = generation._open_snapshot(Path(journal), snapshot)
-            found.begin()
+            generation = cls(model, drafter, content.header.prompt, params, on_prefill=on_prefill,
+                             written=content.tokens, is_pure=is_pure, cache_salt=cache_salt)
+            if writer:
+                writer.snapshot = generation._open_snapshot(Path(journal), snapshot)
+                writer.begin(run)
         except BaseException:
-            found.close()
+            if writer:
+                writer.close()
             raise
-        generation._journal = found.writer
+        generation._journal = writer
         return generation
 
     def _open_snapshot(self, folder: Path, options: SnapshotOptions | None) -> Snapshot | None:

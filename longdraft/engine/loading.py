@@ -21,7 +21,7 @@ from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
-from longdraft.engine.resume import load_options
+from longdraft.engine.provenance import load_options
 from longdraft.errors import UsageError, check
 from longdraft.journal import Header, read_journal
 from longdraft.parts.auxiliary import require_ids_in_vocabulary
