@@ -27,7 +27,7 @@ from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageE
 from longdraft.journal import format as form
 from longdraft.journal.format import Header, JournalContent, Run, RunningHash
 from longdraft.journal.snapshot_folder import remove_snapshot
-from longdraft.system.files import sync_folder
+from longdraft.system.files import sync_folder, write_all
 
 if TYPE_CHECKING:
     from longdraft.journal.snapshot import Snapshot  # imports PyTorch
@@ -115,7 +115,7 @@ class Journal:
         content = form.MAGIC + form.encode_record(form.HEADER, form.dump_payload(header), digest)
         content += form.encode_record(form.RUN, form.dump_payload(run), digest)
         try:
-            file = _place(folder, content)
+            file = _create_file(folder, content)
         except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
             reason = error.strerror if isinstance(error, OSError) else error
             if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
@@ -139,14 +139,14 @@ class Journal:
         try:
             _lock(file, folder)
             with open(file, "rb", closefd=False) as reader:
-                found = form.read_file(reader, path)
+                content = form.read_file(reader, path)
         except OSError as error:
             os.close(file)
             raise JournalError(f"the journal {folder} cannot be read: {error.strerror or error}") from error
         except JournalError:
             os.close(file)
             raise
-        return cls(folder, file, found.size, found.digest, fsync), found
+        return cls(folder, file, content.size, content.digest, fsync), content
 
     def begin(self, run: Run) -> None:
         """Start a run of this process: truncate the file to its valid records and write the run's record."""
@@ -186,7 +186,7 @@ class Journal:
         try:
             try:
                 if not self._has_failed:
-                    self._stay_in_place()
+                    self._check_path()
                     if self._interval < math.inf:
                         os.fsync(self._file)
             finally:
@@ -213,29 +213,29 @@ class Journal:
         digest = self._digest.copy()
         record = form.encode_record(kind, payload, digest)
         try:
-            _write(self._file, record)
+            write_all(self._file, record)
             self._digest, self._size = digest, self._size + len(record)
-            self._care()
+            self._check_and_sync()
         except OSError as error:
             raise self._failure(error) from error
 
-    def _care(self) -> None:
+    def _check_and_sync(self) -> None:
         """Check the file's path and call fsync, each at its interval by the monotonic clock."""
         now = time.monotonic()
         if now - self._looked >= _PATH_CHECK_INTERVAL_S:
             self._looked = now
-            self._stay_in_place()
+            self._check_path()
         if now - self._synced >= self._interval:
             os.fsync(self._file)
             self._synced = time.monotonic()
 
-    def _stay_in_place(self) -> None:
+    def _check_path(self) -> None:
         """If the file or its folder was removed, write the journal again from the file that is still open."""
         try:
             there, ours = os.stat(self._path), os.fstat(self._file)
         except (FileNotFoundError, NotADirectoryError):
             content = b"".join(_chunks(self._file, self._size))
-            file = _place(self.folder, content)
+            file = _create_file(self.folder, content)
             os.close(self._file)
             self._file = file
             log.warning("the journal %s had been removed; it was written again", self.folder)
@@ -256,7 +256,7 @@ class Journal:
         return OutputError(f"the journal {self.folder} cannot be written: {error.strerror or error}")
 
 
-def _place(folder: Path, content: bytes) -> int:
+def _create_file(folder: Path, content: bytes) -> int:
     """Create a journal with this content, locked; returns the open file. It gets its name only when it is complete."""
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -275,7 +275,7 @@ def _place(folder: Path, content: bytes) -> int:
             raise JournalError(f"{folder} holds a journal already; give another folder")
         is_ours = True
         os.ftruncate(file, 0)
-        _write(file, content)
+        write_all(file, content)
         os.fsync(file)
         os.replace(partial, folder / form.FILE)
         sync_folder(folder)
@@ -304,16 +304,6 @@ def _lock(file: int, folder: Path) -> None:
 def _busy(folder: Path) -> BusyJournalError:
     return BusyJournalError(f"the journal {folder} is being written, by another process or a generation that was not "
                             "closed; wait for it, or end it")
-
-
-def _write(file: int, data: bytes) -> None:
-    """Write all of `data`: one call may write only a part. (Python itself repeats interrupted calls.)"""
-    rest = memoryview(data)
-    while rest:
-        taken = os.write(file, rest)
-        if not taken:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        rest = rest[taken:]
 
 
 def _chunks(file: int, size: int) -> Iterator[bytes]:
