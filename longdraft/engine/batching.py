@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from longdraft import kernels
@@ -188,8 +187,7 @@ class Batch:
     def __enter__(self) -> Batch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

@@ -57,7 +57,8 @@ class KeyRing:
         labels = set(self._labels.values())
         self._requests = {label: Bucket(settings.key_requests, _MINUTE_S) for label in labels if settings.key_requests}
         self._tokens = {label: Bucket(settings.key_tokens, _HOUR_S) for label in labels if settings.key_tokens}
-        self._metrics, self._lock = metrics, threading.Lock()
+        self._metrics = metrics
+        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         """Whether a key is required."""
@@ -77,8 +78,8 @@ class KeyRing:
         elif scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(value.strip().encode()).digest()
-        found = [label for key, label in self._labels.items() if hmac.compare_digest(digest, key)]
-        return found[0] if found else None
+        matching = [label for key, label in self._labels.items() if hmac.compare_digest(digest, key)]
+        return matching[0] if matching else None
 
     def admit(self, label: str) -> None:
         """Count a request of this key. Raises ApiError (429, with Retry-After) beyond a quota."""
@@ -93,8 +94,10 @@ class KeyRing:
                 self._requests[label].take(1.0)
         self._metrics.count_key(label, requests=1)
 
-    def charge(self, label: str, tokens: int) -> None:
-        """Count tokens of this key: those of a prompt that is read, or of a text that is written."""
+    def charge(self, label: str | None, tokens: int) -> None:
+        """Count tokens of this key, if there is one: those of a prompt that is read, or of a text that is written."""
+        if label is None:
+            return
         with self._lock:
             if label in self._tokens:
                 self._tokens[label].take(tokens)

@@ -18,6 +18,7 @@ from helpers.journals import HEADER, RUN, finish_journal, is_true_prefix
 from helpers.journals import STEPS as SHORT_STEPS
 from longdraft.journal import FILE, Journal, read_journal
 from longdraft.journal import writer as writing
+from longdraft.system import files
 
 SECTOR = 512
 
@@ -70,6 +71,7 @@ def record_life(folder: Path, clock: list[float]) -> tuple[bytes, list[Operation
     recorder = RecordingOS()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "os", recorder)
+        patch.setattr(files, "os", recorder)  # writes the records
         patch.setattr(writing.time, "monotonic", lambda: clock[0])
         journal = Journal.create(folder, HEADER, RUN, 2.0)
         first = (folder / FILE).read_bytes()
