@@ -67,7 +67,7 @@ def description(kernels: Kernels | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
-        "memory_bytes": _meminfo("MemTotal"),
+        "memory_bytes": memory_bytes(),
         "last_level_cache_bytes": _last_level_cache(),
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -84,14 +84,22 @@ def dtype_name(kernels: Kernels) -> str:
 
 def affordable(memory: int) -> int:
     """`memory` bytes, or a quarter of the available memory if that is less, as a whole number of pages."""
-    available = _meminfo("MemAvailable")
+    available = _meminfo_available()
     memory = memory if available is None else min(memory, available // 4)
     return max(1, memory // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def memory_bytes() -> int | None:
+    """Bytes of memory in all; None if the system does not report it."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
 def available_memory() -> int:
     """Bytes of available memory, or one GiB if the system does not report it."""
-    return _meminfo("MemAvailable") or 1 << 30
+    return _meminfo_available() or 1 << 30
 
 
 def return_free_memory() -> None:
@@ -116,10 +124,10 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _meminfo(name: str) -> int | None:
+def _meminfo_available() -> int | None:
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith(name + ":"):
+            if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
 
