@@ -219,13 +219,13 @@ class PrefixTree:
             piece = self._roots.setdefault(group, _Piece(ids[:0], (), 0, None))
             lease = Lease(piece, self._lock)
             for start in range(0, len(ids), STORE_BLOCK):
-                rest = ids[start : start + STORE_BLOCK]
-                held, common = piece.nearest(rest)
-                if held is None or common < len(rest):
-                    held = self._add(piece, rest, cache, start, held if held and common == len(held.ids) else None)
+                part = ids[start : start + STORE_BLOCK]
+                held, common = piece.nearest(part)
+                if held is None or common < len(part):
+                    held = self._add(piece, part, cache, start, held if held and common == len(held.ids) else None)
                 if held is None:
                     break
-                self._add_states(held, _kept(cache, start, len(rest)))
+                self._add_states(held, _kept(cache, start, len(part)))
                 piece, held.used = held, self._time
                 lease, before = Lease(piece, self._lock), lease
                 before.release()

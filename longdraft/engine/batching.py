@@ -203,23 +203,23 @@ def generate_many(model: LoadedModel, drafter: DrafterChoice, prompts: Iterator[
                   params: SamplingParams | Sequence[SamplingParams] | None,
                   batch_size: int) -> Iterator[tuple[int, Event]]:
     """See `Engine.generate_many`."""
-    places: dict[int, int] = {}  # number in the batch -> index of the prompt
+    indices: dict[int, int] = {}  # number in the batch -> index of the prompt
     waiting = enumerate(prompts)
     with Batch(model, drafter) as batch:
         while True:
-            while len(batch) < batch_size and (found := next(waiting, None)):
-                place, prompt = found
-                if isinstance(params, Sequence) and place == len(params):
-                    raise UsageError(f"params has {place} settings and there are more prompts; give one for each, or "
+            while len(batch) < batch_size and (item := next(waiting, None)):
+                index, prompt = item
+                if isinstance(params, Sequence) and index == len(params):
+                    raise UsageError(f"params has {index} settings and there are more prompts; give one for each, or "
                                      "one for all")
                 try:
-                    number = batch.add(prompt, params[place] if isinstance(params, Sequence) else params)
+                    number = batch.add(prompt, params[index] if isinstance(params, Sequence) else params)
                 except (LongdraftError, MemoryError) as error:
-                    yield place, Event((), "", error=error)
+                    yield index, Event((), "", error=error)
                     continue
-                places[number] = place
+                indices[number] = index
             if not batch:
                 return
             for number, event in batch.step():
                 is_last = event.finish_reason is not None or event.error is not None
-                yield places.pop(number) if is_last else places[number], event
+                yield indices.pop(number) if is_last else indices[number], event

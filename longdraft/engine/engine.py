@@ -121,11 +121,11 @@ class Engine:
     def drafter_bytes(self, tokens: int) -> int:
         """Bytes of the caches that drafting a text of `tokens` tokens takes, beside the text's own."""
         options, draft = self.choice.options, self.draft
-        found = min(options.partial_rows, tokens) * self.model.cache_bytes_per_token
+        num_bytes = min(options.partial_rows, tokens) * self.model.cache_bytes_per_token
         if draft is None or self.drafter not in drafters.WITH_DRAFT:
-            return found
+            return num_bytes
         rows = options.draft_window or draft.config.max_positions
-        return found + min(rows, tokens) * draft.cache_bytes_per_token
+        return num_bytes + min(rows, tokens) * draft.cache_bytes_per_token
 
     def chat(self, messages: str | Sequence[Message], /, **options: Any) -> list[int]:
         """Token ids of messages in the model's chat template. A string is one message of the user.

@@ -157,7 +157,7 @@ class Generation(Iterator[Event]):
                 if not isinstance(outcome, Launched):
                     assert isinstance(outcome, ForwardRequest), "only a text of a batch waits for others"
                     try:
-                        forward, = run_batched([outcome], lambda places, seconds: self.clock.charge(seconds))
+                        forward, = run_batched([outcome], lambda indices, seconds: self.clock.charge(seconds))
                     except BaseException:  # interrupted
                         self._work.close()
                         raise

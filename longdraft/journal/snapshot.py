@@ -135,18 +135,18 @@ class Snapshot:
         """The blocks that belong to this text, from the first one on."""
         index, folder = read_index(self._folder / FOLDER), self._folder / FOLDER
         done, states = 0, self._cache.states.current if self._cache.states else ()
-        for number, found in enumerate(self._known(index)):
+        for number, block in enumerate(self._known(index)):
             parts = None
             if done < limit:
-                parts = read_block(folder, found, self._cache.shapes, self._cache.store_dtype, states)
+                parts = read_block(folder, block, self._cache.shapes, self._cache.store_dtype, states)
             if parts is None:
                 break
-            done = number * STORE_BLOCK + found.rows
+            done = number * STORE_BLOCK + block.rows
             yield parts
 
     def _known(self, index: dict[int, Block]) -> list[Block]:
         """The blocks of the index whose chain is this text's, from the first one on."""
-        ids, found = self._context.slice(0, len(self._context)), []
+        ids, known = self._context.slice(0, len(self._context)), []
         for number, (rows, chain) in enumerate(chains(self._key, ids)):
             block = index.get(number)
             if block is not None and 0 < block.rows < rows:  # its chain ends earlier than this text's
@@ -154,10 +154,10 @@ class Snapshot:
                 rows, chain = list(chains(self._key, part))[-1]
             if block is None or (block.rows, block.chain) != (rows, chain):
                 break
-            found.append(block)
+            known.append(block)
             if block.rows < STORE_BLOCK:
                 break
-        return found
+        return known
 
     def offer(self) -> None:
         """Write the blocks of the cache that became full."""
@@ -233,7 +233,7 @@ def _path(folder: Path, block: int) -> Path:
 
 def read_index(folder: Path) -> dict[int, Block]:
     """The blocks by number, from the complete lines of the index. Of two lines for one block the second counts."""
-    found: dict[int, Block] = {}
+    blocks: dict[int, Block] = {}
     try:
         with (folder / INDEX).open("rb") as file:
             lines = file.read(_MAX_INDEX).split(b"\n")[:-1]  # the last one is not complete
@@ -246,8 +246,8 @@ def read_index(folder: Path) -> dict[int, Block]:
                           str(fields["blake2b"]))
         except (ValueError, TypeError, KeyError, RecursionError):
             break
-        found[block.block] = block
-    return found
+        blocks[block.block] = block
+    return blocks
 
 
 class BlockTensors(NamedTuple):
@@ -262,7 +262,7 @@ class BlockTensors(NamedTuple):
     states: list[DeltaState]
 
 
-def read_block(folder: Path, found: Block, shapes: Sequence[tuple[int, int]], dtype: torch.dtype,
+def read_block(folder: Path, block: Block, shapes: Sequence[tuple[int, int]], dtype: torch.dtype,
                states: Sequence[DeltaState]) -> BlockTensors | None:
     """A block of these layers; None if its file is not the one that the index names.
 
@@ -270,11 +270,11 @@ def read_block(folder: Path, found: Block, shapes: Sequence[tuple[int, int]], dt
     states  some of the model, which say what shape and dtype they have
     """
     try:
-        data = _path(folder, found.block).read_bytes()
-        if len(data) != found.nbytes or hashlib.blake2b(data, digest_size=32).hexdigest() != found.blake2b:
+        data = _path(folder, block.block).read_bytes()
+        if len(data) != block.nbytes or hashlib.blake2b(data, digest_size=32).hexdigest() != block.blake2b:
             return None
         tensors = load(data)
-        k, v = (_by_layer(tensors[name], shapes, found.rows) for name in "kv")
+        k, v = (_by_layer(tensors[name], shapes, block.rows) for name in "kv")
         kept = _states_of(tensors, states)
     except (OSError, SafetensorError, KeyError, ValueError, MemoryError):
         return None

@@ -78,11 +78,11 @@ class Choice:
         text = "".join(event.text for event in events)
         if self.reader is None:
             return ChannelText("", text)
-        found = self.reader.push([token for event in events for token in event.tokens], text)
+        answer = self.reader.push([token for event in events for token in event.tokens], text)
         if not any(event.finish_reason for event in events):
-            return found
-        rest = self.reader.finish()
-        return ChannelText(found.reasoning + rest.reasoning, found.content + rest.content)
+            return answer
+        end = self.reader.finish()
+        return ChannelText(answer.reasoning + end.reasoning, answer.content + end.content)
 
 
 class ReplyBuilder:
@@ -186,8 +186,8 @@ class ReplyBuilder:
             offset, opening = 0, "["
             for start in range(0, len(entries), _SLICE):
                 choice.num_sent = offset
-                found = (self._logprobs(choice, entries[start : start + _SLICE]) or {})[key]
-                yield (opening + json.dumps(found, ensure_ascii=False, separators=(",", ":"))[1:-1]).encode()
+                values = (self._logprobs(choice, entries[start : start + _SLICE]) or {})[key]
+                yield (opening + json.dumps(values, ensure_ascii=False, separators=(",", ":"))[1:-1]).encode()
                 offset += sum(len(self._tokenizer.text_of(e.token)) for e in entries[start : start + _SLICE])
                 opening = ","
             yield b"]"

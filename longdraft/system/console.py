@@ -69,6 +69,6 @@ def stdout_lost(error: OSError) -> int:
 
 def clock(seconds: float) -> str:
     """Format a duration: 3661 -> 1:01:01, 61 -> 1:01"""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"

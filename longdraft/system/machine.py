@@ -116,11 +116,11 @@ def processor() -> str:
     """The processor's name and its vector units that the kernels can use."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-        flags = found.get("flags", "").split()
+        facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        flags = facts.get("flags", "").split()
         units = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
-        if "model name" in found:
-            return f"{found['model name']} ({' '.join(units)})" if units else found["model name"]
+        if "model name" in facts:
+            return f"{facts['model name']} ({' '.join(units)})" if units else facts["model name"]
     return platform.processor() or platform.machine()
 
 

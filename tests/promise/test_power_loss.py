@@ -7,6 +7,7 @@ file, and any subset of the sectors that were written later. Lost sectors inside
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +60,8 @@ class RecordingOS:
 
     def fsync(self, file: int) -> None:
         os.fsync(file)
-        self._note("sync")
+        if stat.S_ISREG(os.fstat(file).st_mode):  # not its folder
+            self._note("sync")
 
     def _note(self, name: str, offset: int = 0, data: bytes = b"") -> None:
         if self._has_name:
