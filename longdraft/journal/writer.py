@@ -26,7 +26,7 @@ from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageE
 from longdraft.journal import format as form
 from longdraft.journal.format import Header, JournalContent, Run, RunningHash
 from longdraft.journal.snapshot_folder import remove_snapshot
-from longdraft.system.files import sync_folder, write_all
+from longdraft.system.files import sync_folder
 
 if TYPE_CHECKING:
     from longdraft.journal.snapshot import Snapshot  # imports PyTorch
@@ -211,7 +211,7 @@ class Journal:
         digest = self._digest.copy()
         record = form.encode_record(kind, payload, digest)
         try:
-            write_all(self._file, record)
+            _write(self._file, record)
             self._digest, self._size = digest, self._size + len(record)
             self._check_and_sync()
         except OSError as error:
@@ -273,7 +273,7 @@ def _create_file(folder: Path, content: bytes) -> int:
             raise JournalError(f"{folder} holds a journal already; give another folder")
         is_ours = True
         os.ftruncate(file, 0)
-        write_all(file, content)
+        _write(file, content)
         os.fsync(file)
         os.replace(partial, folder / form.FILE)
         sync_folder(folder)
@@ -302,6 +302,16 @@ def _lock(file: int, folder: Path) -> None:
 def _busy(folder: Path) -> BusyJournalError:
     return BusyJournalError(f"the journal {folder} is being written, by another process or a generation that was not "
                             "closed; wait for it, or end it")
+
+
+def _write(file: int, data: bytes) -> None:
+    """Write all of `data`: one call may write only a part. (Python itself repeats interrupted calls.)"""
+    remaining = memoryview(data)
+    while remaining:
+        count = os.write(file, remaining)
+        if not count:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        remaining = remaining[count:]
 
 
 def _chunks(file: int, size: int) -> Iterator[bytes]:

@@ -116,8 +116,8 @@ class ProcessGroup:
         for rank, theirs in enumerate(per_rank):
             for name in facts:
                 if theirs[name] != per_rank[0][name]:
-                    raise UsageError(f"rank {rank} has {name} {theirs[name]}, rank 0 {per_rank[0][name]}; all ranks need "
-                                     "the same files, options and kernels (LONGDRAFT_KERNELS chooses)")
+                    raise UsageError(f"rank {rank} has {name} {theirs[name]}, rank 0 {per_rank[0][name]}; all ranks "
+                                     "need the same files, options and kernels (LONGDRAFT_KERNELS chooses)")
 
     @property
     def cores(self) -> int:

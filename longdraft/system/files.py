@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import sys
@@ -124,20 +123,12 @@ def write_synced(path: Path, data: bytes, flag: int = os.O_APPEND) -> None:
     """Append to a file, or with O_TRUNC replace its content; it is on the disk when this returns. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o666)
     try:
-        write_all(file, data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def write_all(file: int, data: bytes) -> None:
-    """Write all of `data`: one call may write only a part. (Python itself repeats interrupted calls.)"""
-    remaining = memoryview(data)
-    while remaining:
-        count = os.write(file, remaining)
-        if not count:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        remaining = remaining[count:]
 
 
 def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
