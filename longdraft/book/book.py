@@ -39,7 +39,8 @@ _OUTLINE_TOKENS = 400, 250  # of an outline, and for each of its chapters
 # 40 is XXXX here, not XL: the prompts of books that were begun have it so.
 _NUMERALS = ((100, "C"), (90, "XC"), (50, "L"), (10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I"))
 
-Follow = Callable[[Generation, str], str]  # runs a generation to its end, told what it writes; returns its text
+# Runs a generation to its end and returns its text. The second argument describes what is written.
+Follow = Callable[[Generation, str], str]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ class Book:
 
     def __init__(self, folder: Path, engine: Engine, plan: BookPlan, params: SamplingParams, state: BookState,
                  options: Mapping[str, Any]) -> None:
-        self.folder, self.engine, self.plan, self.params = folder, engine, plan, params
+        self.folder = folder
+        self.engine = engine
+        self.plan = plan
+        self.params = params
         self.state = state
         self.context_limit = engine.model.config.max_positions  # tokens of a prompt and its chapter
         self._options = dict(options)

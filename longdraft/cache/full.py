@@ -56,9 +56,12 @@ class FullCache:
                  windows: Sequence[int] = (), taps: TapLog | None = None,
                  states: StateCache | None = None, score_cap: float = 0.0, sinks: Sequence[Tensor] = ()) -> None:
         self._kernels = kernels
-        self.taps, self.states = taps, states
-        self.shapes, self.windows = tuple(shapes), tuple(windows) or (0,) * len(shapes)
-        self.score_cap, self.sinks = score_cap, sinks
+        self.taps = taps
+        self.states = states
+        self.shapes = tuple(shapes)
+        self.windows = tuple(windows) or (0,) * len(shapes)
+        self.score_cap = score_cap
+        self.sinks = sinks
         # The layers of each shape: operations on several stores take stores of one shape.
         self.groups = [[layer for layer, other in enumerate(self.shapes) if other == shape]
                        for shape in dict.fromkeys(self.shapes)]

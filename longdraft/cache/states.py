@@ -225,7 +225,10 @@ class StateCache:
 
     def reset(self) -> None:
         """Forget all rows: of drafts, go back to the text; of a text, to its beginning."""
-        self._tail, self.length, self._held, self.kept = [], 0, None, {}
+        self._tail = []
+        self.length = 0
+        self._held = None
+        self.kept = {}
         if self._source:
             self._follows_source = True
         else:

@@ -41,7 +41,9 @@ class TapLog:
 
     def __init__(self, kernels: Kernels, layers: Sequence[int], width: int) -> None:
         self.layers = tuple(layers)
-        self._kernels, self._width, self.is_on = kernels, width, True
+        self._kernels = kernels
+        self._width = width
+        self.is_on = True
         self._first: list[TappedRows] = []
         self._runs: list[TappedRows] = []
         self._spare: list[Tensor] = []  # each [layers, 1, width]

@@ -69,7 +69,9 @@ class Generation(Iterator[Event]):
         """
         self._model, self._drafter, self._params, self._on_prefill = model, drafter, params, on_prefill
         self._journal: Journal | None = None
-        self._is_pure, self.num_resumed, self.is_closed = is_pure, len(written), False
+        self._is_pure = is_pure
+        self.num_resumed = len(written)
+        self.is_closed = False
         length = len(prompt) + params.max_new_tokens
         target, draft = model.target_for(length, drafter), model.draft_for(length, drafter)
         self._text_stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
@@ -94,9 +96,12 @@ class Generation(Iterator[Event]):
         if self._phrases and cache.states:
             cache.states.hold(len(context) - 1)
         self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
-        self._accepted, self._full_acceptance = Counter[str](), FullAcceptance()  # accepted tokens, by drafter
+        self._accepted = Counter[str]()  # accepted tokens, by drafter
+        self._full_acceptance = FullAcceptance()
         self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
-        self._prefill_seconds, self._decode_seconds, self._work = 0.0, 0.0, self._run()
+        self._prefill_seconds = 0.0
+        self._decode_seconds = 0.0
+        self._work = self._run()
 
     @classmethod
     @translate_memory_errors()

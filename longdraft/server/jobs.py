@@ -158,12 +158,14 @@ class GenerationJob:
 
     def release(self) -> None:
         """The job has ended: forget its prompt and its caches. Lists of texts show it for a while."""
-        self.start, self.beginning = _never_start, None
+        self.start = _never_start
+        self.beginning = None
 
     def drop_journal(self) -> None:
         """Begin without a journal."""
         assert not self.keeps_journal
-        self.start, self.journal = partial(self.start, journal=None), None
+        self.start = partial(self.start, journal=None)
+        self.journal = None
 
     def remove_journal(self) -> None:
         """Remove the text's journal, if it has one and no other process uses it."""

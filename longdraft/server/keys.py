@@ -34,13 +34,17 @@ class Bucket:
     """At most `amount` within `period_s`, refilled evenly. `clock` gives monotonic seconds."""
 
     def __init__(self, amount: float, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._amount, self._rate, self._clock = amount, amount / period_s, clock
-        self._left, self._at = amount, clock()
+        self._amount = amount
+        self._rate = amount / period_s
+        self._clock = clock
+        self._left = amount
+        self._at = clock()
 
     def wait_s(self) -> float:
         """Seconds until at least 1 is left; 0 if it is now."""
         now = self._clock()
-        self._left, self._at = min(self._amount, self._left + (now - self._at) * self._rate), now
+        self._left = min(self._amount, self._left + (now - self._at) * self._rate)
+        self._at = now
         return max(0.0, (1.0 - self._left) / self._rate)
 
     def take(self, amount: float) -> None:

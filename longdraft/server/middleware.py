@@ -40,7 +40,10 @@ class RequestMiddleware:
     """Checks each request and logs it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, keys: KeyRing) -> None:
-        self._app, self._settings, self._metrics, self._keys = app, settings, metrics, keys
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._keys = keys
         self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
