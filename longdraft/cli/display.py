@@ -72,16 +72,18 @@ class _LiveLine:
     def __init__(self, *, quiet: bool) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
         self._is_live = self._console.is_terminal and not quiet
-        self._live = Live(console=self._console, refresh_per_second=_REFRESH_RATE, transient=True,
-                          get_renderable=self._render)
+        self._live: Live | None = None
 
     def __enter__(self) -> Self:
         if self._is_live:
+            self._live = Live(console=self._console, refresh_per_second=_REFRESH_RATE, transient=True,
+                              get_renderable=self._render)
             self._live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._live.stop()
+        if self._live:
+            self._live.stop()
 
     def _render(self) -> RenderableType:
         raise NotImplementedError
