@@ -108,8 +108,9 @@ class Generation(Iterator[Event]):
     def start(cls, model: LoadedModel, drafter: DrafterChoice, prompt: Prompt, params: SamplingParams | None = None, *,
               journal: str | Path | None = None, fsync: str | float = 1.0,
               on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None,
-              cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
+              cache_salt: str | None = "", snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """A new text. See `Engine.generate`."""
+        snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
         params = model.settings(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids, params = model.check_request(prompt, params), params.with_seed(seed)
@@ -117,7 +118,7 @@ class Generation(Iterator[Event]):
         check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
         if journal is not None:  # created last, so that a request that is refused leaves none
-            opened = generation._open_snapshot(Path(journal), snapshot)
+            opened = generation._open_snapshot(Path(journal), snapshot_options)
             generation._journal = create_journal(model, drafter, ids, params, Path(journal), interval)
             generation._journal.snapshot = opened
         return generation
@@ -126,15 +127,16 @@ class Generation(Iterator[Event]):
     @translate_memory_errors()
     def resume(cls, model: LoadedModel, drafter: DrafterChoice, journal: str | Path, *, fsync: str | float = 1.0,
                allow_different_kernels: bool = False, on_prefill: Callable[[int, int], None] | None = None,
-               cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
+               cache_salt: str | None = "", snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """The text of a journal. See `Engine.resume`."""
+        snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
         content, params, is_pure, run, writer = open_for_resume(Path(journal), model, drafter, parse_fsync(fsync),
                                                                 allow_different_kernels)
         try:
             generation = cls(model, drafter, content.header.prompt, params, on_prefill=on_prefill,
                              written=content.tokens, is_pure=is_pure, cache_salt=cache_salt)
             if writer:
-                writer.snapshot = generation._open_snapshot(Path(journal), snapshot)
+                writer.snapshot = generation._open_snapshot(Path(journal), snapshot_options)
                 writer.begin(run)
         except BaseException:
             if writer:
@@ -143,7 +145,7 @@ class Generation(Iterator[Event]):
         generation._journal = writer
         return generation
 
-    def _open_snapshot(self, folder: Path, options: SnapshotOptions | None) -> Snapshot | None:
+    def _open_snapshot(self, folder: Path, options: SnapshotOptions) -> Snapshot | None:
         return Snapshot.open(folder, options, lambda: self._model.identity, self._step.model, self._cache,
                              self._step.context)
 

@@ -70,9 +70,12 @@ class Snapshot:
         identity  what the text depends on besides its prompt and settings (`LoadedModel.identity`)
         model     the target, for this text's length
         """
-        self._folder, self._options = folder, options
+        self._folder = folder
+        self._options = options
         self._key = new_key(identity, model.rotation_key)
-        self._model, self._cache, self._context = model, cache, context
+        self._model = model
+        self._cache = cache
+        self._context = context
         self._writer: SnapshotWriter | None = None
         self._num_offered = 0  # whole blocks that are on the disk or on their way, once there is a writer
         self._began = time.monotonic()
@@ -80,13 +83,12 @@ class Snapshot:
             cache.states.keep(len(context) - 1)
 
     @classmethod
-    def open(cls, folder: Path, options: SnapshotOptions | None, identity: Callable[[], Mapping[str, str]],
+    def open(cls, folder: Path, options: SnapshotOptions, identity: Callable[[], Mapping[str, str]],
              model: Transformer, cache: FullCache, context: Context) -> Snapshot | None:
         """The snapshot of a text, if it has one. UsageError if it should have one and cannot.
 
         identity  called only where there is a snapshot, because it hashes the weights
         """
-        options = options or SnapshotOptions()
         can = not model.kernels.is_device and shard_of(model.kernels).size == 1
         check(can or options.mode != "always", "snapshot", options.mode,
               "auto or never on CUDA and with several ranks")
@@ -99,8 +101,10 @@ class Snapshot:
 
         available  rows that the prefix tree has; the snapshot is not read if these are most of the text
         """
-        cache, filled, rows, tail = self._cache, 0, 0, None
-        limit, states = len(self._context) - 1 - DRAFTER_ROWS, None
+        cache = self._cache
+        limit = len(self._context) - 1 - DRAFTER_ROWS
+        filled = 0
+        rows, tail, states = 0, None, None  # up to the last position where all that a text needs is known
         if 2 * available >= limit:
             return 0
         for k, v, kept in self._blocks(limit):
@@ -133,20 +137,21 @@ class Snapshot:
 
     def _blocks(self, limit: int) -> Iterator[BlockTensors]:
         """The blocks that belong to this text, from the first one on."""
-        index, folder = read_index(self._folder / FOLDER), self._folder / FOLDER
-        done, states = 0, self._cache.states.current if self._cache.states else ()
-        for number, block in enumerate(self._known(index)):
-            parts = None
-            if done < limit:
-                parts = read_block(folder, block, self._cache.shapes, self._cache.store_dtype, states)
-            if parts is None:
-                break
-            done = number * STORE_BLOCK + block.rows
-            yield parts
+        cache = self._cache
+        states = cache.states.current if cache.states else ()
+        for block in self._known():
+            if block.block * STORE_BLOCK >= limit:
+                return
+            tensors = read_block(self._folder / FOLDER, block, cache.shapes, cache.store_dtype, states)
+            if tensors is None:
+                return
+            yield tensors
 
-    def _known(self, index: dict[int, Block]) -> list[Block]:
+    def _known(self) -> list[Block]:
         """The blocks of the index whose chain is this text's, from the first one on."""
-        ids, known = self._context.slice(0, len(self._context)), []
+        index = read_index(self._folder / FOLDER)
+        ids = self._context.slice(0, len(self._context))
+        known: list[Block] = []
         for number, (rows, chain) in enumerate(chains(self._key, ids)):
             block = index.get(number)
             if block is not None and 0 < block.rows < rows:  # its chain ends earlier than this text's
@@ -171,7 +176,7 @@ class Snapshot:
 
     def _offer(self, length: int) -> None:
         if self._writer is None:
-            known = [block for block in self._known(read_index(self._folder / FOLDER)) if block.rows == STORE_BLOCK]
+            known = [block for block in self._known() if block.rows == STORE_BLOCK]
             self._num_offered = len(known)
             self._writer = SnapshotWriter(self._folder, self._options.max_bytes, known)
         for number, (rows, chain) in enumerate(chains(self._key, self._context.slice(0, length))):
