@@ -36,10 +36,6 @@ class KVCache(Protocol):
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
 
-    def place(self, rows: Tensor, positions: Tensor) -> None:
-        """Begin a commit on the device, before the host has read which rows it is: put rows [N] at positions [N], where
-        the position is not negative. Complete it by `commit` with the same rows."""
-
 
 class FullCache:
     """Committed rows of all layers with attention, in stores that grow by blocks (`KVStore.reserve`).
@@ -101,6 +97,8 @@ class FullCache:
         self.length += len(rows)
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
+        """Begin a commit on the device, before the host has read which rows it is: put rows [N] at positions [N], where
+        the position is not negative. Complete it by `commit` with the same rows."""
         assert self._tail is not None, "place without a forward"
         self._kernels.scatter_rows(self._tail, rows, positions)
         self.has_placed()

@@ -318,6 +318,8 @@ def test_wrong_options_are_refused_before_a_journal_exists(engine, tmp_path):
                              (dict(snapshot_max=-1), "snapshot_max is -1; allowed: 0 to 1048576 GiB")):
         with pytest.raises(UsageError, match=message):
             engine.generate(PROMPT, PARAMS, journal=tmp_path / "j", **options)
+        with pytest.raises(UsageError, match=message):
+            engine.batch().add(PROMPT, PARAMS, journal=tmp_path / "j", **options)
     assert not (tmp_path / "j").exists()
 
 
