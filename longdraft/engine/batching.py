@@ -42,9 +42,9 @@ class Batch:
         self._model = model
         self._drafter = drafter
         self._texts: dict[int, Generation] = {}
-        self._requests: dict[int, ForwardRequest] = {}  # the forward that each text needs next; none between two steps
-        self._launched: dict[int, Launched] = {}  # what texts wait for that have begun work on a device
-        self._waiting: set[int] = set()  # texts that wait for another one to read their common beginning
+        # What each text needs to go on: a forward, the end of work that a device has begun, or the beginning that it
+        # shares with another text, which reads it now. Between two steps a text needs nothing.
+        self._needs: dict[int, ForwardRequest | Launched | Waiting] = {}
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -83,9 +83,7 @@ class Batch:
         if text not in self._texts:
             known = ", ".join(map(str, self._texts)) or "none"
             raise UsageError(f"text {text} is not in the batch; there are: {known}")
-        self._requests.pop(text, None)
-        self._launched.pop(text, None)
-        self._waiting.discard(text)
+        self._needs.pop(text, None)
         generation = self._texts.pop(text)
         generation.close()
         return generation
@@ -102,17 +100,17 @@ class Batch:
         began = time.perf_counter()
         with kernels.single_threaded_torch(self._model.target.kernels):
             chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
-            batch_size = max(1, len(chosen) - len(self._waiting.intersection(chosen)))
-            clocks = [self._texts[text].clock for text in chosen if text not in self._waiting]
+            clocks = [self._texts[text].clock for text in chosen if not isinstance(self._needs.get(text), Waiting)]
+            batch_size = max(1, len(clocks))
             charged = sum(clock.charged for clock in clocks)
             for text in chosen:
-                if text not in self._requests and text not in self._launched:
+                if isinstance(self._needs.get(text), Waiting | None):
                     self._advance(text, None, batch_size, events)
-            while launched := {text: self._launched.pop(text) for text in chosen if text in self._launched}:
+            while launched := {text: work for text in chosen if isinstance(work := self._needs.get(text), Launched)}:
                 self._read_launched(launched)
                 for text in launched:
                     self._advance(text, None, batch_size, events)
-            requests = {text: self._requests[text] for text in chosen if text in self._requests}
+            requests = {text: need for text in chosen if isinstance(need := self._needs.get(text), ForwardRequest)}
             texts = list(requests)
             results = run_batched(list(requests.values()), lambda indices, seconds: self._charge(
                 {texts[index]: requests[texts[index]] for index in indices}, seconds))
@@ -139,7 +137,7 @@ class Batch:
         A text can be stopped at the end of a step, on all ranks that write it.
         """
         generation = self._texts[text]
-        self._requests.pop(text, None)
+        self._needs.pop(text, None)
         try:
             outcome = generation.advance(result, batch_size)
             while isinstance(outcome, Event):
@@ -147,13 +145,7 @@ class Batch:
                 if not generation.is_finished:
                     return
                 outcome = generation.advance(batch_size=batch_size)
-            if isinstance(outcome, Waiting):
-                self._waiting.add(text)
-            elif isinstance(outcome, Launched):
-                self._launched[text] = outcome
-            else:
-                self._waiting.discard(text)
-                self._requests[text] = outcome
+            self._needs[text] = outcome
         except StopIteration:
             self.remove(text)
         except Exception as error:  # ends this text only, as the error of its last event
