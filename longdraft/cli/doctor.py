@@ -24,15 +24,15 @@ def models(
     """List the models on this machine: bundled, in the hub's cache, of Ollama and of LM Studio."""
     from longdraft.checkpoint import config_file, inventory
 
-    inventoried = inventory.models_here(cache_dir)
+    entries = inventory.models_here(cache_dir)
     if as_json:
-        print(json.dumps([model._asdict() | {"runs": not model.problem} for model in inventoried], indent=2))
+        print(json.dumps([model._asdict() | {"runs": not model.problem} for model in entries], indent=2))
         return
     home = f"{Path.home()}/"
     _table([{"model": model.model.replace(home, "~/", 1), "from": model.place, "format": model.format,
              "parameters": model.parameters or "", "size": f"{model.nbytes / 1e9:,.2f} GB",
-             "context": model.context or "", "runs": "no" if model.problem else "yes"} for model in inventoried])
-    if any(model.problem for model in inventoried):
+             "context": model.context or "", "runs": "no" if model.problem else "yes"} for model in entries])
+    if any(model.problem for model in entries):
         print("\n`longdraft doctor --model NAME` says why a model does not run.")
     print(f"\nCheckpoints of these model families work too ({', '.join(config_file.SUPPORTED)}): --model FOLDER, "
           "--model FILE.gguf, or --model owner/name from the hub.")
