@@ -157,9 +157,10 @@ class FullCache:
 
     def clear(self) -> None:
         """Drop all rows."""
-        self._tail, self.length = None, 0
+        self._tail = None
+        self.length = 0
         if self.taps:
-            self.taps.clear()
+            self.taps.truncate(0)
         if self.states:
             self.states.reset()
 

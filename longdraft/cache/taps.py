@@ -87,10 +87,6 @@ class TapLog:
         if end - self._runs[0].start > LATEST:
             self._forget_before(end - LATEST)
 
-    def clear(self) -> None:
-        """Forget all rows; the text begins again."""
-        self._first, self._runs = [], []
-
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""
         self._first = [run.cut(run.start, length) for run in self._first if run.start < length]

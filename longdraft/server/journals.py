@@ -35,10 +35,8 @@ class JournalFolder:
         """Names of all journals, newest first."""
         names_by_time = []
         for folder in self.root.iterdir() if self.root.is_dir() else ():
-            try:
+            with contextlib.suppress(OSError):
                 names_by_time.append(((folder / FILE).stat().st_mtime, folder.name))
-            except OSError:
-                continue
         return [name for _, name in sorted(names_by_time, reverse=True)]
 
     def list(self, active: Collection[str] = ()) -> list[dict[str, Any]]:
