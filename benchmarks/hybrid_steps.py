@@ -34,7 +34,7 @@ from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer, chain_rows
-from longdraft.system import machine
+from longdraft_bench.limits import bandwidth_probe
 
 ROWS = (1, 2, 4, 8, 16)
 _POLLING_S = 0.02  # for which PyTorch's threads may poll for their next work
@@ -183,7 +183,7 @@ def main() -> None:
     config = parse_config(shape | {"num_hidden_layers": given.layers or shape["num_hidden_layers"]})
     torch.manual_seed(0)
     fused = RandomLoader(config, ops, given.quantize).transformer()
-    bandwidth = machine.bandwidth_probe(1 << 28)
+    bandwidth = bandwidth_probe(1 << 28)
     read = {rows: bytes_of(fused, rows, given.context) for rows in ROWS}
     print(f"one row reads {read[1] / 1e9:.2f} GB")
     clock = time.process_time if given.cpu_time else time.perf_counter

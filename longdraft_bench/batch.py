@@ -34,8 +34,8 @@ from longdraft.errors import UsageError
 from longdraft.report.table import Table
 from longdraft.report.turns import Record
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.system.machine import Limits
 from longdraft_bench import peers
+from longdraft_bench.limits import Limits
 from longdraft_bench.systems import System
 
 

@@ -19,7 +19,8 @@ from longdraft.errors import check
 from longdraft.kernels import Kernels
 from longdraft.system import machine
 from longdraft.system.files import open_outputs
-from longdraft.system.machine import Limits
+from longdraft_bench import limits
+from longdraft_bench.limits import Limits
 
 
 def prepare_run(threads: int | None, repeats: int, memory: float = 1.0) -> int:
@@ -75,7 +76,7 @@ def status(what: str) -> Iterator[None]:
 def measure_limits(memory: int, repeats: int, filled: dict[str, Any] | None = None) -> Limits:
     """Measure and print the machine's limits, and add them to the document's description of the machine."""
     with status("the limits of this machine"):
-        found = machine.limits(memory, repeats)
+        found = limits.measure(memory, repeats)
     if filled is not None:
         filled["machine"] |= found.details
     peaks = ", ".join(f"{name} {rate:,.0f} GFLOP/s" for name, rate in found.details["peak_gflop_per_s"].items())

@@ -23,8 +23,9 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import chain
 from longdraft.sampling.sampler import Sampler
-from longdraft.system.machine import Limits, dtype_name
+from longdraft.system.machine import dtype_name
 from longdraft.system.timing import Call, Timing, interleaved
+from longdraft_bench.limits import Limits
 
 
 class AttentionShape(NamedTuple):

@@ -36,9 +36,11 @@ _OUTLINE_BATCH = 20  # chapters that are outlined in one answer
 _TOKENS_PER_WORD = 3  # upper bound, for the largest number of tokens of a chapter
 _HEADING_TOKENS = 24  # of a heading that a model without a template writes
 _OUTLINE_TOKENS = 400, 250  # of an outline, and for each of its chapters
-_NUMERALS = ((10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I"))
+# 40 is XXXX here, not XL: the prompts of books that were begun have it so.
+_NUMERALS = ((100, "C"), (90, "XC"), (50, "L"), (10, "X"), (9, "IX"), (5, "V"), (4, "IV"), (1, "I"))
 
-Follow = Callable[[Generation, str], str]  # runs a generation to its end, told what it writes; returns its text
+# Runs a generation to its end and returns its text. The second argument describes what is written.
+Follow = Callable[[Generation, str], str]
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,10 @@ class Book:
 
     def __init__(self, folder: Path, engine: Engine, plan: BookPlan, params: SamplingParams, state: BookState,
                  options: Mapping[str, Any]) -> None:
-        self.folder, self.engine, self.plan, self.params = folder, engine, plan, params
+        self.folder = folder
+        self.engine = engine
+        self.plan = plan
+        self.params = params
         self.state = state
         self.context_limit = engine.model.config.max_positions  # tokens of a prompt and its chapter
         self._options = dict(options)
@@ -115,13 +120,13 @@ class Book:
         state = BookState(asdict(plan), json.loads(json.dumps(settings)), engine.name, engine.fingerprint)
         path = folder / STATE
         if path.exists():
-            found = _read_state(path)
+            state_of_folder = _read_state(path)
             for name in ("plan", "settings", "fingerprint"):
-                began, now = getattr(found, name), getattr(state, name)
+                began, now = getattr(state_of_folder, name), getattr(state, name)
                 if began != now:
                     raise UsageError(f"the book in {folder} was begun with another {_WORDS[name]}"
                                      f"{_difference(began, now)}; give the first one again, or another --folder")
-            state = found
+            state = state_of_folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -196,13 +201,13 @@ class Book:
                                  ignore_eos=False, structured_outputs=("json", json.dumps(_schema(count, first == 0))))
         text = follow(self.engine.generate(ids, params), f"outline, chapters {first + 1} to {first + count}")
         try:
-            found = json.loads(text)
+            outline = json.loads(text)
         except ValueError as error:
             raise UsageError("the outline does not fit into the model's context; give fewer --chapters or a shorter "
                              "premise") from error
-        self.state.title = self.state.title or _line(found["title"])
+        self.state.title = self.state.title or _line(outline["title"])
         self.state.chapters += [OutlinedChapter(_line(entry["title"]), _line(entry["brief"]), int(entry["words"]))
-                                for entry in found["chapters"]]
+                                for entry in outline["chapters"]]
 
     def _outline_heading(self, follow: Follow, first: int) -> None:
         """The next heading, after the premise and the headings before it, as a plain text."""
@@ -258,17 +263,15 @@ class Book:
         own_stops = () if self._is_chat else (f"CHAPTER {_roman(number + 1)}",)
         params = self._params_of(number, max_new_tokens=_most_tokens(chapter), stop=(*self.params.stop, *own_stops),
                                  min_new_tokens=0 if self.params.structured_outputs else chapter.words)
-        is_kept = False
-        if journal_exists(folder):
-            header = read_journal(folder).header
-            if header.prompt == prompt and header.params == params:
-                is_kept = True
-            else:
-                remove_journal(folder)
-        if is_kept:
-            generation, state = self.engine.resume(folder), "kept" if read_journal(folder).finish else "written"
+        kept = read_journal(folder) if journal_exists(folder) else None
+        if kept and (kept.header.prompt, kept.header.params) == (prompt, params):
+            generation = self.engine.resume(folder)
+            state = "kept" if kept.finish else "written"
         else:
-            generation, state = self.engine.generate(prompt, params, journal=folder), "written"
+            if kept:
+                remove_journal(folder)
+            generation = self.engine.generate(prompt, params, journal=folder)
+            state = "written"
         text = follow(generation, f"chapter {number} of {len(self.state.chapters)}, {chapter.title!r}")
         return text, len(generation.tokens), state
 
@@ -329,9 +332,8 @@ def _line(text: str) -> str:
 
 
 def _roman(number: int) -> str:
-    found = "C" * (number // 100) + ("XC" if number % 100 >= 90 else "L" * (number % 100 >= 50))
-    number = number % 100 - (90 if number % 100 >= 90 else 50 if number % 100 >= 50 else 0)
+    numeral = ""
     for value, letters in _NUMERALS:
-        found += letters * (number // value)
+        numeral += letters * (number // value)
         number %= value
-    return found
+    return numeral

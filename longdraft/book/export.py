@@ -134,8 +134,8 @@ def paragraphs(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"\n\s*\n", text.replace("\r\n", "\n")) if part.strip()]
 
 
-def _heading(book: ExportedBook, place: int) -> str:
-    return _line(book.chapters[place].title) or f"{place + 1}"
+def _heading(book: ExportedBook, index: int) -> str:
+    return _line(book.chapters[index].title) or f"{index + 1}"
 
 
 def _body(chapter: ExportedChapter) -> str:

@@ -36,10 +36,6 @@ class KVCache(Protocol):
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
 
-    def place(self, rows: Tensor, positions: Tensor) -> None:
-        """Begin a commit on the device, before the host has read which rows it is: put rows [N] at positions [N], where
-        the position is not negative. Complete it by `commit` with the same rows."""
-
 
 class FullCache:
     """Committed rows of all layers with attention, in stores that grow by blocks (`KVStore.reserve`).
@@ -56,9 +52,12 @@ class FullCache:
                  windows: Sequence[int] = (), taps: TapLog | None = None,
                  states: StateCache | None = None, score_cap: float = 0.0, sinks: Sequence[Tensor] = ()) -> None:
         self._kernels = kernels
-        self.taps, self.states = taps, states
-        self.shapes, self.windows = tuple(shapes), tuple(windows) or (0,) * len(shapes)
-        self.score_cap, self.sinks = score_cap, sinks
+        self.taps = taps
+        self.states = states
+        self.shapes = tuple(shapes)
+        self.windows = tuple(windows) or (0,) * len(shapes)
+        self.score_cap = score_cap
+        self.sinks = sinks
         # The layers of each shape: operations on several stores take stores of one shape.
         self.groups = [[layer for layer, other in enumerate(self.shapes) if other == shape]
                        for shape in dict.fromkeys(self.shapes)]
@@ -98,6 +97,8 @@ class FullCache:
         self.length += len(rows)
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
+        """Begin a commit on the device, before the host has read which rows it is: put rows [N] at positions [N], where
+        the position is not negative. Complete it by `commit` with the same rows."""
         assert self._tail is not None, "place without a forward"
         self._kernels.scatter_rows(self._tail, rows, positions)
         self.has_placed()
@@ -156,9 +157,10 @@ class FullCache:
 
     def clear(self) -> None:
         """Drop all rows."""
-        self._tail, self.length = None, 0
+        self._tail = None
+        self.length = 0
         if self.taps:
-            self.taps.clear()
+            self.taps.truncate(0)
         if self.states:
             self.states.reset()
 

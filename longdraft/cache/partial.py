@@ -130,9 +130,6 @@ class PartialCache:
             self._states.commit(rows)
         self._num_drafted += len(rows)
 
-    def place(self, rows: Tensor, positions: Tensor) -> None:
-        self._base.place(rows, positions)
-
     @property
     def draft_stores(self) -> DraftStores:
         """The rows and the remainder, for a chain that the compiled module drafts."""

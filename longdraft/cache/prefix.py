@@ -22,13 +22,14 @@ import threading
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longdraft.cache.full import FullCache
-from longdraft.cache.states import kept_places, states_bytes
+from longdraft.cache.states import kept_positions, states_bytes
 from longdraft.kernels import KVStore
 from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import STORE_BLOCK
@@ -47,30 +48,30 @@ class _Piece:
     states: dict[int, list[DeltaState]] = field(default_factory=dict)  # of delta layers, by position in the text
     used: int = 0  # time of the last use, in uses of the tree
     leases: int = 0
-    keys: list[bytes] = field(default_factory=list)  # of the children, ascending
-    children: list[_Piece] = field(default_factory=list)
+    children: list[_Piece] = field(default_factory=list)  # in the order of their token ids
+
+    @cached_property
+    def key(self) -> bytes:
+        """Bytes that are ordered as the token ids are."""
+        return _key(self.ids)
 
     def nearest(self, ids: Ids) -> tuple[_Piece | None, int]:
         """The child that shares most tokens with the beginning of `ids`, and their number.
 
-        In the order of their keys, that child is a neighbour of the place where `ids` would be.
+        In the order of their keys, that child is a neighbour of the index where `ids` would be.
         """
-        place = bisect_left(self.keys, _key(ids))
+        index = self._index_of(_key(ids))
         best, most = None, 0
-        for child in self.children[max(0, place - 1) : place + 1]:
+        for child in self.children[max(0, index - 1) : index + 1]:
             if (count := common_prefix(child.ids, ids)) > most:
                 best, most = child, count
         return best, most
 
     def add(self, child: _Piece) -> None:
-        key = _key(child.ids)
-        place = bisect_left(self.keys, key)
-        self.keys.insert(place, key)
-        self.children.insert(place, child)
+        self.children.insert(self._index_of(child.key), child)
 
-    def drop(self, child: _Piece) -> None:
-        place = self.children.index(child)
-        del self.keys[place], self.children[place]
+    def _index_of(self, key: bytes) -> int:
+        return bisect_left(self.children, key, key=lambda child: child.key)
 
     def path(self) -> Iterator[_Piece]:
         """This piece and those before it, without the root."""
@@ -81,7 +82,6 @@ class _Piece:
 
 
 def _key(ids: Ids) -> bytes:
-    """Bytes that are ordered as the token ids are."""
     return ids.astype(">i4").tobytes()
 
 
@@ -95,14 +95,15 @@ def common_prefix(a: Ids, b: Ids) -> int:
 def _kept(cache: FullCache, start: int, count: int) -> dict[int, list[DeltaState]]:
     """The states that a text kept after `count` rows from `start` on."""
     kept = cache.states.kept if cache.states else {}
-    return {place: states for place, states in kept.items() if start < place <= start + count}
+    return {position: states for position, states in kept.items() if start < position <= start + count}
 
 
 class Lease:
     """Keeps the pieces of a text from eviction until `release`, or until it is no longer referenced."""
 
     def __init__(self, piece: _Piece | None, lock: threading.RLock) -> None:
-        self._piece, self._lock = piece, lock
+        self._piece = piece
+        self._lock = lock
         self._count(1)
 
     def release(self) -> None:
@@ -139,12 +140,12 @@ class Match(NamedTuple):
             if left > 0:
                 parts.append((stores, min(count, left)))
                 left -= count
-        states = {place: kept for place, kept in self.states.items() if place <= length}
+        states = {position: kept for position, kept in self.states.items() if position <= length}
         return Match(length, tuple(parts), self.lease, states)
 
     def cut_to_state(self) -> Match:
         """Up to the last position whose states are known; nothing without such a position."""
-        return self.cut(max((place for place in self.states if place <= self.length), default=0))
+        return self.cut(max((position for position in self.states if position <= self.length), default=0))
 
 
 @dataclass(eq=False)
@@ -165,7 +166,7 @@ class PrefixTree:
 
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: of all pieces together; 0: nothing is kept."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._roots: dict[Hashable, _Piece] = {}
         self._pieces: set[_Piece] = set()
         self._readings: set[Reading] = set()
@@ -173,14 +174,10 @@ class PrefixTree:
         self._time = 0
         self.nbytes = 0
 
-    @property
-    def max_bytes(self) -> int:
-        return self._max_bytes
-
     def limit(self, max_bytes: int) -> None:
         """Set the largest number of bytes, and evict what is beyond it."""
         with self._lock:
-            self._max_bytes = max_bytes
+            self.max_bytes = max_bytes
             self._evict(self.nbytes - max_bytes)
             self._roots = {group: root for group, root in self._roots.items() if root.children}
 
@@ -222,13 +219,13 @@ class PrefixTree:
             piece = self._roots.setdefault(group, _Piece(ids[:0], (), 0, None))
             lease = Lease(piece, self._lock)
             for start in range(0, len(ids), STORE_BLOCK):
-                rest = ids[start : start + STORE_BLOCK]
-                held, common = piece.nearest(rest)
-                if held is None or common < len(rest):
-                    held = self._add(piece, rest, cache, start, held if held and common == len(held.ids) else None)
+                part = ids[start : start + STORE_BLOCK]
+                held, common = piece.nearest(part)
+                if held is None or common < len(part):
+                    held = self._add(piece, part, cache, start, held if held and common == len(held.ids) else None)
                 if held is None:
                     break
-                self._add_states(held, _kept(cache, start, len(rest)))
+                self._add_states(held, _kept(cache, start, len(part)))
                 piece, held.used = held, self._time
                 lease, before = Lease(piece, self._lock), lease
                 before.release()
@@ -240,7 +237,7 @@ class PrefixTree:
         states = (shorter.states if shorter else {}) | _kept(cache, start, len(ids))
         num_bytes = cache.block_bytes(len(ids)) + sum(map(states_bytes, states.values()))
         kept = Lease(shorter, self._lock)
-        most = self._max_bytes + (shorter.nbytes if shorter else 0)
+        most = self.max_bytes + (shorter.nbytes if shorter else 0)
         self._evict(self.nbytes + num_bytes - most)
         kept.release()
         if self.nbytes + num_bytes > most:
@@ -256,11 +253,11 @@ class PrefixTree:
     def _add_states(self, piece: _Piece, states: Mapping[int, list[DeltaState]]) -> None:
         """Take over states that the piece does not have, as far as there is room."""
         own = Lease(piece, self._lock)
-        for place in states.keys() - piece.states.keys():
-            size = states_bytes(states[place])
-            self._evict(self.nbytes + size - self._max_bytes)
-            if self.nbytes + size <= self._max_bytes:
-                piece.states[place] = states[place]
+        for position in states.keys() - piece.states.keys():
+            size = states_bytes(states[position])
+            self._evict(self.nbytes + size - self.max_bytes)
+            if self.nbytes + size <= self.max_bytes:
+                piece.states[position] = states[position]
                 piece.nbytes += size
                 self.nbytes += size
         own.release()
@@ -277,7 +274,7 @@ class PrefixTree:
 
     def _drop(self, piece: _Piece) -> None:
         assert piece.parent is not None and not piece.children
-        piece.parent.drop(piece)
+        piece.parent.children.remove(piece)
         self._pieces.discard(piece)
         self.nbytes -= piece.nbytes
 
@@ -296,13 +293,13 @@ class PrefixTree:
                       chunk: int | None = None) -> Reading | None:
         """A prompt being read that will soon have `least` or more rows of a text's beginning; None if there is none.
 
-        by_state  only rows up to a position where that text keeps its states count; chunk: see `kept_places`
+        by_state  only rows up to a position where that text keeps its states count; chunk: see `kept_positions`
         """
         with self._lock:
             for reading in tuple(self._readings):
                 common = common_prefix(reading.ids, ids) if reading.group == group else 0
                 if by_state:
-                    common = max(kept_places(0, common, len(reading.ids), chunk), default=0)
+                    common = max(kept_positions(0, common, len(reading.ids), chunk), default=0)
                 if common >= least and reading.published < common:
                     return reading
         return None

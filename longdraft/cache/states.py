@@ -30,7 +30,7 @@ _SETTLED_ROWS = 64  # rows whose inputs are held although they are settled
 _FIRST_ENDS = (512, 1024, 2048)  # blocks are STORE_BLOCK rows, but many texts share a short beginning
 
 
-def kept_places(first: int, last: int, prompt_rows: int, chunk: int | None = None) -> Iterator[int]:
+def kept_positions(first: int, last: int, prompt_rows: int, chunk: int | None = None) -> Iterator[int]:
     """The positions in (first, last] at which a text keeps its states.
 
     prompt_rows  rows of the prompt
@@ -84,6 +84,12 @@ class StateCache:
     def _new(self) -> list[DeltaState]:
         return [self._kernels.new_state(weights) for weights in self._layers]
 
+    def _copies(self, states: Sequence[DeltaState]) -> list[DeltaState]:
+        copies = self._new()
+        for copy, state in zip(copies, states, strict=True):
+            copy.copy_from(state)
+        return copies
+
     @property
     def current(self) -> list[DeltaState]:
         """The states after the committed rows. Valid until the next commit; not to be changed."""
@@ -108,8 +114,8 @@ class StateCache:
         if rows:
             assert self._tail, "commit without a forward"
             if self._prompt_rows is not None:
-                for place in kept_places(self.length, self.length + len(rows), self._prompt_rows, self._chunk):
-                    self.kept[place] = self._states_after(list(rows[: place - self.length]))
+                for position in kept_positions(self.length, self.length + len(rows), self._prompt_rows, self._chunk):
+                    self.kept[position] = self._states_after(list(rows[: position - self.length]))
             self.length += len(rows)
             if self._held:
                 self._held.commits.append([(each.mixed[list(rows)], each.gates[list(rows)]) for each in self._tail])
@@ -123,18 +129,16 @@ class StateCache:
 
     def _states_after(self, rows: list[int]) -> list[DeltaState]:
         """New states after these of the provisional rows."""
+        if len(rows) == len(self._tail[0].mixed):
+            return self._copies(self._spare)
         states = self._new()
-        if len(rows) < len(self._tail[0].mixed):
-            self._apply_again(rows, states)
-        else:
-            for copy, state in zip(states, self._spare, strict=True):
-                copy.copy_from(state)
+        self._apply_again(rows, states)
         return states
 
     def keep(self, prompt_rows: int, chunk: int | None = None) -> None:
         """Keep states for other texts from now on (`kept`). prompt_rows: the rows that this text begins with.
 
-        chunk  see `kept_places`
+        chunk  see `kept_positions`
         """
         self._prompt_rows, self._chunk = prompt_rows, chunk
 
@@ -145,9 +149,7 @@ class StateCache:
             self._hold()
 
     def _hold(self) -> None:
-        self._held = _Held(self.length, self._new(), [])
-        for copy, state in zip(self._held.states, self.current, strict=True):
-            copy.copy_from(state)
+        self._held = _Held(self.length, self._copies(self.current), [])
 
     def settle(self, length: int) -> None:
         """The text will not be cut below `length` rows, so older inputs are dropped now and then."""
@@ -171,7 +173,7 @@ class StateCache:
                 left -= _rows(commits[-1:])
         self._held = self._held._replace(commits=commits)
         self._apply_to(self._held.states, commits, self._own)
-        self.kept = {place: states for place, states in self.kept.items() if place <= length}
+        self.kept = {position: states for position, states in self.kept.items() if position <= length}
         self.length = length
 
     def _apply_to(self, before: Sequence[DeltaState], commits: Sequence[Inputs], after: Sequence[DeltaState]) -> None:
@@ -187,9 +189,7 @@ class StateCache:
     def keep_now(self) -> None:
         """Keep the states after the committed rows."""
         if self.length not in self.kept:
-            self.kept[self.length] = self._new()
-            for copy, state in zip(self.kept[self.length], self.current, strict=True):
-                copy.copy_from(state)
+            self.kept[self.length] = self._copies(self.current)
 
     def adopt(self, kept: Mapping[int, list[DeltaState]]) -> None:
         """Continue from the last of these states, of a text with the same tokens up to there. They are shared."""
@@ -225,7 +225,10 @@ class StateCache:
 
     def reset(self) -> None:
         """Forget all rows: of drafts, go back to the text; of a text, to its beginning."""
-        self._tail, self.length, self._held, self.kept = [], 0, None, {}
+        self._tail = []
+        self.length = 0
+        self._held = None
+        self.kept = {}
         if self._source:
             self._follows_source = True
         else:

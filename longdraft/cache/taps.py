@@ -41,7 +41,9 @@ class TapLog:
 
     def __init__(self, kernels: Kernels, layers: Sequence[int], width: int) -> None:
         self.layers = tuple(layers)
-        self._kernels, self._width, self.is_on = kernels, width, True
+        self._kernels = kernels
+        self._width = width
+        self.is_on = True
         self._first: list[TappedRows] = []
         self._runs: list[TappedRows] = []
         self._spare: list[Tensor] = []  # each [layers, 1, width]
@@ -84,10 +86,6 @@ class TapLog:
         end = start + len(rows)
         if end - self._runs[0].start > LATEST:
             self._forget_before(end - LATEST)
-
-    def clear(self) -> None:
-        """Forget all rows; the text begins again."""
-        self._first, self._runs = [], []
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""

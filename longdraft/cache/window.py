@@ -107,8 +107,8 @@ class RowWindow:
         holes = [slot for slot in dropped if slot < left]
         moved = [slot for slot in range(left, self.num_text) if slot not in dropped]
         for store, (k, v) in zip(self.stores, self._read(moved) if moved else [], strict=False):
-            for place, hole in enumerate(holes):
-                store.write_heads(hole, k[:, place : place + 1], v[:, place : place + 1])
+            for index, hole in enumerate(holes):
+                store.write_heads(hole, k[:, index : index + 1], v[:, index : index + 1])
         for hole, slot in zip(holes, moved, strict=True):
             self._put(self._positions[slot], hole)
         self.first += surplus

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -44,8 +43,7 @@ class LoadBar:
     def __enter__(self) -> LoadBar:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._is_shown = False  # a drafter that is chosen later may read the weights again
         if self._progress.live.is_started:
             self._progress.stop()
@@ -68,39 +66,59 @@ def load_with_bar(loading: dict[str, Any], *, quiet: bool) -> Engine:
         return load(**loading, on_load=bar.show)
 
 
-class TextDisplay:
+class _LiveLine:
+    """Context manager that keeps what `_render` returns at the bottom of the terminal, unless it is quiet."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._console = Console(file=sys.stderr, highlight=False)
+        self._is_live = self._console.is_terminal and not quiet
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_live:
+            self._live = Live(console=self._console, refresh_per_second=_REFRESH_RATE, transient=True,
+                              get_renderable=self._render)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def _render(self) -> RenderableType:
+        raise NotImplementedError
+
+
+def _dim(line: str) -> Text:
+    return Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+class TextDisplay(_LiveLine):
     """Shows the events of one text. Use it as a context manager. text: whether the text goes to stdout."""
 
     def __init__(self, max_new_tokens: int, *, quiet: bool, text: bool) -> None:
+        super().__init__(quiet=quiet)
         self._goal = max_new_tokens
         self._resumed = 0  # tokens of earlier runs, which do not count for the speed
         self._distinct: float | None = None
         self._shows_text = text
-        self._console = Console(file=sys.stderr, highlight=False)
-        is_live = self._console.is_terminal and not quiet
-        self._shares_terminal = is_live and text and sys.stdout.isatty()
+        self._shares_terminal = self._is_live and text and sys.stdout.isatty()
         self._line = ""  # the text's unfinished last line, if text and live line share a terminal
         self._prefill = (0, 0)
         self._start = 0.0
         self._tokens = self._steps = 0
         self._has_output = False
-        self._live = Live(console=self._console, refresh_per_second=_REFRESH_RATE, transient=True,
-                          get_renderable=self._render) if is_live else None
 
-    def __enter__(self) -> TextDisplay:
+    def __enter__(self) -> Self:
         replace_unencodable()
-        if self._live:
-            self._live.start()
-        return self
+        return super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        if self._live:
-            line, self._line = self._line, ""
-            if self._shares_terminal and line:
-                self._console.print(Text(line))
-            self._live.stop()
-        elif self._has_output and sys.stdout.isatty():
+    def __exit__(self, *exc: object) -> None:
+        line, self._line = self._line, ""
+        if self._shares_terminal and line:
+            self._console.print(Text(line))
+        super().__exit__(*exc)
+        if not self._is_live and self._has_output and sys.stdout.isatty():
             sys.stdout.write("\n")
 
     def prefilled(self, done: int, total: int) -> None:
@@ -136,7 +154,7 @@ class TextDisplay:
             self._console.print(Text("\n".join(done)))
 
     def _render(self) -> Group:
-        status = Text(self._status(), style="dim", no_wrap=True, overflow="ellipsis")
+        status = _dim(self._status())
         return Group(Text(self._line), status) if self._shares_terminal else Group(status)
 
     def _status(self) -> str:
@@ -152,28 +170,13 @@ class TextDisplay:
                 f"{written / max(1, self._steps):.2f} per step{distinct} · {left} left")
 
 
-class BatchDisplay:
+class BatchDisplay(_LiveLine):
     """The live line of a batch job. Use it as a context manager, and call `show` with each change of the totals."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        console = Console(file=sys.stderr, highlight=False)
-        self._totals: Totals | None = None
-        self._live = Live(console=console, refresh_per_second=_REFRESH_RATE, transient=True,
-                          get_renderable=self._render) if console.is_terminal and not quiet else None
-
-    def __enter__(self) -> BatchDisplay:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        if self._live:
-            self._live.stop()
+    _totals: Totals | None = None
 
     def show(self, totals: Totals) -> None:
         self._totals = totals
 
     def _render(self) -> Text:
-        line = "loading" if self._totals is None else self._totals.live_line()
-        return Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+        return _dim("loading" if self._totals is None else self._totals.live_line())

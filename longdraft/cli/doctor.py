@@ -24,15 +24,15 @@ def models(
     """List the models on this machine: bundled, in the hub's cache, of Ollama and of LM Studio."""
     from longdraft.checkpoint import config_file, inventory
 
-    found = inventory.models_here(cache_dir)
+    entries = inventory.models_here(cache_dir)
     if as_json:
-        print(json.dumps([model._asdict() | {"runs": not model.problem} for model in found], indent=2))
+        print(json.dumps([model._asdict() | {"runs": not model.problem} for model in entries], indent=2))
         return
     home = f"{Path.home()}/"
     _table([{"model": model.model.replace(home, "~/", 1), "from": model.place, "format": model.format,
              "parameters": model.parameters or "", "size": f"{model.nbytes / 1e9:,.2f} GB",
-             "context": model.context or "", "runs": "no" if model.problem else "yes"} for model in found])
-    if any(model.problem for model in found):
+             "context": model.context or "", "runs": "no" if model.problem else "yes"} for model in entries])
+    if any(model.problem for model in entries):
         print("\n`longdraft doctor --model NAME` says why a model does not run.")
     print(f"\nCheckpoints of these model families work too ({', '.join(config_file.SUPPORTED)}): --model FOLDER, "
           "--model FILE.gguf, or --model owner/name from the hub.")
@@ -79,7 +79,7 @@ def _needs(model: str, file: str | None, cache_dir: Path | None, offline: bool) 
     has_mxfp4 = sizing.has_mxfp4(folder, parsed)
     sizes = sizing.model_sizes(parsed, has_mxfp4=has_mxfp4)
     copy_format, copy_bytes = draft_copy.copy_size(parsed, sizes)
-    memory = _memory_bytes()
+    memory = machine.memory_bytes()
     bandwidth = machine.read_bandwidth(_READ_BYTES)
     kept = sizing.kept_sizes(folder, parsed)
     return {
@@ -157,6 +157,7 @@ def _report() -> dict[str, Any]:
     from longdraft import drafters, kernels
     from longdraft.checkpoint import hub
     from longdraft.kernels.cpu import native
+    from longdraft.system import machine
     from longdraft.version import __version__
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,7 +170,7 @@ def _report() -> dict[str, Any]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "threads": kernels.threads(chosen),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": machine.memory_bytes(),
         "kernels": chosen.name,
         "kernels_available": ", ".join(kernels.available()),
         "kernels_missing": native.IMPORT_ERROR or "none",
@@ -177,15 +178,6 @@ def _report() -> dict[str, Any]:
         "drafters": ", ".join(drafters.DRAFTERS),
         "bundled_models": ", ".join(hub.bundled_models()),
     }
-
-
-def _memory_bytes() -> int | None:
-    import os
-
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _table(rows: list[dict[str, Any]]) -> None:

@@ -79,7 +79,7 @@ def write_generation(run: TextRun) -> int:
 
             run.files["--report"].write(render_report(generation, run.engine, recorder).encode())
             run.files["--report"].finish()
-        show_summary(generation, quiet=run.quiet, places=_places(generation, run))
+        show_summary(generation, quiet=run.quiet, locations=_locations(generation, run))
         _print_unfinished(generation, run, interrupt)
     return 128 + interrupt.number if interrupt.number else status
 
@@ -113,8 +113,8 @@ def _hints(generation: Generation, run: TextRun) -> list[str]:
     return [resume_hint(run.journal)] if run.journal and not generation.is_finished else []
 
 
-def show_summary(generation: Generation, *, quiet: bool, places: Iterable[str] = ()) -> None:
-    """Print one line about the run on stderr, if that is a terminal. places: where the text is kept."""
+def show_summary(generation: Generation, *, quiet: bool, locations: Iterable[str] = ()) -> None:
+    """Print one line about the run on stderr, if that is a terminal. locations: where the text is kept."""
     if quiet or not sys.stderr.isatty():
         return
     stats = generation.stats()
@@ -127,7 +127,7 @@ def show_summary(generation: Generation, *, quiet: bool, places: Iterable[str] =
         if stats["drafter"] != "plain":
             parts += [f"{speed / plain:.2f}x plain decoding ({stats['plain_is']})"] if plain else []
             parts += [f"mean accepted length {stats['mean_accepted_length']:.2f}", _main_drafter(stats)]
-    print("longdraft:", " · ".join([*parts, *places]), file=sys.stderr)
+    print("longdraft:", " · ".join([*parts, *locations]), file=sys.stderr)
 
 
 def _main_drafter(stats: dict[str, Any]) -> str:
@@ -138,12 +138,12 @@ def _main_drafter(stats: dict[str, Any]) -> str:
     return f"most tokens by {name} ({counts[name] / max(1, sum(counts.values())):.0%})"
 
 
-def _places(generation: Generation, run: TextRun) -> list[str]:
+def _locations(generation: Generation, run: TextRun) -> list[str]:
     """Where the text is kept; an output file that is still partial is not named."""
-    places = [f"journal {run.journal}"] if run.journal else []
+    locations = [f"journal {run.journal}"] if run.journal else []
     if "--output" in run.files and (generation.is_finished or not run.journal):
-        places.append(f"output {run.files['--output'].path}")
-    return places
+        locations.append(f"output {run.files['--output'].path}")
+    return locations
 
 
 def _print_unfinished(generation: Generation, run: TextRun, interrupt: Interrupt) -> None:
@@ -172,10 +172,10 @@ def _stream(generation: Generation, display: TextDisplay, interrupt: Interrupt, 
                 interrupt.check()
     except Interrupted:
         generation.close()
-        rest = Event((), generation.held_text)
+        held = Event((), generation.held_text)
         if output:
-            output.write(rest.text.encode())
-        display.show(rest, generation.distinct)
+            output.write(held.text.encode())
+        display.show(held, generation.distinct)
 
 
 def _finish(generation: Generation, run: TextRun) -> None:

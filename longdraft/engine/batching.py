@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from longdraft import kernels
@@ -43,9 +42,9 @@ class Batch:
         self._model = model
         self._drafter = drafter
         self._texts: dict[int, Generation] = {}
-        self._requests: dict[int, ForwardRequest] = {}  # the forward that each text needs next; none between two steps
-        self._launched: dict[int, Launched] = {}  # what texts wait for that have begun work on a device
-        self._waiting: set[int] = set()  # texts that wait for another one to read their common beginning
+        # What each text needs to go on: a forward, the end of work that a device has begun, or the beginning that it
+        # shares with another text, which reads it now. Between two steps a text needs nothing.
+        self._needs: dict[int, ForwardRequest | Launched | Waiting] = {}
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -84,9 +83,7 @@ class Batch:
         if text not in self._texts:
             known = ", ".join(map(str, self._texts)) or "none"
             raise UsageError(f"text {text} is not in the batch; there are: {known}")
-        self._requests.pop(text, None)
-        self._launched.pop(text, None)
-        self._waiting.discard(text)
+        self._needs.pop(text, None)
         generation = self._texts.pop(text)
         generation.close()
         return generation
@@ -103,17 +100,17 @@ class Batch:
         began = time.perf_counter()
         with kernels.single_threaded_torch(self._model.target.kernels):
             chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
-            batch_size = max(1, len(chosen) - len(self._waiting.intersection(chosen)))
-            clocks = [self._texts[text].clock for text in chosen if text not in self._waiting]
+            clocks = [self._texts[text].clock for text in chosen if not isinstance(self._needs.get(text), Waiting)]
+            batch_size = max(1, len(clocks))
             charged = sum(clock.charged for clock in clocks)
             for text in chosen:
-                if text not in self._requests and text not in self._launched:
+                if isinstance(self._needs.get(text), Waiting | None):
                     self._advance(text, None, batch_size, events)
-            while launched := {text: self._launched.pop(text) for text in chosen if text in self._launched}:
+            while launched := {text: work for text in chosen if isinstance(work := self._needs.get(text), Launched)}:
                 self._read_launched(launched)
                 for text in launched:
                     self._advance(text, None, batch_size, events)
-            requests = {text: self._requests[text] for text in chosen if text in self._requests}
+            requests = {text: need for text in chosen if isinstance(need := self._needs.get(text), ForwardRequest)}
             texts = list(requests)
             results = run_batched(list(requests.values()), lambda indices, seconds: self._charge(
                 {texts[index]: requests[texts[index]] for index in indices}, seconds))
@@ -140,7 +137,7 @@ class Batch:
         A text can be stopped at the end of a step, on all ranks that write it.
         """
         generation = self._texts[text]
-        self._requests.pop(text, None)
+        self._needs.pop(text, None)
         try:
             outcome = generation.advance(result, batch_size)
             while isinstance(outcome, Event):
@@ -148,13 +145,7 @@ class Batch:
                 if not generation.is_finished:
                     return
                 outcome = generation.advance(batch_size=batch_size)
-            if isinstance(outcome, Waiting):
-                self._waiting.add(text)
-            elif isinstance(outcome, Launched):
-                self._launched[text] = outcome
-            else:
-                self._waiting.discard(text)
-                self._requests[text] = outcome
+            self._needs[text] = outcome
         except StopIteration:
             self.remove(text)
         except Exception as error:  # ends this text only, as the error of its last event
@@ -188,8 +179,7 @@ class Batch:
     def __enter__(self) -> Batch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -205,23 +195,23 @@ def generate_many(model: LoadedModel, drafter: DrafterChoice, prompts: Iterator[
                   params: SamplingParams | Sequence[SamplingParams] | None,
                   batch_size: int) -> Iterator[tuple[int, Event]]:
     """See `Engine.generate_many`."""
-    places: dict[int, int] = {}  # number in the batch -> index of the prompt
+    indices: dict[int, int] = {}  # number in the batch -> index of the prompt
     waiting = enumerate(prompts)
     with Batch(model, drafter) as batch:
         while True:
-            while len(batch) < batch_size and (found := next(waiting, None)):
-                place, prompt = found
-                if isinstance(params, Sequence) and place == len(params):
-                    raise UsageError(f"params has {place} settings and there are more prompts; give one for each, or "
+            while len(batch) < batch_size and (item := next(waiting, None)):
+                index, prompt = item
+                if isinstance(params, Sequence) and index == len(params):
+                    raise UsageError(f"params has {index} settings and there are more prompts; give one for each, or "
                                      "one for all")
                 try:
-                    number = batch.add(prompt, params[place] if isinstance(params, Sequence) else params)
+                    number = batch.add(prompt, params[index] if isinstance(params, Sequence) else params)
                 except (LongdraftError, MemoryError) as error:
-                    yield place, Event((), "", error=error)
+                    yield index, Event((), "", error=error)
                     continue
-                places[number] = place
+                indices[number] = index
             if not batch:
                 return
             for number, event in batch.step():
                 is_last = event.finish_reason is not None or event.error is not None
-                yield places.pop(number) if is_last else places[number], event
+                yield indices.pop(number) if is_last else indices[number], event

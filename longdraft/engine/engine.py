@@ -27,7 +27,6 @@ from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import provenance
 from longdraft.errors import JournalError, NumericalError, UsageError, check
-from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.model.transformer import Transformer
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
@@ -121,11 +120,11 @@ class Engine:
     def drafter_bytes(self, tokens: int) -> int:
         """Bytes of the caches that drafting a text of `tokens` tokens takes, beside the text's own."""
         options, draft = self.choice.options, self.draft
-        found = min(options.partial_rows, tokens) * self.model.cache_bytes_per_token
+        num_bytes = min(options.partial_rows, tokens) * self.model.cache_bytes_per_token
         if draft is None or self.drafter not in drafters.WITH_DRAFT:
-            return found
+            return num_bytes
         rows = options.draft_window or draft.config.max_positions
-        return found + min(rows, tokens) * draft.cache_bytes_per_token
+        return num_bytes + min(rows, tokens) * draft.cache_bytes_per_token
 
     def chat(self, messages: str | Sequence[Message], /, **options: Any) -> list[int]:
         """Token ids of messages in the model's chat template. A string is one message of the user.
@@ -183,7 +182,7 @@ class Engine:
         """
         return Generation.start(self.loaded, self.choice, prompt, params, journal=journal, fsync=fsync,
                                 on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt,
-                                snapshot=SnapshotOptions.parse(snapshot, snapshot_max))
+                                snapshot=snapshot, snapshot_max=snapshot_max)
 
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -224,7 +223,7 @@ class Engine:
         """
         return Generation.resume(self.loaded, self.choice, journal, fsync=fsync,
                                  allow_different_kernels=allow_different_kernels, on_prefill=on_prefill,
-                                 cache_salt=cache_salt, snapshot=SnapshotOptions.parse(snapshot, snapshot_max))
+                                 cache_salt=cache_salt, snapshot=snapshot, snapshot_max=snapshot_max)
 
     def close(self) -> None:
         """On the first of several ranks: the other ranks return from `follow`."""

@@ -26,7 +26,7 @@ from longdraft import drafters, kernels
 from longdraft.checkpoint import sizing
 from longdraft.engine import run_statistics
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
-from longdraft.engine.resume import create_journal, open_for_resume
+from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
 from longdraft.errors import check, translate_memory_errors
 from longdraft.journal import Journal, parse_fsync
@@ -69,7 +69,9 @@ class Generation(Iterator[Event]):
         """
         self._model, self._drafter, self._params, self._on_prefill = model, drafter, params, on_prefill
         self._journal: Journal | None = None
-        self._is_pure, self.num_resumed, self.is_closed = is_pure, len(written), False
+        self._is_pure = is_pure
+        self.num_resumed = len(written)
+        self.is_closed = False
         length = len(prompt) + params.max_new_tokens
         target, draft = model.target_for(length, drafter), model.draft_for(length, drafter)
         self._text_stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
@@ -94,17 +96,21 @@ class Generation(Iterator[Event]):
         if self._phrases and cache.states:
             cache.states.hold(len(context) - 1)
         self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
-        self._accepted, self._full_acceptance = Counter[str](), FullAcceptance()  # accepted tokens, by drafter
+        self._accepted = Counter[str]()  # accepted tokens, by drafter
+        self._full_acceptance = FullAcceptance()
         self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
-        self._prefill_seconds, self._decode_seconds, self._work = 0.0, 0.0, self._run()
+        self._prefill_seconds = 0.0
+        self._decode_seconds = 0.0
+        self._work = self._run()
 
     @classmethod
     @translate_memory_errors()
     def start(cls, model: LoadedModel, drafter: DrafterChoice, prompt: Prompt, params: SamplingParams | None = None, *,
               journal: str | Path | None = None, fsync: str | float = 1.0,
               on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None,
-              cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
+              cache_salt: str | None = "", snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """A new text. See `Engine.generate`."""
+        snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
         params = model.settings(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids, params = model.check_request(prompt, params), params.with_seed(seed)
@@ -112,31 +118,34 @@ class Generation(Iterator[Event]):
         check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
         if journal is not None:  # created last, so that a request that is refused leaves none
-            found = generation._open_snapshot(Path(journal), snapshot)
+            opened = generation._open_snapshot(Path(journal), snapshot_options)
             generation._journal = create_journal(model, drafter, ids, params, Path(journal), interval)
-            generation._journal.snapshot = found
+            generation._journal.snapshot = opened
         return generation
 
     @classmethod
     @translate_memory_errors()
     def resume(cls, model: LoadedModel, drafter: DrafterChoice, journal: str | Path, *, fsync: str | float = 1.0,
                allow_different_kernels: bool = False, on_prefill: Callable[[int, int], None] | None = None,
-               cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
+               cache_salt: str | None = "", snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """The text of a journal. See `Engine.resume`."""
-        found = open_for_resume(Path(journal), model, drafter, parse_fsync(fsync), allow_different_kernels)
+        snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
+        content, params, is_pure, run, writer = open_for_resume(Path(journal), model, drafter, parse_fsync(fsync),
+                                                                allow_different_kernels)
         try:
-            generation = cls(model, drafter, found.content.header.prompt, found.params, on_prefill=on_prefill,
-                             written=found.content.tokens, is_pure=found.is_pure, cache_salt=cache_salt)
-            if found.writer:
-                found.writer.snapshot = generation._open_snapshot(Path(journal), snapshot)
-            found.begin()
+            generation = cls(model, drafter, content.header.prompt, params, on_prefill=on_prefill,
+                             written=content.tokens, is_pure=is_pure, cache_salt=cache_salt)
+            if writer:
+                writer.snapshot = generation._open_snapshot(Path(journal), snapshot_options)
+                writer.begin(run)
         except BaseException:
-            found.close()
+            if writer:
+                writer.close()
             raise
-        generation._journal = found.writer
+        generation._journal = writer
         return generation
 
-    def _open_snapshot(self, folder: Path, options: SnapshotOptions | None) -> Snapshot | None:
+    def _open_snapshot(self, folder: Path, options: SnapshotOptions) -> Snapshot | None:
         return Snapshot.open(folder, options, lambda: self._model.identity, self._step.model, self._cache,
                              self._step.context)
 
@@ -155,7 +164,7 @@ class Generation(Iterator[Event]):
                 if not isinstance(outcome, Launched):
                     assert isinstance(outcome, ForwardRequest), "only a text of a batch waits for others"
                     try:
-                        forward, = run_batched([outcome], lambda places, seconds: self.clock.charge(seconds))
+                        forward, = run_batched([outcome], lambda indices, seconds: self.clock.charge(seconds))
                     except BaseException:  # interrupted
                         self._work.close()
                         raise

@@ -287,10 +287,10 @@ class LoadedModel:
 def _row_of_ids(prompt: object) -> list[int]:
     """The token ids of a list, a tuple or an array [T] of whole numbers. UsageError for everything else."""
     try:
-        found = np.asarray(prompt)
+        ids = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors of a device or with gradients
-        found = np.empty((0, 0))
-    if found.shape != (0,) and (found.ndim != 1 or found.dtype.kind not in "iu"):
+        ids = np.empty((0, 0))
+    if ids.shape != (0,) and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
         raise UsageError(f"the prompt is a {type(prompt).__name__}; allowed: a text, or one row of token ids (whole "
                          "numbers)", "prompt")
-    return [int(token) for token in found.tolist()]
+    return [int(token) for token in ids.tolist()]

@@ -21,7 +21,7 @@ from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
-from longdraft.engine.resume import load_options
+from longdraft.engine.provenance import load_options
 from longdraft.errors import UsageError, check
 from longdraft.journal import Header, read_journal
 from longdraft.parts.auxiliary import require_ids_in_vocabulary
@@ -140,21 +140,18 @@ def _checked_device(device: str) -> str:
 
 
 def load_for(header: Header, *, model: str | None = None, drafter: str | None = None,
-             drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, threads: int | None = None,
-             token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
-             quantized_cache: str | Path | None = None, cache_ram: int | None = None, tokenizer: str | None = None,
-             on_load: Callable[[int, int], None] | None = None) -> Engine:
+             drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, **options: Any) -> Engine:
     """An engine like the one that a journal was begun with, on the same kernels if this machine has them.
 
     model                             the model's folder or name now; default: the journal's
-    tokenizer                         as for `load`; to be given again if it was given to the journal's run
     drafter, drafter_options, heads   default: the journal's; the text does not depend on them
+    options                           threads, token, cache_dir, offline, quantized_cache, cache_ram, on_load, and
+                                      tokenizer, to be given again if it was given to the journal's run: as for `load`
 
-    The other options and the errors are those of `load`.
+    The errors are those of `load`.
     """
-    options = load_options(header, drafter=drafter, drafter_options=drafter_options, heads=heads)
-    return load(model or header.model, threads=threads, token=token, cache_dir=cache_dir, offline=offline,
-                quantized_cache=quantized_cache, cache_ram=cache_ram, tokenizer=tokenizer, on_load=on_load, **options)
+    return load(model or header.model, **options, **load_options(header, drafter=drafter, heads=heads,
+                                                                 drafter_options=drafter_options))
 
 
 def resume(journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,

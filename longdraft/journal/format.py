@@ -217,10 +217,10 @@ def read_file(file: BinaryIO, path: Path) -> JournalContent:
             finish = str(_json(payload, path).get("finish_reason"))
         else:
             raise UnusableJournalError(f"{path}: a record of kind {kind}; a newer longdraft may have written it")
-    found = np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32)
-    if len(found) > header.params.max_new_tokens:
-        raise UnusableJournalError(f"{path}: {len(found)} tokens are more than max_new_tokens; it cannot be used")
-    return JournalContent(header, runs, found, steps, finish, end, size - end, digest)
+    ids = np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32)
+    if len(ids) > header.params.max_new_tokens:
+        raise UnusableJournalError(f"{path}: {len(ids)} tokens are more than max_new_tokens; it cannot be used")
+    return JournalContent(header, runs, ids, steps, finish, end, size - end, digest)
 
 
 def _records(file: BinaryIO, size: int, digest: RunningHash) -> Iterator[tuple[int, int, bytes]]:

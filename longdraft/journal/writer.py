@@ -18,7 +18,6 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,7 +114,7 @@ class Journal:
         content = form.MAGIC + form.encode_record(form.HEADER, form.dump_payload(header), digest)
         content += form.encode_record(form.RUN, form.dump_payload(run), digest)
         try:
-            file = _place(folder, content)
+            file = _create_file(folder, content)
         except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
             reason = error.strerror if isinstance(error, OSError) else error
             if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
@@ -139,14 +138,14 @@ class Journal:
         try:
             _lock(file, folder)
             with open(file, "rb", closefd=False) as reader:
-                found = form.read_file(reader, path)
+                content = form.read_file(reader, path)
         except OSError as error:
             os.close(file)
             raise JournalError(f"the journal {folder} cannot be read: {error.strerror or error}") from error
         except JournalError:
             os.close(file)
             raise
-        return cls(folder, file, found.size, found.digest, fsync), found
+        return cls(folder, file, content.size, content.digest, fsync), content
 
     def begin(self, run: Run) -> None:
         """Start a run of this process: truncate the file to its valid records and write the run's record."""
@@ -186,7 +185,7 @@ class Journal:
         try:
             try:
                 if not self._has_failed:
-                    self._stay_in_place()
+                    self._check_path()
                     if self._interval < math.inf:
                         os.fsync(self._file)
             finally:
@@ -198,8 +197,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -215,27 +213,27 @@ class Journal:
         try:
             _write(self._file, record)
             self._digest, self._size = digest, self._size + len(record)
-            self._care()
+            self._check_and_sync()
         except OSError as error:
             raise self._failure(error) from error
 
-    def _care(self) -> None:
+    def _check_and_sync(self) -> None:
         """Check the file's path and call fsync, each at its interval by the monotonic clock."""
         now = time.monotonic()
         if now - self._looked >= _PATH_CHECK_INTERVAL_S:
             self._looked = now
-            self._stay_in_place()
+            self._check_path()
         if now - self._synced >= self._interval:
             os.fsync(self._file)
             self._synced = time.monotonic()
 
-    def _stay_in_place(self) -> None:
+    def _check_path(self) -> None:
         """If the file or its folder was removed, write the journal again from the file that is still open."""
         try:
             there, ours = os.stat(self._path), os.fstat(self._file)
         except (FileNotFoundError, NotADirectoryError):
             content = b"".join(_chunks(self._file, self._size))
-            file = _place(self.folder, content)
+            file = _create_file(self.folder, content)
             os.close(self._file)
             self._file = file
             log.warning("the journal %s had been removed; it was written again", self.folder)
@@ -256,7 +254,7 @@ class Journal:
         return OutputError(f"the journal {self.folder} cannot be written: {error.strerror or error}")
 
 
-def _place(folder: Path, content: bytes) -> int:
+def _create_file(folder: Path, content: bytes) -> int:
     """Create a journal with this content, locked; returns the open file. It gets its name only when it is complete."""
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -308,12 +306,12 @@ def _busy(folder: Path) -> BusyJournalError:
 
 def _write(file: int, data: bytes) -> None:
     """Write all of `data`: one call may write only a part. (Python itself repeats interrupted calls.)"""
-    rest = memoryview(data)
-    while rest:
-        taken = os.write(file, rest)
-        if not taken:
+    remaining = memoryview(data)
+    while remaining:
+        count = os.write(file, remaining)
+        if not count:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        rest = rest[taken:]
+        remaining = remaining[count:]
 
 
 def _chunks(file: int, size: int) -> Iterator[bytes]:

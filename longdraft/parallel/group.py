@@ -41,8 +41,8 @@ def join(size: int, device: str) -> ProcessGroup:
     """
     started = in_torchrun()[1]
     if started != size:
-        found = f"torchrun started {started}" if "WORLD_SIZE" in os.environ else "this is one process"
-        raise UsageError(f"tensor_parallel is {size}, but {found}; start with: torchrun --nproc-per-node {size} -m "
+        actual = f"torchrun started {started}" if "WORLD_SIZE" in os.environ else "this is one process"
+        raise UsageError(f"tensor_parallel is {size}, but {actual}; start with: torchrun --nproc-per-node {size} -m "
                          "longdraft ... --tensor-parallel " + str(size))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -110,14 +110,14 @@ class ProcessGroup:
 
     def require_same(self, facts: dict[str, str]) -> None:
         """UsageError if these facts differ between ranks, because the ranks would generate different texts."""
-        found: list[dict[str, str]] = [{}] * self.size
+        per_rank: list[dict[str, str]] = [{}] * self.size
         with _translate_rank_errors():
-            dist.all_gather_object(found, facts)
-        for rank, theirs in enumerate(found):
+            dist.all_gather_object(per_rank, facts)
+        for rank, theirs in enumerate(per_rank):
             for name in facts:
-                if theirs[name] != found[0][name]:
-                    raise UsageError(f"rank {rank} has {name} {theirs[name]}, rank 0 {found[0][name]}; all ranks need "
-                                     "the same files, options and kernels (LONGDRAFT_KERNELS chooses)")
+                if theirs[name] != per_rank[0][name]:
+                    raise UsageError(f"rank {rank} has {name} {theirs[name]}, rank 0 {per_rank[0][name]}; all ranks "
+                                     "need the same files, options and kernels (LONGDRAFT_KERNELS chooses)")
 
     @property
     def cores(self) -> int:

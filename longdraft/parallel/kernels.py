@@ -73,9 +73,9 @@ class ParallelKernels:
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         if not isinstance(table, ColumnParallel):
             return self.local.embed(table, tokens)
-        places = torch.tensor(tokens) - table.first
-        is_ours = (places >= 0) & (places < table.part.out_features)
-        rows = self.local.embed(table.part, torch.where(is_ours, places, 0).tolist()).float()
+        offsets = torch.tensor(tokens) - table.first
+        is_ours = (offsets >= 0) & (offsets < table.part.out_features)
+        rows = self.local.embed(table.part, torch.where(is_ours, offsets, 0).tolist()).float()
         rows[~is_ours.to(rows.device)] = 0
         return self.group.sum(rows).to(self.dtype)  # exact: all ranks but one add zeros
 

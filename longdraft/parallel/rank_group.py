@@ -98,7 +98,7 @@ class RankGroup(SingleProcess):
         self._is_busy = self._are_followers_waiting = True
 
     @contextmanager
-    def _synchronized(self, context: Context) -> Iterator[None]:
+    def synchronized(self, context: Context) -> Iterator[None]:
         position = (float(len(context)), float(context.last))
         self._are_followers_waiting = False
         continues, *leader_position = self._group.broadcast_numbers((1.0, *position))
@@ -109,9 +109,6 @@ class RankGroup(SingleProcess):
                               f"{leader_position[0]:.0f}: their machines compute differently; use equal machines")
         yield
         self._are_followers_waiting = True
-
-    def synchronized(self, context: Context) -> AbstractContextManager[None]:
-        return self._synchronized(context)
 
     def end_request(self, *, is_finished: bool) -> None:
         if not self.is_follower and self._are_followers_waiting and not is_finished:

@@ -41,7 +41,7 @@ DECIDES_SUMS = is_on("DECIDES_SUMS")  # False: top-k, top-p and eta are decided 
 DRAFTS_LAYERS = is_on("DRAFTS_LAYERS")  # False: trained layers, heads and small draft models are run from the host
 SHARES_CHAINS = is_on("SHARES_CHAINS")  # False: each text's chain is drafted by its own graphs
 Behind = tuple["LogitsSource", Tensor]
-Place = Callable[[Tensor, Tensor], None]  # KVCache.place: commit rows [N] at positions [N], both on the device
+Place = Callable[[Tensor, Tensor], None]  # FullCache.place: commit rows [N] at positions [N], both on the device
 
 
 class DeviceSampler:

@@ -96,10 +96,10 @@ class ReferencePathPenalties:
 
     def edits(self, path: Sequence[int], follows: bool) -> tuple[list[int], list[float]]:
         text = [*self._text, *path]
-        found = self._presence_and_frequency(text)
+        edits = self._presence_and_frequency(text)
         if follows:
-            found += self._repeats(text)
-        return [token for token, _ in found], [float(np.float32(amount)) for _, amount in found]
+            edits += self._repeats(text)
+        return [token for token, _ in edits], [float(np.float32(amount)) for _, amount in edits]
 
     def hopeful(self, tokens: Sequence[int], parents: Sequence[int], most: float) -> list[bool]:
         kept, paths = [True], [list[int]()]
@@ -117,13 +117,13 @@ class ReferencePathPenalties:
         return [(token, presence + frequency * count) for token, count in counts.items()]
 
     def _repeats(self, text: list[int]) -> list[tuple[int, float]]:
-        found = list(self._dry_repeats(text).items())
+        repeats = list(self._dry_repeats(text).items())
         known = self._params.no_repeat_ngram_size - 1
         if known >= 0 and len(text) > known:
             tail = text[len(text) - known :]
             banned = {text[i] for i in range(known, len(text)) if text[i - known : i] == tail}
-            found += [(token, math.inf) for token in banned]
-        return found
+            repeats += [(token, math.inf) for token in banned]
+        return repeats
 
     def _dry_repeats(self, text: list[int]) -> dict[int, float]:
         """Token -> amount."""

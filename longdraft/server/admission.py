@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -49,29 +48,11 @@ class Turnstile:
 
     def __init__(self, each: int = 2) -> None:
         """each: how many pass in a turn."""
-        self._each, self._begun = each, 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._semaphore = asyncio.Semaphore(each)
 
     async def enter(self) -> None:
-        loop = asyncio.get_running_loop()
-        if not self._begun:
-            loop.call_soon(self._next_turn, loop)
-        if self._begun < self._each:
-            self._begun += 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._begun = 0
-        while self._waiting and self._begun < self._each:
-            turn = self._waiting.popleft()
-            if not turn.done():  # cancelled
-                turn.set_result(None)
-                self._begun += 1
-        if self._begun:
-            loop.call_soon(self._next_turn, loop)
+        async with self._semaphore:
+            await asyncio.sleep(0)  # until the next turn
 
 
 class BoundedThreads:
@@ -83,28 +64,26 @@ class BoundedThreads:
     def __init__(self, name: str, num_threads: int, max_pending: int, metrics: ServerMetrics, *,
                  rest: float = 0.0) -> None:
         self._executor = ThreadPoolExecutor(num_threads, name)
-        self._name, self._max_pending, self._metrics = name, max_pending, metrics
+        self._name = name
+        self._max_pending = max_pending
+        self._metrics = metrics
         self._num_pending = 0
-        self._rest, self._rests_until = rest, 0.0  # monotonic time
+        self._rest = rest
+        self._rests_until = 0.0  # monotonic time
 
     def require_room(self) -> None:
         """Raise ApiError (429) if the queue is full."""
         if self._num_pending >= self._max_pending:
-            self._metrics.count_failure("overloaded")
-            raise retry_later(f"{self._num_pending} {self._name} requests are being prepared; allowed: "
-                              f"{self._max_pending}; retry later", "too_many_requests")
+            raise _overloaded(self._metrics, f"{self._num_pending} {self._name} requests are being prepared; allowed: "
+                                             f"{self._max_pending}; retry later")
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
         """The result of `work`, which is not begun if the client disconnects while it waits in the queue."""
         self.require_room()
         loop = asyncio.get_running_loop()
-
-        def leave(future: Future[T]) -> None:
-            loop.call_soon_threadsafe(self._leave)
-
         self._num_pending += 1
         task = self._executor.submit(self._do, work)
-        task.add_done_callback(leave)
+        task.add_done_callback(lambda _: loop.call_soon_threadsafe(self._leave))
         result = asyncio.wrap_future(task)
         try:
             while not (await asyncio.wait([result], timeout=_DISCONNECT_POLL_S))[0]:
@@ -130,10 +109,10 @@ class BoundedThreads:
 
 @dataclass
 class _Body:
-    """A request's body as far as it is read. has_place: it is one of the large bodies."""
+    """A request's body as far as it is read. is_large: it counts as one of the large bodies."""
 
     content: bytearray = field(default_factory=bytearray)
-    has_place: bool = False
+    is_large: bool = False
 
 
 class Admission:
@@ -141,7 +120,9 @@ class Admission:
 
     def __init__(self, settings: ServerSettings, max_values: int, metrics: ServerMetrics) -> None:
         """max_values: of all lists and objects of a body together, about."""
-        self._settings, self._max_values, self._metrics = settings, max_values, metrics
+        self._settings = settings
+        self._max_values = max_values
+        self._metrics = metrics
         self._unknown: set[str] = set()  # parameters that were left out, of which the log has one line each
         self._on_unknown = self._log_unknown if settings.unknown_parameters == "warn" else None
         self._num_bytes = 0  # of all bodies that are being read or prepared
@@ -173,7 +154,7 @@ class Admission:
                 request, lambda: work(parse_body(model, body.content, self._on_unknown)))
         finally:
             self._num_bytes -= len(body.content)
-            self._num_large -= body.has_place
+            self._num_large -= body.is_large
 
     async def _read(self, request: Request, body: _Body) -> None:
         """Read the request's body, and count its bytes."""
@@ -181,7 +162,7 @@ class Admission:
             async with asyncio.timeout(self._settings.stall_s):
                 num_values, is_whole = 0, False
                 while not is_whole:  # `request.stream()` does the same, at several times the cost for a refused body
-                    if body.has_place:  # meanwhile the connection is not read
+                    if body.is_large:  # meanwhile the connection is not read
                         await self._parts.enter()
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
@@ -198,23 +179,22 @@ class Admission:
                                        "requests", code="too_many_values", headers=_CLOSE)
                     if part:
                         self._require_memory(self._num_bytes)
-                    if len(body.content) > _SMALL_BODY and not body.has_place:  # its size was not announced
+                    if len(body.content) > _SMALL_BODY and not body.is_large:  # its size was not announced
                         self._require_room(len(body.content), body)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._settings.stall_s:g} s", code="body_timeout",
                            headers=_CLOSE) from None
 
     def _require_room(self, num_bytes: int, body: _Body) -> None:
-        """Raise ApiError (429) if there is no room for one more body, of `num_bytes`; a large one gets its place."""
+        """Raise ApiError (429) if there is no room for one more body, of `num_bytes`; a large one is counted."""
         try:
             self._require_memory(self._num_bytes - len(body.content) + num_bytes)
             self._threads_for(num_bytes).require_room()
             if num_bytes > _SMALL_BODY and self._num_large >= _MAX_LARGE:
-                self._metrics.count_failure("overloaded")
-                raise retry_later(f"{self._num_large} large requests are being prepared; allowed: {_MAX_LARGE}; retry "
-                                  "later", "too_many_requests")
-            body.has_place = num_bytes > _SMALL_BODY
-            self._num_large += body.has_place
+                raise _overloaded(self._metrics, f"{self._num_large} large requests are being prepared; allowed: "
+                                                 f"{_MAX_LARGE}; retry later")
+            body.is_large = num_bytes > _SMALL_BODY
+            self._num_large += body.is_large
         except ApiError as error:
             if num_bytes > _SMALL_BODY:  # otherwise the server would read the rest of the body to drop it
                 error.headers = {**(error.headers or {}), **_CLOSE}
@@ -223,9 +203,7 @@ class Admission:
     def _require_memory(self, num_bytes: int) -> None:
         """Raise ApiError (429) if all bodies together may not have `num_bytes`."""
         if num_bytes > _BODIES * self._settings.max_body_bytes:
-            self._metrics.count_failure("overloaded")
-            raise retry_later("the bodies of other requests fill the memory for bodies; retry later",
-                              "too_many_requests")
+            raise _overloaded(self._metrics, "the bodies of other requests fill the memory for bodies; retry later")
 
     def _threads_for(self, num_bytes: int) -> BoundedThreads:
         return self._large if num_bytes > _SMALL_BODY else self._small
@@ -233,6 +211,11 @@ class Admission:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._settings.max_body_bytes:,} bytes; send less, or raise "
                         "--max-body-mib", code="request_too_large", headers=_CLOSE)
+
+
+def _overloaded(metrics: ServerMetrics, message: str) -> ApiError:
+    metrics.count_failure("overloaded")
+    return retry_later(message, "too_many_requests")
 
 
 def _require_json(request: Request) -> None:

@@ -148,14 +148,15 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
 
 def _no_route(request: Request) -> ApiError:
     """The error of a path that no route has, or none with the request's method."""
-    found = [route for route in (*routes.router.routes, *request.app.routes) if isinstance(route, Route)]
-    methods = {method for route in found if route.path_regex.match(request.url.path) for method in route.methods or ()}
+    known_routes = [route for route in (*routes.router.routes, *request.app.routes) if isinstance(route, Route)]
+    methods = {method for route in known_routes if route.path_regex.match(request.url.path)
+               for method in route.methods or ()}
     path = repr(request.url.path[:_MAX_PATH])
     if methods:
         allowed = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
         return ApiError(405, f"{request.method[:_MAX_PATH]} is not allowed for {path}; allowed: {allowed}",
                         code="method_not_allowed", headers={"Allow": allowed})
-    known = dict.fromkeys(route.path_format for route in found if route.include_in_schema)
+    known = dict.fromkeys(route.path_format for route in known_routes if route.include_in_schema)
     return ApiError(404, f"no route {path} exists; routes: {', '.join(known)}", code="not_found")
 
 

@@ -21,54 +21,72 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.server.job_statistics import DraftAcceptance, PlainDecodingCost, Throughput
 
 
-class JobEnd(NamedTuple):
-    """The last item of a job. `error` says why the text did not finish."""
-
-    error: BaseException | None = None
-
-
 class EventQueue:
     """Carries the events of one request's jobs from the engine thread to the event loop.
 
     `put` never blocks and `take` returns everything at once, so a slow client delays no other text.
 
-    wakes_at  number of items that wakes `take`; the end of a job always does. Set it before `take`
+    wakes_at   number of events that wakes `take`; the end of a job always does. Set it before `take`
+    key_label  label of the request's API key; None: it has none
+    charge     counts tokens that are read or written for the key
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, key_label: str | None = None,
+                 charge: Callable[[int], None] = lambda tokens: None) -> None:
         self.wakes_at = 1
+        self.key_label = key_label
+        self.charge = charge
         self._loop = loop
         self._lock = threading.Lock()
         self._is_closed = False
-        self._items: list[tuple[GenerationJob, Event | JobEnd]] = []
+        self._num_events = 0
+        self._news = News({}, {})
         self._ready = asyncio.Event()
 
-    def put(self, job: GenerationJob, item: Event | JobEnd) -> None:
-        """Add an item. Any thread may call this."""
+    def put(self, job: GenerationJob, event: Event) -> None:
+        """Add an event. Any thread may call this."""
         with self._lock:
-            if self._is_closed:
-                return
-            self._items.append((job, item))
-            wakes = len(self._items) == self.wakes_at or isinstance(item, JobEnd)
-        if wakes and not self._loop.is_closed():
+            if not self._is_closed:
+                self._news.events.setdefault(job, []).append(event)
+                self._num_events += 1
+                self._wake(self._num_events == self.wakes_at)
+
+    def end(self, job: GenerationJob, error: BaseException | None) -> None:
+        """The job has ended; `error` says why its text did not finish. Any thread may call this."""
+        with self._lock:
+            if not self._is_closed:
+                self._news.ended[job] = error
+                self._wake(True)
+
+    def _wake(self, is_due: bool) -> None:
+        if is_due and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ready.set)
 
-    async def take(self, timeout_s: float) -> list[tuple[GenerationJob, Event | JobEnd]]:
-        """All items so far, at least one; an empty list after `timeout_s` seconds without any."""
+    async def take(self, timeout_s: float) -> News:
+        """All that is new, at least one event or end; nothing after `timeout_s` seconds without any."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
         except TimeoutError:
-            return []
+            return News({}, {})
         with self._lock:
-            items, self._items = self._items, []
+            news, self._news = self._news, News({}, {})
+            self._num_events = 0
             self._ready.clear()
-        return items
+        return news
 
     def close(self) -> None:
-        """The request has ended: drop all items, and those that come."""
+        """The request has ended: drop what is new, and what comes."""
         with self._lock:
-            self._items, self._is_closed = [], True
+            self._news = News({}, {})
+            self._is_closed = True
+
+
+class News(NamedTuple):
+    """New events by job, and the jobs that ended, each with its error or None."""
+
+    events: dict[GenerationJob, list[Event]]
+    ended: dict[GenerationJob, BaseException | None]
 
 
 @dataclass(eq=False)
@@ -79,7 +97,7 @@ class GenerationJob:
 
     id             the request's id, with a number where the request has several texts
     index          number of the text within its request
-    events         receives the text's events, then one JobEnd
+    events         receives the text's events, then its end
     start          creates the generation, in the engine thread; takes `on_prefill` and `cache_salt` as Engine.generate
                    does
     num_bytes      upper bound of the memory for caches, which the scheduler reserves
@@ -90,9 +108,7 @@ class GenerationJob:
     times_plain    measure plain decoding now and then, for comparison
     deadline       monotonic time at which the text is cancelled
     user           label for the log, as the request gives it
-    key_label      label of the request's API key
-    charge         counts tokens that are read or written for the request's API key
-    cache_salt     the text shares rows of the prefix tree with texts of the same salt; None: with none
+    cache_salt     the text shares rows of the prefix tree with texts of the same salt and API key; None: with none
     begins_apart   `start` reads a journal, which may be long: it runs in a thread of its own
     """
 
@@ -110,8 +126,6 @@ class GenerationJob:
     times_plain: bool = False
     deadline: float | None = None
     user: str | None = None
-    key_label: str | None = None
-    charge: Callable[[int], None] = lambda tokens: None
     cache_salt: str | None = ""
     begins_apart: bool = False
 
@@ -136,18 +150,22 @@ class GenerationJob:
     def begin(self) -> Generation:
         """Create the generation, which has written nothing yet. Raises what Engine.generate and Engine.resume do."""
         self.state = "prefill"
-        self.charge(self.prompt_tokens)
-        self.generation = self.start(on_prefill=self._on_prefill, cache_salt=self.cache_salt)
+        self.events.charge(self.prompt_tokens)
+        # The label keeps keys apart: no key can measure what another key's prompts were.
+        salt = None if self.cache_salt is None else f"{self.events.key_label or ''}:{self.cache_salt}"
+        self.generation = self.start(on_prefill=self._on_prefill, cache_salt=salt)
         return self.generation
 
     def release(self) -> None:
         """The job has ended: forget its prompt and its caches. Lists of texts show it for a while."""
-        self.start, self.beginning = _never_start, None
+        self.start = _never_start
+        self.beginning = None
 
     def drop_journal(self) -> None:
         """Begin without a journal."""
         assert not self.keeps_journal
-        self.start, self.journal = partial(self.start, journal=None), None
+        self.start = partial(self.start, journal=None)
+        self.journal = None
 
     def remove_journal(self) -> None:
         """Remove the text's journal, if it has one and no other process uses it."""

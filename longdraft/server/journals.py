@@ -33,13 +33,11 @@ class JournalFolder:
 
     def names(self) -> list[str]:
         """Names of all journals, newest first."""
-        found = []
+        names_by_time = []
         for folder in self.root.iterdir() if self.root.is_dir() else ():
-            try:
-                found.append(((folder / FILE).stat().st_mtime, folder.name))
-            except OSError:
-                continue
-        return [name for _, name in sorted(found, reverse=True)]
+            with contextlib.suppress(OSError):
+                names_by_time.append(((folder / FILE).stat().st_mtime, folder.name))
+        return [name for _, name in sorted(names_by_time, reverse=True)]
 
     def list(self, active: Collection[str] = ()) -> list[dict[str, Any]]:
         """A summary of each journal, newest first.
@@ -72,34 +70,34 @@ class JournalFolder:
             message = str(error).replace(f"{self.root}/", "")  # the server's folders are not the client's business
             return {"id": name, "state": "unreadable", "resumable": False, "error": message}
 
-    def _summarise(self, name: str, found: JournalContent) -> dict[str, Any]:
-        header, seconds = found.header, sum(step.seconds for step in found.steps)
+    def _summarise(self, name: str, content: JournalContent) -> dict[str, Any]:
+        header, seconds = content.header, sum(step.seconds for step in content.steps)
         return {
             "id": name,
-            "state": "finished" if found.finish else "cut",
-            "resumable": found.finish is None,
+            "state": "finished" if content.finish else "cut",
+            "resumable": content.finish is None,
             "title": prompt_excerpt(self._tokenizer, header.prompt),
-            "created": datetime.fromisoformat(found.runs[0].began).timestamp() if found.runs else None,
+            "created": datetime.fromisoformat(content.runs[0].began).timestamp() if content.runs else None,
             "model": Path(header.model).name,
             "drafter": header.drafter,
             "prompt_tokens": len(header.prompt),
-            "new_tokens": len(found.tokens),
+            "new_tokens": len(content.tokens),
             "max_new_tokens": header.params.max_new_tokens,
             "seed": header.params.seed,
-            "finish_reason": found.finish,
+            "finish_reason": content.finish,
             "decode_seconds": seconds,
-            "tokens_per_second": len(found.tokens) / seconds if seconds else 0.0,
-            "mean_accepted_length": len(found.tokens) / len(found.steps) if found.steps else 0.0,
+            "tokens_per_second": len(content.tokens) / seconds if seconds else 0.0,
+            "mean_accepted_length": len(content.tokens) / len(content.steps) if content.steps else 0.0,
         }
 
     def detail(self, name: str) -> dict[str, Any]:
         """The summary, the settings and the text so far. Raises JournalError for an unreadable journal."""
-        found = read_journal(self.root / name)
-        header = found.header
+        content = read_journal(self.root / name)
+        header = content.header
         detail = self.summary(name) | {"sampling": header.sampling, "exactness": header.exactness}
         if header.tokenizer == self._tokenizer.sha256:
             stream = TextStream(self._tokenizer, header.params, header.eos_token_ids)
-            written = stream.push(found.tokens.tolist())
+            written = stream.push(content.tokens.tolist())
             detail |= {"prompt": self._tokenizer.decode(header.prompt), "prompt_ids": header.prompt,
                        "text": written.text, "tokens": list(written.tokens), "pieces": list(written.pieces)}
         return detail

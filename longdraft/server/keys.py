@@ -34,13 +34,17 @@ class Bucket:
     """At most `amount` within `period_s`, refilled evenly. `clock` gives monotonic seconds."""
 
     def __init__(self, amount: float, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._amount, self._rate, self._clock = amount, amount / period_s, clock
-        self._left, self._at = amount, clock()
+        self._amount = amount
+        self._rate = amount / period_s
+        self._clock = clock
+        self._left = amount
+        self._at = clock()
 
     def wait_s(self) -> float:
         """Seconds until at least 1 is left; 0 if it is now."""
         now = self._clock()
-        self._left, self._at = min(self._amount, self._left + (now - self._at) * self._rate), now
+        self._left = min(self._amount, self._left + (now - self._at) * self._rate)
+        self._at = now
         return max(0.0, (1.0 - self._left) / self._rate)
 
     def take(self, amount: float) -> None:
@@ -57,7 +61,8 @@ class KeyRing:
         labels = set(self._labels.values())
         self._requests = {label: Bucket(settings.key_requests, _MINUTE_S) for label in labels if settings.key_requests}
         self._tokens = {label: Bucket(settings.key_tokens, _HOUR_S) for label in labels if settings.key_tokens}
-        self._metrics, self._lock = metrics, threading.Lock()
+        self._metrics = metrics
+        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         """Whether a key is required."""
@@ -77,8 +82,8 @@ class KeyRing:
         elif scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(value.strip().encode()).digest()
-        found = [label for key, label in self._labels.items() if hmac.compare_digest(digest, key)]
-        return found[0] if found else None
+        matching = [label for key, label in self._labels.items() if hmac.compare_digest(digest, key)]
+        return matching[0] if matching else None
 
     def admit(self, label: str) -> None:
         """Count a request of this key. Raises ApiError (429, with Retry-After) beyond a quota."""
@@ -93,8 +98,10 @@ class KeyRing:
                 self._requests[label].take(1.0)
         self._metrics.count_key(label, requests=1)
 
-    def charge(self, label: str, tokens: int) -> None:
-        """Count tokens of this key: those of a prompt that is read, or of a text that is written."""
+    def charge(self, label: str | None, tokens: int) -> None:
+        """Count tokens of this key, if there is one: those of a prompt that is read, or of a text that is written."""
+        if label is None:
+            return
         with self._lock:
             if label in self._tokens:
                 self._tokens[label].take(tokens)

@@ -21,13 +21,13 @@ class ServerMetrics:
         self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix tree.")
         self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens that the prefix tree had.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._finished = self._counters("request_success", "Texts that finished.", "finished_reason")
-        self._failed = self._counters("request_failure", "Texts and requests that failed.", "err")
+        self._finished = self._counter("request_success", "Texts that finished.", "finished_reason")
+        self._failed = self._counter("request_failure", "Texts and requests that failed.", "err")
         self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified a draft.")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._accepted_at = self._counters("spec_decode_num_accepted_tokens_per_pos",
-                                           "Draft tokens accepted, by position in the draft.", "position")
+        self._accepted_at = self._counter("spec_decode_num_accepted_tokens_per_pos",
+                                          "Draft tokens accepted, by position in the draft.", "position")
         self.first_token = self._histogram("time_to_first_token_seconds", "Time from arrival to the first token.",
                                            _LATENCY_BUCKETS_S)
         self._between_tokens = self._histogram("inter_token_latency_seconds", "Time between tokens at the client.",
@@ -36,10 +36,9 @@ class ServerMetrics:
                                           _LATENCY_BUCKETS_S)
         self.queue_time = self._histogram("request_queue_time_seconds", "Time from arrival to the start of work.",
                                           _LATENCY_BUCKETS_S)
-        self._key_requests = self._counters("key_requests", "Requests of each API key that were let in.", "key")
-        self._key_tokens = self._counters("key_tokens", "Tokens read and written for each API key.", "key")
-        self._http = Counter(PREFIX + "http_requests", "Requests by route and status.",
-                             ["model_name", "method", "route", "status"], registry=self._registry)
+        self._key_requests = self._counter("key_requests", "Requests of each API key that were let in.", "key")
+        self._key_tokens = self._counter("key_tokens", "Tokens read and written for each API key.", "key")
+        self._http = self._counter("http_requests", "Requests by route and status.", "method", "route", "status")
 
     def add_gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Add a series whose value is read at each scrape."""
@@ -80,11 +79,10 @@ class ServerMetrics:
         """All series in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, help_text: str) -> Counter:
-        return Counter(PREFIX + name, help_text, ["model_name"], registry=self._registry).labels(self._model)
-
-    def _counters(self, name: str, help_text: str, label: str) -> Counter:
-        return Counter(PREFIX + name, help_text, ["model_name", label], registry=self._registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        """A counter for each value of `labels`; without labels, the one of this model."""
+        counter = Counter(PREFIX + name, help_text, ["model_name", *labels], registry=self._registry)
+        return counter if labels else counter.labels(self._model)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(PREFIX + name, help_text, ["model_name"], registry=self._registry, buckets=buckets)

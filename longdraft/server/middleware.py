@@ -40,7 +40,10 @@ class RequestMiddleware:
     """Checks each request and logs it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, keys: KeyRing) -> None:
-        self._app, self._settings, self._metrics, self._keys = app, settings, metrics, keys
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._keys = keys
         self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +66,9 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            if (refusal := self._refusal(scope, headers)) is not None:
+            try:
+                self._require_access(scope, headers)
+            except ApiError as refusal:
                 await refusal.response(scope, receive, send_with_headers)
             else:
                 await self._app(scope, receive, send_with_headers)
@@ -80,43 +85,39 @@ class RequestMiddleware:
                   seconds=round(seconds, 4), client=(scope.get("client") or ("",))[0],
                   **({"key": label} if label else {}))
 
-    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """The error of a request that may not use the server; None if it may."""
+    def _require_access(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError for a request that may not use the server."""
         if scope.get("state", {}).get("is_surplus") and scope["path"] not in _PATHS_OF_SURPLUS:
             error = retry_later("too many connections are open; retry later", "too_many_connections", 503)
             error.headers = {**(error.headers or {}), "Connection": "close"}
-            return error
+            raise error
         if scope["path"] in _PATHS_WITHOUT_KEY:
-            return None
+            return
         # A browser attaches saved passwords to requests of any web page, but names the page's origin.
         origin, host = headers.get("origin"), headers.get("host", "")
         is_foreign = origin is not None and _host_of(origin)[0] != host
         if is_foreign and scope["method"] not in _SAFE_METHODS and origin not in self._settings.cors_origins:
-            return ApiError(403, "the request comes from a web page of another origin; --cors-origin allows origins",
-                            code="origin_not_allowed")
+            raise ApiError(403, "the request comes from a web page of another origin; --cors-origin allows origins",
+                           code="origin_not_allowed")
         if self._keys:
-            return self._refusal_of_key(scope, headers)
+            self._require_key(scope, headers)
+            return
         # Without a key, a web page could reach a local server through a host name of its own (DNS rebinding).
         settings = self._settings
         if settings.is_local or settings.allowed_hosts:
             names = (settings.host, *settings.allowed_hosts, *(_LOCAL_NAMES if settings.is_local else ()))
             if _host_of(f"//{host}")[1] not in names:
-                return ApiError(403, "the Host header does not name this server; --allowed-host allows other names",
-                                code="host_not_allowed")
-        return None
+                raise ApiError(403, "the Host header does not name this server; --allowed-host allows other names",
+                               code="host_not_allowed")
 
-    def _refusal_of_key(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """The error of a request without a valid key, or beyond the quotas of its key; else note the key's label."""
+    def _require_key(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError for a request without a valid key, or beyond the quotas of its key; else note its label."""
         label = self._keys.label_of(headers)
         if label is None:
-            return _missing_key(headers)
+            raise _missing_key(headers)
         scope.setdefault("state", {})["key_label"] = label
         if scope["method"] not in _SAFE_METHODS and not scope["path"].endswith(_PATHS_WITHOUT_QUOTA):
-            try:
-                self._keys.admit(label)
-            except ApiError as error:
-                return error
-        return None
+            self._keys.admit(label)
 
 
 def _host_of(url: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect
@@ -65,12 +66,12 @@ class Choice:
     """One text of a reply, so far."""
 
     job: GenerationJob
+    reader: AnswerReader | None
     text: list[str] = field(default_factory=list)
     num_sent: int = 0  # characters sent so far
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_done: int = 0  # tokens in the last chunk with `prompt_progress`
-    reader: AnswerReader | None = None
     reasoning: list[str] = field(default_factory=list)
 
     def read(self, events: list[Event]) -> ChannelText:
@@ -78,22 +79,22 @@ class Choice:
         text = "".join(event.text for event in events)
         if self.reader is None:
             return ChannelText("", text)
-        found = self.reader.push([token for event in events for token in event.tokens], text)
+        answer = self.reader.push([token for event in events for token in event.tokens], text)
         if not any(event.finish_reason for event in events):
-            return found
-        rest = self.reader.finish()
-        return ChannelText(found.reasoning + rest.reasoning, found.content + rest.content)
+            return answer
+        end = self.reader.finish()
+        return ChannelText(answer.reasoning + end.reasoning, answer.content + end.content)
 
 
 class ReplyBuilder:
     """Builds the objects of one request's reply, as dictionaries ready for JSON."""
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob]) -> None:
-        self._options, self._model, self._tokenizer = options, model, tokenizer
+        self._options = options
+        self._model = model
+        self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._choices = {job: Choice(job) for job in jobs}
-        for choice in self._choices.values():
-            choice.reader = options.new_reader() if options.new_reader else None
+        self._choices = {job: Choice(job, options.new_reader() if options.new_reader else None) for job in jobs}
         self._echo = dict(zip(jobs, options.echo, strict=True)) if options.echo else {}
 
     @property
@@ -121,7 +122,7 @@ class ReplyBuilder:
         if self._is_chat:
             delta = {"reasoning_content": reasoning} if reasoning else {}
             content = {"delta": delta | ({"content": text} if text or not reasoning else {})}
-        content |= {"logprobs": self._logprobs(choice, logprobs), "finish_reason": choice.finish_reason}
+        content |= {"logprobs": self._logprobs(logprobs, choice.num_sent), "finish_reason": choice.finish_reason}
         choice.num_sent += len(text)
         chunk = self._chunk(job, content)
         if self._options.details:
@@ -174,8 +175,8 @@ class ReplyBuilder:
 
     def _logprob_pieces(self, choice: Choice) -> Iterator[bytes]:
         """The log-probabilities of a whole text as JSON."""
-        entries, choice.num_sent = choice.logprobs, 0
-        shape = self._logprobs(choice, entries[:1]) or {}
+        entries = choice.logprobs
+        shape = self._logprobs(entries[:1], 0) or {}
         separator = "{"
         for key, value in shape.items():
             yield f"{separator}{json.dumps(key)}:".encode()
@@ -183,12 +184,13 @@ class ReplyBuilder:
             if not isinstance(value, list):
                 yield json.dumps(value).encode()
                 continue
-            offset, opening = 0, "["
+            offset = 0
+            opening = "["
             for start in range(0, len(entries), _SLICE):
-                choice.num_sent = offset
-                found = (self._logprobs(choice, entries[start : start + _SLICE]) or {})[key]
-                yield (opening + json.dumps(found, ensure_ascii=False, separators=(",", ":"))[1:-1]).encode()
-                offset += sum(len(self._tokenizer.text_of(e.token)) for e in entries[start : start + _SLICE])
+                part = entries[start : start + _SLICE]
+                values = (self._logprobs(part, offset) or {})[key]
+                yield (opening + json.dumps(values, ensure_ascii=False, separators=(",", ":"))[1:-1]).encode()
+                offset += sum(len(self._tokenizer.text_of(entry.token)) for entry in part)
                 opening = ","
             yield b"]"
         yield b"}"
@@ -242,7 +244,8 @@ class ReplyBuilder:
                 "steps": [len(event.tokens) for event in events],
                 "progress": job.progress()}
 
-    def _logprobs(self, choice: Choice, entries: list[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, entries: list[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        """Log-probabilities as the API sends them. offset: of the first token's text within the whole text"""
         if not self._options.logprobs or not entries:
             return None
         if self._is_chat:
@@ -250,10 +253,7 @@ class ReplyBuilder:
                 "top_logprobs": [self._logprob(token, value) for token, value in e.top]} for e in entries],
                 "refusal": None}
         texts = [self._tokenizer.text_of(e.token) for e in entries]
-        offsets, offset = [], choice.num_sent
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset))
         return {"tokens": texts, "token_logprobs": [e.logprob for e in entries], "text_offset": offsets,
                 "top_logprobs": [self._top_by_text(e) for e in entries]}
 

@@ -106,9 +106,8 @@ async def generations(request: Request, service: ServiceDependency) -> dict[str,
     active = {job["id"] for job in jobs if job["state"] in ("queued", "prefill", "running")}
     on_disk = await service.files.run(request, partial(journals.list, active)) if journals else []
     with_journal = {summary["id"] for summary in on_disk}
-    found = [job for job in jobs if job["id"] in active or job["id"] not in with_journal]
-    found += on_disk
-    return {"object": "list", "data": sorted(found, key=lambda each: each.get("created") or 0.0, reverse=True)}
+    listed = [job for job in jobs if job["id"] in active or job["id"] not in with_journal] + on_disk
+    return {"object": "list", "data": sorted(listed, key=lambda each: each.get("created") or 0.0, reverse=True)}
 
 
 @router.get(_GENERATIONS + "/{name}", summary="One text: settings, progress, and the content of its journal.")

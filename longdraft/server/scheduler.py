@@ -18,7 +18,7 @@ from longdraft.engine.generation import Generation
 from longdraft.errors import LongdraftError, OutputError, UsageError
 from longdraft.request.events import Event
 from longdraft.server.errors import ApiError, Cancelled, retry_later
-from longdraft.server.jobs import GenerationJob, JobEnd
+from longdraft.server.jobs import GenerationJob
 from longdraft.server.journals import has_space
 from longdraft.server.logs import log, log_event
 from longdraft.server.metrics import ServerMetrics
@@ -150,7 +150,7 @@ class Scheduler:
         if self.is_alive:
             self._thread.join()  # each journal is saved; a second signal ends the process before that
 
-    # The rest runs in the engine thread, except that `cancel` may call `_end`.
+    # What follows runs in the engine thread, except that `cancel` may call `_end`.
 
     def _work(self) -> None:
         try:
@@ -252,11 +252,12 @@ class Scheduler:
 
     def _deliver(self, job: GenerationJob, event: Event) -> None:
         """Pass an event on to the client. The last one ends the job."""
-        metrics, seconds = self._metrics, job.record_step(event)
+        metrics = self._metrics
+        seconds = job.record_step(event)
         now = time.monotonic()
         if event.sources and job.generation and job.num_tokens > job.generation.num_resumed:
             metrics.generation_tokens.inc(len(event.tokens))
-            job.charge(len(event.tokens))
+            job.events.charge(len(event.tokens))
             metrics.observe_draft(event.drafted, event.num_accepted)
             if seconds is None:
                 metrics.first_token.observe(now - job.arrived)
@@ -328,18 +329,20 @@ class Scheduler:
 
     def _end(self, job: GenerationJob, state: str, error: BaseException | None) -> None:
         with self._changed:
-            job.state, job.ended = state, time.monotonic()
+            job.state = state
+            job.ended = time.monotonic()
             job.release()
             if job in self._running:
                 self._running.remove(job)
                 self._reserved -= job.num_bytes
             self._ended.append(job)
-        log_event("text", id=job.id, state=state, user=job.user, key=job.key_label, prompt_tokens=job.prompt_tokens,
-                  new_tokens=job.num_tokens, seconds=round(job.ended - job.arrived, 4),
+        log_event("text", id=job.id, state=state, user=job.user, key=job.events.key_label,
+                  prompt_tokens=job.prompt_tokens, new_tokens=job.num_tokens,
+                  seconds=round(job.ended - job.arrived, 4),
                   finish_reason=job.finish_reason, error=type(error).__name__ if error else None)
         if state == "cancelled":
             self._metrics.count_failure("cancelled")
-        job.events.put(job, JobEnd(error))
+        job.events.end(job, error)
 
     def _cache_bytes(self) -> float:
         generations = [job.generation for job in list(self._running)]

@@ -15,7 +15,6 @@ from fastapi.responses import Response, StreamingResponse
 
 from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
-from longdraft.request.events import Event
 from longdraft.server.admission import Admission, BoundedThreads
 from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, to_api_error
@@ -41,7 +40,8 @@ class Service:
     """An engine with everything that serves it."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        self.engine, self.settings = engine, settings
+        self.engine = engine
+        self.settings = settings
         self.metrics = ServerMetrics(settings.model_name)
         self.keys = KeyRing(settings, self.metrics)
         self.preparer = Preparer(engine, settings)
@@ -67,15 +67,10 @@ class Service:
 
         Raises ApiError where the request is invalid, or the server has no room for it.
         """
-        events = EventQueue(asyncio.get_running_loop())
+        label = getattr(request.state, "key_label", None)
+        events = EventQueue(asyncio.get_running_loop(), label, partial(self.keys.charge, label))
         prepared = await self.admission.prepare(request, model, lambda body: prepare(body, events))
-        jobs, label = prepared.jobs, getattr(request.state, "key_label", None)
-        if label is not None:
-            for job in jobs:
-                job.key_label, job.charge = label, partial(self.keys.charge, label)
-        for job in jobs:  # no key can measure what another key's prompts were
-            if job.cache_salt is not None:
-                job.cache_salt = f"{label or ''}:{job.cache_salt}"
+        jobs = prepared.jobs
         reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
@@ -88,12 +83,12 @@ class Service:
 
     def api_error(self, error: BaseException) -> ApiError:
         """The client's view of an exception, without the server's folders."""
-        found = to_api_error(error)
-        names = [(str(self.engine.loaded.files.folder), self.settings.model_name)]
-        names += [(f"{self.settings.journals}{os.sep}", ""), (str(self.settings.journals), "the folder of journals")]
-        for path, name in names:
-            found.detail = found.detail.replace(path, name)
-        return found
+        api_error = to_api_error(error)
+        for path, name in ((str(self.engine.loaded.files.folder), self.settings.model_name),
+                           (f"{self.settings.journals}{os.sep}", ""),
+                           (str(self.settings.journals), "the folder of journals")):
+            api_error.detail = api_error.detail.replace(path, name)
+        return api_error
 
     def _close(self, prepared: PreparedRequest) -> None:
         """The request has ended: cancel its jobs, which finished ones ignore, and drop what its client did not read."""
@@ -105,7 +100,7 @@ class Service:
         pending = set(prepared.jobs)
         prepared.events.wakes_at = _MAX_EVENTS  # one step would make the event loop compete with the engine each time
         while pending:
-            events, ended = await _next_events(prepared.events, _DISCONNECT_POLL_S)
+            events, ended = await prepared.events.take(_DISCONNECT_POLL_S)
             for job, new in events.items():
                 reply.add(job, new)
             for job, error in ended.items():
@@ -128,7 +123,7 @@ class Service:
             wait_s = max(0.0, next_progress - time.monotonic())
             if prepared.options.has_prompt_progress and any(job.state in ("queued", "prefill") for job in pending):
                 wait_s = min(wait_s, _PROMPT_PROGRESS_S)
-            events, ended = await _next_events(prepared.events, wait_s)
+            events, ended = await prepared.events.take(wait_s)
             for job in prepared.jobs:
                 if news := reply.prompt_progress(job):
                     yield data_event(news)
@@ -155,19 +150,6 @@ class Service:
     def _progress(self, job: GenerationJob) -> bytes:
         position = {"position": self.scheduler.position(job)} if job.state == "queued" else {}
         return progress_comment({"id": job.id, **job.progress(), **position})
-
-
-async def _next_events(queue: EventQueue, timeout_s: float) -> tuple[dict[GenerationJob, list[Event]],
-                                                                     dict[GenerationJob, BaseException | None]]:
-    """The next events by job, and the jobs that ended, each with its error or None."""
-    events: dict[GenerationJob, list[Event]] = {}
-    ended: dict[GenerationJob, BaseException | None] = {}
-    for job, item in await queue.take(timeout_s):
-        if isinstance(item, Event):
-            events.setdefault(job, []).append(item)
-        else:
-            ended[job] = item.error
-    return events, ended
 
 
 async def _service_of(request: Request) -> Service:

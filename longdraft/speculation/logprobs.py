@@ -31,9 +31,9 @@ def path_logprobs(sampler: Sampler, logits: Tensor, tree: Tree, path: Sequence[i
 
 
 def _entry(token: int, support: Support, num: int) -> TokenLogprob:
-    place = int(np.searchsorted(support.ids, token))
-    assert support.ids[place] == token, "the sampler chose a token outside its own support"
-    return TokenLogprob(token, float(support.scores[place]), likeliest(support, num))
+    index = int(np.searchsorted(support.ids, token))
+    assert support.ids[index] == token, "the sampler chose a token outside its own support"
+    return TokenLogprob(token, float(support.scores[index]), likeliest(support, num))
 
 
 def likeliest(support: Support, num: int) -> tuple[tuple[int, float], ...]:

@@ -52,7 +52,9 @@ class PrefixReuse:
 
     def __init__(self, tree: PrefixTree | None, salt: str | None, model: Transformer, cache: FullCache,
                  context: Context) -> None:
-        self._tree, self._cache, self._context = None if salt is None else tree, cache, context
+        self._tree = None if salt is None else tree
+        self._cache = cache
+        self._context = context
         self._is_device = model.kernels.is_device
         if self._tree and cache.states:
             rows = context.prompt_length if self._is_device else len(context)
@@ -83,16 +85,16 @@ class PrefixReuse:
         limit = max(0, len(ids) - computed) if self._cache.can_adopt else 0
         if tree and self.is_in_batch and limit:
             yield from self._wait(tree, limit)
-        found = self._match(tree, ids, limit) if tree else None
+        match = self._match(tree, ids, limit) if tree else None
         with ranks.synchronized(self._context):
-            found = self._agreed(found, ranks)
-        if tree and found:
-            self.cached_tokens = found.length
-            for stores, count in found.parts:
+            match = self._agreed(match, ranks)
+        if tree and match:
+            self.cached_tokens = match.length
+            for stores, count in match.parts:
                 self._cache.adopt(stores, count)
             if self._cache.states and self.cached_tokens:
-                self._cache.states.adopt(found.states)
-            self._leases.append(found.lease)
+                self._cache.states.adopt(match.states)
+            self._leases.append(match.lease)
             self._reading = tree.begin_reading(self._group, ids)
 
     def _available(self) -> int:
@@ -102,23 +104,25 @@ class PrefixReuse:
         return self._match(self._tree, self._context.slice(0, len(self._context) - 1), len(self._context)).length
 
     def _match(self, tree: PrefixTree, ids: Ids, limit: int) -> Match:
-        found = tree.match(self._group, ids, limit)
-        return found.cut_to_state() if self._cache.states else found
+        match = tree.match(self._group, ids, limit)
+        return match.cut_to_state() if self._cache.states else match
 
-    def _agreed(self, found: Match | None, ranks: SingleProcess) -> Match | None:
+    def _agreed(self, match: Match | None, ranks: SingleProcess) -> Match | None:
         """As much of the beginning as every rank has and can take. Their trees may differ."""
         agreed = -1
-        while (least := ranks.smallest(found.length if found else 0)) != agreed:
+        while (least := ranks.smallest(match.length if match else 0)) != agreed:
             agreed = least
-            if found:
-                found = found.cut(self._shareable(least))
-                found = found.cut_to_state() if self._cache.states else found
-        return found
+            if match:
+                match = match.cut(self._shareable(least))
+                match = match.cut_to_state() if self._cache.states else match
+        return match
 
     def _wait(self, tree: PrefixTree, limit: int) -> Iterator[Waiting]:
         ids = self._context.slice(0, limit)
-        idle, done, chunk = 0, -1, DEVICE_CHUNK if self._is_device else None
-        least, by_state = self._match(tree, ids, limit).length + _LEAST_GAIN, self._cache.states is not None
+        idle, done = 0, -1
+        chunk = DEVICE_CHUNK if self._is_device else None
+        least = self._match(tree, ids, limit).length + _LEAST_GAIN
+        by_state = self._cache.states is not None
         while idle < _MAX_IDLE and (
                 ahead := tree.reading_ahead(self._group, ids, least, by_state=by_state, chunk=chunk)):
             idle, done = (idle + 1 if ahead.done == done else 0), ahead.done

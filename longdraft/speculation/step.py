@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import NamedTuple
 
-from longdraft.cache.full import KVCache
+from longdraft.cache.full import FullCache
 from longdraft.errors import NumericalError
 from longdraft.kernels import single_threaded_torch
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
@@ -59,7 +59,7 @@ class Step(NamedTuple):
     """
 
     model: Transformer
-    cache: KVCache
+    cache: FullCache
     drafter: Drafter
     sampler: Sampler
     context: Context

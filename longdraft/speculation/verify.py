@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longdraft.cache.full import KVCache
+from longdraft.cache.full import FullCache
 from longdraft.model.transformer import Forward
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree
@@ -25,7 +25,7 @@ def accepted_path(tree: Tree, choices: Sequence[int]) -> list[int]:
 
 
 def verify(sampler: Sampler, result: Forward, tree: Tree, context: Context,
-           cache: KVCache) -> tuple[list[int], list[int]]:
+           cache: FullCache) -> tuple[list[int], list[int]]:
     """The accepted nodes, and the token that the target chooses after each of them.
 
     result  the forward of all nodes

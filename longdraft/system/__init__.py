@@ -2,6 +2,6 @@
 
     files.py    output files that are complete or named `.partial`, and input texts
     console.py  signal handlers and failures of stdout, for the command-line programs
-    machine.py  a description of this machine, and its measured limits
+    machine.py  a description of this machine, its memory, and its measured read bandwidth
     timing.py   times of short calls
 """

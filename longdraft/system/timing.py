@@ -40,7 +40,7 @@ def interleaved(calls: Sequence[Call], repeats: int) -> list[Timing]:
     for _ in range(repeats):
         for index, call in enumerate(calls):
             samples[index].append(_seconds_per_call(call, counts[index]))
-    return [Timing.of(found) for found in samples]
+    return [Timing.of(seconds) for seconds in samples]
 
 
 def _warm_up(call: Call) -> float:

@@ -13,10 +13,10 @@ import pytest
 from helpers.checkpoints import make_checkpoint, make_heads, released
 from helpers.sentencepiece_files import original_files
 from longdraft.__main__ import run
-from longdraft.system.machine import Limits
 from longdraft.train.presets import PRESETS
 from longdraft_bench import document
 from longdraft_bench import experiment as experiments
+from longdraft_bench.limits import Limits
 
 pytestmark = pytest.mark.full
 

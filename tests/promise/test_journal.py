@@ -23,7 +23,7 @@ from helpers.journals import (
     lying,
     written,
 )
-from longdraft.engine.resume import load_options
+from longdraft.engine.provenance import load_options
 from longdraft.errors import BusyJournalError, JournalError, UnusableJournalError, UsageError
 from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read_journal, remove_journal
 from longdraft.journal import format as form

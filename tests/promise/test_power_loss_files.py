@@ -14,8 +14,8 @@ import torch
 from helpers.power import Disk, after_power_cut, power_cuts
 from longdraft.batch import job_files
 from longdraft.batch.job_files import RecordFile
-from longdraft.journal import snapshot_files
-from longdraft.journal.snapshot_files import Block, BlockJob, SnapshotWriter, read_block, read_index
+from longdraft.journal import snapshot
+from longdraft.journal.snapshot import Block, BlockJob, SnapshotWriter, read_block, read_index
 from longdraft.journal.snapshot_folder import FOLDER
 from longdraft.system import files
 
@@ -90,7 +90,7 @@ class Store:
 
 
 def test_a_block_of_a_snapshot_is_the_true_one_or_unused_after_any_power_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_files, "_DISK_FLOOR", 0)
+    monkeypatch.setattr(snapshot, "_DISK_FLOOR", 0)
     disk, journal = Disk(), tmp_path / "life"
     journal.mkdir()
     written: list[Block] = []

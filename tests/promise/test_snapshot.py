@@ -22,7 +22,6 @@ from helpers.families import make_hybrid
 from helpers.processes import Fork, run_code, wait_for
 from longdraft.errors import UsageError
 from longdraft.journal import FILE, remove_journal, snapshot
-from longdraft.journal import snapshot_files as snapshots
 from longdraft.journal.snapshot_folder import snapshot_bytes
 from longdraft.kernels.interface import STORE_BLOCK
 from longdraft.request.sampling_params import SamplingParams
@@ -87,7 +86,7 @@ def resumed(engine, journal, whole, at_least: int = ROWS - len(PROMPT)) -> int:
 
 
 def test_a_snapshot_has_the_rows_of_the_text(engine, cut):
-    index = snapshots.read_index(cut / "kv")
+    index = snapshot.read_index(cut / "kv")
     assert [(block.block, block.rows) for block in index.values()] == [
         (0, STORE_BLOCK), (1, STORE_BLOCK), (2, ROWS - 2 * STORE_BLOCK)]
     assert sorted(path.name for path in (cut / "kv").iterdir()) == [
@@ -128,7 +127,7 @@ def hybrid(tmp_path_factory) -> tuple[Path, Path, list[int]]:
 def test_a_text_of_a_hybrid_goes_on_from_the_states_of_its_last_full_block(hybrid, tmp_path, drafter, cache_ram):
     model, cut, whole = hybrid
     shutil.copytree(cut, tmp_path / "j")
-    assert len(snapshots.read_index(cut / "kv")) == 2
+    assert len(snapshot.read_index(cut / "kv")) == 2
     engine = longdraft.load(str(model), drafter=drafter, cache_ram=cache_ram)
     assert resumed(engine, tmp_path / "j", whole) == 2 * STORE_BLOCK
 
@@ -137,7 +136,7 @@ def test_a_text_of_a_hybrid_goes_on_from_the_states_of_its_last_full_block(hybri
 def test_wrong_states_of_a_snapshot_cost_time_only(hybrid, tmp_path, part, monkeypatch):
     model, cut, whole = hybrid
     shutil.copytree(cut, tmp_path / "j")
-    read = snapshots.read_block
+    read = snapshot.read_block
 
     def lying(*given):
         found = read(*given)
@@ -163,7 +162,7 @@ def test_a_snapshot_grows_when_the_text_is_resumed_and_cut_again(engine, journal
     with engine.resume(journal, snapshot="always") as generation:
         for _ in range(50):
             next(generation)
-    last = snapshots.read_index(journal / "kv")[2]
+    last = snapshot.read_index(journal / "kv")[2]
     assert last.rows > ROWS - 2 * STORE_BLOCK
     (journal / "kv" / "00002.safetensors").unlink()
     generation = engine.resume(journal)
@@ -187,7 +186,7 @@ def test_an_index_cut_at_any_byte(engine, journal, whole):
     ends = [place + 1 for place, byte in enumerate(content) if byte == 10]
     for size in range(len(content) + 1):
         (journal / "kv" / "index").write_bytes(content[:size])
-        assert len(snapshots.read_index(journal / "kv")) == sum(end <= size for end in ends)
+        assert len(snapshot.read_index(journal / "kv")) == sum(end <= size for end in ends)
     for size, expected in ((0, 0), (ends[0] - 1, 0), (ends[0], STORE_BLOCK), (ends[1] + 9, 2 * STORE_BLOCK)):
         (journal / "kv" / "index").write_bytes(content[:size])
         assert resumed(engine, journal, whole) == expected
@@ -238,12 +237,12 @@ def rewritten(journal: Path, **changes) -> None:
     from safetensors.torch import load, save
 
     lines = []
-    for block in snapshots.read_index(journal / "kv").values():
+    for block in snapshot.read_index(journal / "kv").values():
         path = journal / "kv" / f"{block.block:05}.safetensors"
         tensors = load(path.read_bytes())
         data = save({name: changes["of"](x) for name, x in tensors.items()})
         path.write_bytes(data)
-        digest = snapshots.hashlib.blake2b(data, digest_size=32).hexdigest()
+        digest = snapshot.hashlib.blake2b(data, digest_size=32).hexdigest()
         lines.append(json.dumps(block._replace(nbytes=len(data), blake2b=digest)._asdict()) + "\n")
     (journal / "kv" / "index").write_text("".join(lines))
 
@@ -290,7 +289,7 @@ def test_a_full_disk_ends_the_snapshot_and_not_the_text(engine, whole, tmp_path,
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(snapshots, "write_whole", full)
+    monkeypatch.setattr(snapshot, "write_whole", full)
     with engine.generate(PROMPT, PARAMS, journal=tmp_path / "j", snapshot="always") as generation:
         found = [token for _ in range(40) for token in next(generation).tokens]
     assert "No space left on device; resuming will read more of the text again" in caplog.text
@@ -306,11 +305,11 @@ def test_the_bound_limits_the_blocks(engine, tmp_path, monkeypatch):
         where = tmp_path / str(expected)
         with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always", snapshot_max=gib) as generation:
             next(generation)
-        assert len(snapshots.read_index(where / "kv")) == expected
-    monkeypatch.setattr(snapshots, "_DISK_FLOOR", 1 << 60)
+        assert len(snapshot.read_index(where / "kv")) == expected
+    monkeypatch.setattr(snapshot, "_DISK_FLOOR", 1 << 60)
     with engine.generate(PROMPT, PARAMS, journal=tmp_path / "floor", snapshot="always") as generation:
         next(generation)
-    assert not snapshots.read_index(tmp_path / "floor" / "kv")
+    assert not snapshot.read_index(tmp_path / "floor" / "kv")
 
 
 def test_short_texts_and_auto_write_nothing(engine, tmp_path):
@@ -325,6 +324,8 @@ def test_wrong_options_are_refused_before_a_journal_exists(engine, tmp_path):
                              (dict(snapshot_max=-1), "snapshot_max is -1; allowed: 0 to 1048576 GiB")):
         with pytest.raises(UsageError, match=message):
             engine.generate(PROMPT, PARAMS, journal=tmp_path / "j", **options)
+        with pytest.raises(UsageError, match=message):
+            engine.batch().add(PROMPT, PARAMS, journal=tmp_path / "j", **options)
     assert not (tmp_path / "j").exists()
 
 
@@ -344,7 +345,7 @@ for event in engine.generate(prompt_of({len(PROMPT)}), {PARAMS!r}, journal=sys.a
         where = tmp_path / str(blocks)
         child = Fork(tmp_path / f"process-{blocks}", run_code, code, where)
         wait_for(lambda child=child: child.stdout, 60)
-        wait_for(lambda where=where, blocks=blocks: len(snapshots.read_index(where / "kv")) >= blocks)
+        wait_for(lambda where=where, blocks=blocks: len(snapshot.read_index(where / "kv")) >= blocks)
         child.kill(signal.SIGKILL)
         child.wait()
         assert resumed(engine, where, whole, at_least=0) >= min(blocks, 1) * STORE_BLOCK

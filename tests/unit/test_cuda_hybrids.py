@@ -19,7 +19,7 @@ from helpers.cuda_texts import load, text_of_shared_chunks, use_small_chunks
 from helpers.equality import prompt_of
 from helpers.families import make_family, make_hybrid
 from longdraft.cache.full import FullCache
-from longdraft.cache.states import StateCache, kept_places
+from longdraft.cache.states import StateCache, kept_positions
 from longdraft.kernels.cuda import delta
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.model.transformer import Transformer, chain_rows, tree_rows
@@ -145,9 +145,9 @@ def test_texts_share_the_rows_and_states_of_whole_prompt_chunks(tmp_path, monkey
 
 
 def test_states_are_kept_after_the_first_chunk_the_last_one_and_each_block():
-    assert [*kept_places(0, 9000, 9000, 2048)] == [2048, 4096, 8192] and [*kept_places(0, 3, 3, 2048)] == []
-    assert [*kept_places(2048, 9000, 7000, 2048)] == [4096, 6144], "chunks of the prompt alone"
-    assert [*kept_places(0, 2048, 2048, 2048)] == [2048]
+    assert [*kept_positions(0, 9000, 9000, 2048)] == [2048, 4096, 8192] and [*kept_positions(0, 3, 3, 2048)] == []
+    assert [*kept_positions(2048, 9000, 7000, 2048)] == [4096, 6144], "chunks of the prompt alone"
+    assert [*kept_positions(0, 2048, 2048, 2048)] == [2048]
 
 
 def test_another_text_has_graphs_of_its_own_stores_and_the_same_bits(model):

@@ -17,6 +17,7 @@ from longdraft.__main__ import run
 from longdraft.checkpoint import config_file, sizing
 from longdraft.errors import ModelError
 from longdraft.system import machine
+from longdraft_bench import limits
 
 LLAMA_8B = dict(model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                 num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, torch_dtype="bfloat16")
@@ -165,7 +166,7 @@ def test_the_peak_is_measured_where_pytorch_is_slow_in_bfloat16(monkeypatch):
         return a
 
     monkeypatch.setattr(torch, "matmul", multiply)
-    found = machine.limits(1 << 22, 1)
+    found = limits.measure(1 << 22, 1)
     assert {size for dtype, size in shapes if dtype == torch.bfloat16} == {256}
     assert {size for dtype, size in shapes if dtype == torch.float32} == {256, 512}
     assert found.peak["bfloat16"] == found.peak["float32"]
