@@ -34,7 +34,6 @@ class ChosenToken(NamedTuple):
     logprob: TokenLogprob | None = None
 
 
-
 class _Held(NamedTuple):
     """A token that may be taken back, and the state before it."""
 
@@ -56,7 +55,7 @@ class PhraseFilter:
         self._ends = frozenset(ends)
         self._max_new_tokens = params.max_new_tokens
         self._decoder = tokenizer.stream()
-        self._start = self._state = stop_states(phrases)[0]
+        self._state = stop_states(phrases)[0]
         self._num_characters = 0  # of the new text
         self._held: deque[_Held] = deque()
         self._num_tokens = 0  # new ones, held ones included
@@ -98,37 +97,36 @@ class PhraseFilter:
         """Follow the text; returns the character at which a phrase that it completes began, the first such phrase."""
         began = None
         for letter in folded(text):
-            state = self._state
-            while letter not in state.next and state.depth:
-                state = state.fallback
-            self._state = state = state.next.get(letter, self._start)
+            self._state = self._state.after(letter)
             self._num_characters += 1
-            if state.stop_length and began is None:
-                began = self._num_characters - state.stop_length
+            if self._state.stop_length and began is None:
+                began = self._num_characters - self._state.stop_length
         return began
 
     def _cut(self, began: int) -> int | None:
         """Take back the tokens from the one that has character `began` on; None if its phrase is let through."""
-        place = max((i for i, held in enumerate(self._held) if held.num_characters <= began), default=0)
-        at = self._num_tokens - len(self._held) + place
-        banned = self._bans.setdefault(at, set())
+        kept = max((i for i, held in enumerate(self._held) if held.num_characters <= began), default=0)
+        cut = self._num_tokens - len(self._held) + kept
+        banned = self._bans.setdefault(cut, set())
         if len(banned) >= MAX_BANS:
             return None
-        first = self._held[place]
+        first = self._held[kept]
         banned.add(first.chosen.token)
-        self._bans = {position: tokens for position, tokens in self._bans.items() if position <= at}
-        self._decoder, self._state, self._num_characters = first.decoder, first.state, first.num_characters
-        while len(self._held) > place:
+        self._bans = {position: tokens for position, tokens in self._bans.items() if position <= cut}
+        self._decoder = first.decoder
+        self._state = first.state
+        self._num_characters = first.num_characters
+        while len(self._held) > kept:
             self._held.pop()
-        self._num_tokens = at
+        self._num_tokens = cut
         self.num_rewinds += 1
-        return at
+        return cut
 
     def _settled(self) -> list[ChosenToken]:
         """The tokens that cannot be taken back any more; they are held no longer.
 
         A phrase may have begun as far back as the state is deep. If it completes, the text is cut somewhere after
-        there, and the phrases that were possible at that place are possible again.
+        there, and the phrases that were possible at that character are possible again.
         """
         reach, end = self._num_characters - self._state.depth, self._num_characters
         count = len(self._held)

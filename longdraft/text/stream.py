@@ -5,7 +5,8 @@ The same tokens give the same text and the same end, whether they are pushed at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from longdraft.errors import JournalError
@@ -115,3 +116,40 @@ class TextStream:
         if self.num_tokens >= self._params.min_new_tokens:
             text, is_stopped = self._stops.push(text)
         return text + self._stops.flush(), is_stopped
+
+
+class TokenMarker:
+    """Inserts a mark into the text of an answer for each of some special tokens, which have no text.
+
+    Tokens may arrive before the text before them, because stop texts and characters of several tokens are held back. So
+    this decodes the tokens itself, and counts characters.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, marks: Mapping[int, str]) -> None:
+        self._marks = marks
+        self._decoder = tokenizer.stream()
+        self._num_decoded = 0  # characters of the tokens so far
+        self._num_passed = 0  # characters of the text that has arrived
+        self._waiting: deque[tuple[int, str]] = deque()  # characters before a mark, and the mark
+
+    def add_marks(self, tokens: Sequence[int], text: str) -> str:
+        """The text with its marks. text: what the stream returned for these tokens"""
+        for token in tokens:
+            if token in self._marks:
+                self._waiting.append((self._num_decoded, self._marks[token]))
+            else:
+                self._num_decoded += len(self._decoder.push(token))
+        parts = []
+        start, done = self._num_passed, 0
+        self._num_passed += len(text)
+        while self._waiting and self._waiting[0][0] <= self._num_passed:
+            position, mark = self._waiting.popleft()
+            end = max(done, position - start)
+            parts += [text[done:end], mark]
+            done = end
+        return "".join([*parts, text[done:]])
+
+
+def marked_text(tokenizer: Tokenizer, marks: Mapping[int, str], tokens: Sequence[int]) -> str:
+    """The text of tokens, with the marks of special tokens."""
+    return "".join(marks.get(token) or tokenizer.text_of(token) for token in tokens)

@@ -10,11 +10,11 @@ An answer has at most one block of thinking, at its beginning. White space aroun
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from longdraft.text.harmony import ChannelText, Harmony
+from longdraft.text.stream import TokenMarker, marked_text
 from longdraft.text.tokenizer import Tokenizer
 
 
@@ -45,14 +45,14 @@ _NO_MARKS = str.maketrans("", "", _OPENING_MARK + _CLOSING_MARK)
 
 def opened_thinking(prompt: str) -> str:
     """The part of the answer that the template has already opened: `<think>` with its white space, or nothing."""
-    found = _OPENED.search(prompt)
-    return found.group() if found else ""
+    match = _OPENED.search(prompt)
+    return match.group() if match else ""
 
 
 def closed_thinking(prompt: str) -> str:
     """The tag that ends the thinking which the end of a prompt has opened, such as `</think>`; or nothing."""
-    found = _OPENED.search(prompt)
-    return _CLOSING[found["opening"]] if found else ""
+    match = _OPENED.search(prompt)
+    return _CLOSING[match["opening"]] if match else ""
 
 
 class AnswerReader(Protocol):
@@ -82,12 +82,13 @@ def divide(form: AnswerFormat | None, prompt: Sequence[int], tokens: Sequence[in
     if form is None:
         return ChannelText("", text)
     reader = form.reader(prompt)
-    found, rest = reader.push(tokens, text), reader.finish()
-    return ChannelText(found.reasoning + rest.reasoning, found.content + rest.content)
+    shown = reader.push(tokens, text)
+    held = reader.finish()
+    return ChannelText(shown.reasoning + held.reasoning, shown.content + held.content)
 
 
 class ThinkingTags(NamedTuple):
-    """The tags of a model. marks: what stands in `opening` and `closing` for a special token, by its id"""
+    """The tags of a model. marks: the character in `opening` and `closing` for a special token, by its id"""
 
     tokenizer: Tokenizer
     opening: str
@@ -113,7 +114,7 @@ class ThinkingTags(NamedTuple):
 
     def reader(self, prompt: Sequence[int], begun: str = "") -> ThinkingReader:
         """A reader for the answer to a prompt, which may end within the thinking."""
-        end = "".join(self.marks.get(token) or self.tokenizer.text_of(token) for token in prompt[-TAG_TOKENS:])
+        end = marked_text(self.tokenizer, self.marks, prompt[-TAG_TOKENS:])
         reader = ThinkingReader(self, is_open=not begun and end.rstrip().endswith(self.opening))
         for token, mark in self.marks.items():
             begun = begun.replace(self.tokenizer.letters(token), mark)
@@ -127,7 +128,7 @@ class ThinkingReader:
 
     def __init__(self, tags: ThinkingTags, *, is_open: bool) -> None:
         self._tags, self._is_open = tags, is_open
-        self._marker = _Marker(tags) if tags.marks else None
+        self._marker = TokenMarker(tags.tokenizer, tags.marks) if tags.marks else None
         self._has_begun = False  # whether the opening tag, or text in its place, has come
         self._is_thinking = False
         self._skips_space = False  # after a tag
@@ -191,33 +192,6 @@ class ThinkingReader:
             text = text.lstrip()
             self._skips_space = not text
         return text
-
-
-class _Marker:
-    """Puts a mark into the text of an answer for each special token, which may arrive before the text before it.
-
-    Stop texts and characters of several tokens are held back. So this decodes the tokens itself, and counts characters.
-    """
-
-    def __init__(self, tags: ThinkingTags) -> None:
-        self._marks, self._stream = tags.marks, tags.tokenizer.stream()
-        self._num_decoded = self._num_passed = 0  # characters of the tokens so far, and of the text that has arrived
-        self._waiting: deque[tuple[int, str]] = deque()  # characters before a mark, and the mark
-
-    def add_marks(self, tokens: Sequence[int], text: str) -> str:
-        for token in tokens:
-            if token in self._marks:
-                self._waiting.append((self._num_decoded, self._marks[token]))
-            else:
-                self._num_decoded += len(self._stream.push(token))
-        parts, start = [], self._num_passed
-        self._num_passed += len(text)
-        done = 0
-        while self._waiting and self._waiting[0][0] <= self._num_passed:
-            place, mark = self._waiting.popleft()
-            parts += [text[done : max(done, place - start)], mark]
-            done = max(done, place - start)
-        return "".join([*parts, text[done:]])
 
 
 def _begun_length(text: str, tag: str) -> int:

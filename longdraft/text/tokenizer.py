@@ -47,31 +47,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """Raises ModelError if the tokenizer is missing or malformed."""
         self._folder = folder
-        if folder.is_file():
-            self._tokenizer = tokenizer_of(open_gguf(folder))
-        elif not (folder / "tokenizer.json").is_file() and (folder / sentencepiece_file.NAME).is_file():
-            self._tokenizer = sentencepiece_file.read_tokenizer(folder)
-        else:
-            self._read(folder)
-            return
-        self.sha256 = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
-
-    def _read(self, folder: Path) -> None:
-        """Read tokenizer.json."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():  # pipes and devices, which may never end, are not opened
-            other = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
-            raise ModelError(f"{path} is missing" + (f" (the folder has {other})" if other else "")
-                             + "; longdraft reads tokenizer.json and tokenizer.model; give another tokenizer with "
-                             f"--tokenizer, or create the file: {_CONVERT}")
-        try:
-            if (size := path.stat().st_size) > _MAX_FILE:
-                raise ValueError(f"the file has {size:,} bytes; allowed: {_MAX_FILE:,}")
-            content = path.read_bytes()
-            self._tokenizer = HFTokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception for every malformed file
-            raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
-        self.sha256 = hashlib.sha256(content).hexdigest()
+        self._tokenizer, self.sha256 = read_tokenizer(folder)
 
     _for_grammars: LLTokenizer | None = None
 
@@ -206,6 +182,30 @@ class Tokenizer:
         return ChatTemplate.find(self._folder)
 
 
+def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
+    """The tokenizer of a model folder or a GGUF file, and its hash (see `Tokenizer`).
+
+    Raises ModelError if it is missing or malformed.
+    """
+    path = folder / "tokenizer.json"
+    if folder.is_file() or (not path.is_file() and (folder / sentencepiece_file.NAME).is_file()):
+        tokenizer = tokenizer_of(open_gguf(folder)) if folder.is_file() else sentencepiece_file.read_tokenizer(folder)
+        return tokenizer, hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+    if not path.is_file():  # pipes and devices, which may never end, are not opened
+        other = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
+        raise ModelError(f"{path} is missing" + (f" (the folder has {other})" if other else "")
+                         + "; longdraft reads tokenizer.json and tokenizer.model; give another tokenizer with "
+                         f"--tokenizer, or create the file: {_CONVERT}")
+    try:
+        if (size := path.stat().st_size) > _MAX_FILE:
+            raise ValueError(f"the file has {size:,} bytes; allowed: {_MAX_FILE:,}")
+        content = path.read_bytes()
+        tokenizer = HFTokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
+    return tokenizer, hashlib.sha256(content).hexdigest()
+
+
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
     """Hash of the tokens and their ids. Files that are trained for a model record it."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
@@ -292,12 +292,10 @@ class StopText:
         if len(self._states) == 1:
             return text, False
         state = self._state
-        for place, letter in enumerate(text, 1):
-            while letter not in state.next and state.depth:
-                state = state.fallback
-            state = state.next.get(letter, state)
+        for count, letter in enumerate(text, 1):
+            state = state.after(letter)
             if state.stop_length:
-                emitted = (self._held + text[:place])[: -state.stop_length]
+                emitted = (self._held + text[:count])[: -state.stop_length]
                 self._state, self._held = self._states[0], ""
                 return emitted, True
         text = self._held + text
@@ -327,6 +325,13 @@ class StopState:
         self.fallback = self
         self.stop_length = 0
 
+    def after(self, letter: str) -> StopState:
+        """The state after one more character of the text."""
+        state = self
+        while letter not in state.next and state.depth:
+            state = state.fallback
+        return state.next.get(letter, state)
+
 
 @lru_cache(maxsize=4)  # the texts of one request have the same stop texts
 def stop_states(stops: tuple[str, ...]) -> list[StopState]:
@@ -341,9 +346,6 @@ def stop_states(stops: tuple[str, ...]) -> list[StopState]:
     for state in states:  # grows: shorter states come first, and fallbacks are shorter
         for letter, following in state.next.items():
             states.append(following)
-            shorter = state.fallback
-            while letter not in shorter.next and shorter.depth:
-                shorter = shorter.fallback
-            following.fallback = shorter.next.get(letter, start) if state.depth else start
+            following.fallback = state.fallback.after(letter) if state.depth else start
             following.stop_length = following.stop_length or following.fallback.stop_length
     return states

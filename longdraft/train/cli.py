@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longdraft.errors import UsageError
-from longdraft.train.lm_settings import DraftSettings, LmSettings
 from longdraft.train.presets import PRESETS
 from longdraft.train.settings import (
+    DraftSettings,
     EagleSettings,
     GlideSettings,
     HeadSettings,
+    LmSettings,
     TrainingSettings,
 )
 

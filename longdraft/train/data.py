@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft.errors import ModelError, UsageError, check
-from longdraft.text import sentencepiece_file
+from longdraft.text.tokenizer import read_tokenizer
 from longdraft.train.data_files import Document, Tokens, is_hub_data
 from longdraft.version import __version__
 
@@ -36,20 +36,11 @@ class Split(NamedTuple):
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a model folder. Raises ModelError if it has ids outside the model's vocabulary."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    if not path.is_file() and (folder / sentencepiece_file.NAME).is_file():
-        tokenizer = sentencepiece_file.read_tokenizer(folder)
-    else:
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the tokenizers library raises plain Exception
-            raise ModelError(f"cannot read {path}: {error}") from error
+    tokenizer, _ = read_tokenizer(folder)
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
-        raise ModelError(f"{path} has ids up to {largest}, but the model's vocabulary has {vocab_size} "
-                         "tokens; the tokenizer belongs to another model")
+        raise ModelError(f"the tokenizer in {folder} has ids up to {largest}, but the model's vocabulary has "
+                         f"{vocab_size} tokens; the tokenizer belongs to another model")
     tokenizer.no_truncation()
     return tokenizer
 

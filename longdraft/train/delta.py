@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.train.lm_settings import ATTENTION_EVERY, LmSettings
+from longdraft.train.settings import ATTENTION_EVERY, LmSettings
 
 CHUNK = 32  # rows; a triangular system of this size is solved for each chunk and head
 _L2_EPS = 1e-6  # of the lengths of q and k, as in the kernels

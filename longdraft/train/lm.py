@@ -23,8 +23,8 @@ from torch.nn import functional
 from longdraft.train.data_files import Tokens
 from longdraft.train.delta import new_hybrid, use_chunks
 from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, mixed_loss, row_chunks
-from longdraft.train.lm_settings import HYBRID, LmSettings
 from longdraft.train.loop import decayed
+from longdraft.train.settings import HYBRID, LmSettings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

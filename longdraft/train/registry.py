@@ -17,13 +17,14 @@ from longdraft.text.tokenizer import vocabulary_sha256
 from longdraft.train import data, data_files, eagle, glide, heads, lm
 from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import TORCH_DTYPES, FrozenModel, load_frozen_model, pretrained
-from longdraft.train.lm_settings import DraftSettings, LmSettings
 from longdraft.train.loop import TrainingTask
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.settings import (
+    DraftSettings,
     EagleSettings,
     GlideSettings,
     HeadSettings,
+    LmSettings,
     TrainingSettings,
 )
 

@@ -1,6 +1,7 @@
 """The settings of trainings: a frozen dataclass for each kind, checked on construction.
 
-They are part of the checkpoint and of the trained model's config.json. Each field's help text is that of its option.
+They are part of the checkpoint and of the trained model's config.json. A field declares the setting once: its default,
+the help text of its option and its allowed values.
 """
 
 from __future__ import annotations
@@ -8,19 +9,54 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.train.data_files import is_hub_data
 
-MAX_HEADS = 16
 # A resumed training may change these: they do not change the trained weights.
 MAY_CHANGE = ("eval_every", "checkpoint_every", "threads", "device", "tensorboard", "probe_tokens")
+HYBRID = "hybrid"
+ATTENTION_EVERY = 4  # layers of a hybrid
+DELTA_STEP = 16  # the delta layers' heads are a multiple of this
 
 
-def setting(default: Any, what: str) -> Any:
-    """A field with its help text."""
-    return field(default=default, metadata={"help": what})
+class AllowedValues(NamedTuple):
+    """The allowed values of a setting: numbers of a range, or one of `choices`. `above` and `below` are excluded."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise UsageError for a value that is not allowed. None is a setting that is not given."""
+        if self.choices:
+            check(value in self.choices, name, value, ", ".join(self.choices))
+        if isinstance(value, float):
+            check(math.isfinite(value), name, value, "a finite number")
+        if isinstance(value, int | float):
+            is_inside = ((self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+                         and (self.above is None or value > self.above) and (self.below is None or value < self.below))
+            check(is_inside, name, value, self._description())
+
+    def _description(self) -> str:
+        if self.above is not None:
+            return f"above {self.above}" + (f", at most {self.most}" if self.most is not None else "")
+        if self.below is not None:
+            return f"{self.least} to below {self.below}"
+        return f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
+
+
+def setting(default: Any, what: str, **allowed: Any) -> Any:
+    """A field with its help text and its allowed values; see `AllowedValues`."""
+    return field(default=default, metadata={"help": what, "allowed": AllowedValues(**allowed)})
+
+
+def another_default(kind: type[TrainingSettings], name: str, default: Any) -> Any:
+    """The field `name` of a kind of settings, with another default."""
+    return field(default=default, metadata=next(each.metadata for each in fields(kind) if each.name == name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,54 +72,47 @@ class TrainingSettings:
         "Validation text, like --data. Repeatable. Default: a part of the data, see --holdout.")
     text_column: str = setting("text", "Column (parquet, data sets) or key (jsonl) of the text.")
     holdout: float = setting(0.05,
-        "Share of the documents held out for validation if there is no --validation; above 0, at most 0.5.")
-    max_documents: int = setting(0, "Documents that are read at most, of --data and of --validation each; 0: all.")
-    min_tokens: int = setting(0, "Shorter documents are left out.")
-    document_tokens: int = setting(0, "First tokens of each document that are used; 0: all.")
+        "Share of the documents held out for validation if there is no --validation; above 0, at most 0.5.",
+        above=0, most=0.5)
+    max_documents: int = setting(0, "Documents that are read at most, of --data and of --validation each; 0: all.",
+                                 least=0)
+    min_tokens: int = setting(0, "Shorter documents are left out.", least=0)
+    document_tokens: int = setting(0, "First tokens of each document that are used; 0: all.", least=0)
     sequence_length: int = setting(2048, "Length of a training sequence in tokens.")
-    steps: int = setting(200, "Maximum number of optimizer steps.")
+    steps: int = setting(200, "Maximum number of optimizer steps.", least=1)
     max_seconds: float | None = setting(None,
-        "Time limit in seconds. The schedule ends with this or with --steps, whichever is first. Default: none.")
-    batch_size: int = setting(4, "Sequences per forward, in each process.")
-    gradient_accumulation: int = setting(1, "Forwards per step.")
-    learning_rate: float = setting(1e-2, "Peak learning rate of AdamW; above 0, at most 1.")
-    warmup_steps: int = setting(50, "Steps of linear warm-up.")
+        "Time limit in seconds. The schedule ends with this or with --steps, whichever is first. Default: none.",
+        above=0)
+    batch_size: int = setting(4, "Sequences per forward, in each process.", least=1)
+    gradient_accumulation: int = setting(1, "Forwards per step.", least=1)
+    learning_rate: float = setting(1e-2, "Peak learning rate of AdamW; above 0, at most 1.", above=0, most=1)
+    warmup_steps: int = setting(50, "Steps of linear warm-up.", least=0)
     schedule: str = setting("product",
         "product: linear warm-up times a cosine over all steps; warmup-cosine: a cosine that begins after the warm-up "
-        "at the full rate, as that of transformers.")
-    weight_decay: float = setting(0.1, "Weight decay of AdamW, for matrices only; 0 to below 1.")
-    beta2: float = setting(0.999, "beta2 of AdamW; 0 to below 1.")
-    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0: never.")
-    seed: int = setting(42, "Seed of the data's order and of all random numbers.")
-    dtype: str = setting("auto", "Dtype of the frozen model: auto (the checkpoint's), float32 or bfloat16.")
-    device: str = setting("auto", "auto (a GPU if there is one), cpu or cuda.")
-    threads: int = setting(0, "CPU threads; 0: all cores.")
-    eval_every: int = setting(100, "Steps between validations; 0: only at the end.")
-    eval_tokens: int = setting(262144, "Maximum number of validation tokens, evenly spread over the text; 0: all.")
-    checkpoint_every: int = setting(100, "Steps between checkpoints; 0: only on a signal and at the end.")
+        "at the full rate, as that of transformers.", choices=("product", "warmup-cosine"))
+    weight_decay: float = setting(0.1, "Weight decay of AdamW, for matrices only; 0 to below 1.", least=0, below=1)
+    beta2: float = setting(0.999, "beta2 of AdamW; 0 to below 1.", least=0, below=1)
+    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0: never.", least=0)
+    seed: int = setting(42, "Seed of the data's order and of all random numbers.", least=0)
+    dtype: str = setting("auto", "Dtype of the frozen model: auto (the checkpoint's), float32 or bfloat16.",
+                         choices=("auto", "float32", "bfloat16"))
+    device: str = setting("auto", "auto (a GPU if there is one), cpu or cuda.", choices=("auto", "cpu", "cuda"))
+    threads: int = setting(0, "CPU threads; 0: all cores.", least=0)
+    eval_every: int = setting(100, "Steps between validations; 0: only at the end.", least=0)
+    eval_tokens: int = setting(262144,
+        "Maximum number of validation tokens, evenly spread over the text; 0: all.", least=0)
+    checkpoint_every: int = setting(100, "Steps between checkpoints; 0: only on a signal and at the end.", least=0)
     tensorboard: bool = setting(False, "Write event files for TensorBoard beside metrics.jsonl.")
     probe_tokens: int = setting(200,
         "Tokens per text of the final measurement, which compares the drafter with plain decoding on held-out "
-        "prompts; 0: no measurement.")
+        "prompts; 0: no measurement.", least=0)
 
     def __post_init__(self) -> None:
         check(bool(self.data), "data", list(self.data), "one file or more", "give --data FILE")
-        at_least(self, steps=1, batch_size=1, gradient_accumulation=1, warmup_steps=0, seed=0, threads=0,
-                 eval_every=0, eval_tokens=0, checkpoint_every=0, probe_tokens=0, max_documents=0, min_tokens=0,
-                 document_tokens=0)
+        for each in fields(self):
+            each.metadata["allowed"].check(each.name, getattr(self, each.name))
         check(self.sequence_length >= self.shortest, "sequence_length", self.sequence_length,
               f"{self.shortest} or more")
-        for name in ("learning_rate", "weight_decay", "max_grad_norm"):
-            check(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
-        check(0 < self.learning_rate <= 1, "learning_rate", self.learning_rate, "above 0, at most 1")
-        check(0 <= self.beta2 < 1, "beta2", self.beta2, "0 to below 1")
-        check(0 <= self.weight_decay < 1, "weight_decay", self.weight_decay, "0 to below 1")
-        check(self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "0 or more", "0 never cuts")
-        check(0 < self.holdout <= 0.5, "holdout", self.holdout, "above 0, at most 0.5")
-        check(self.max_seconds is None or 0 < self.max_seconds < math.inf, "max_seconds", self.max_seconds,
-              "above 0")
-        one_of(self, dtype=("auto", "float32", "bfloat16"), device=("auto", "cpu", "cuda"),
-               schedule=("product", "warmup-cosine"))
 
     @property
     def shortest(self) -> int:
@@ -97,9 +126,9 @@ class TrainingSettings:
 
     def require_effective(self) -> None:
         """Raise UsageError for a setting without effect. Construction does not, for the sake of old checkpoints."""
-        usual = {each.name: each.default for each in fields(self)}
+        defaults = {each.name: each.default for each in fields(self)}
         for name, why in self.ineffective():
-            if (value := getattr(self, name)) != usual[name]:
+            if (value := getattr(self, name)) != defaults[name]:
                 raise UsageError(f"{name} is {value!r}, but has no effect {why}; leave it out", name)
 
     @property
@@ -116,31 +145,18 @@ class TrainingSettings:
         return [name for name in (*self.data, *self.validation) if not is_hub_data(name)]
 
 
-def at_least(settings: TrainingSettings, **least: int) -> None:
-    for name, limit in least.items():
-        check(getattr(settings, name) >= limit, name, getattr(settings, name), f"{limit} or more")
-
-
-def one_of(settings: TrainingSettings, **known: tuple[str, ...]) -> None:
-    for name, values in known.items():
-        check(getattr(settings, name) in values, name, getattr(settings, name), ", ".join(values))
-
-
 @dataclass(frozen=True, kw_only=True)
 class FrozenTargetSettings(TrainingSettings):
     """The settings of all trainings of a part that drafts for a frozen model."""
 
     model: str = setting("novelist", "Frozen target model: bundled name, folder or hub id.")
     own_tokens: int = setting(0,
-        "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).")
+        "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).",
+        least=0)
     shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
     start: str = setting("",
         "Folder of a trained part of the same kind and sizes to continue from, also one of another model with the same "
         "vocabulary. Default: new weights.")
-
-    def __post_init__(self) -> None:
-        at_least(self, own_tokens=0)
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,25 +165,20 @@ class HeadSettings(FrozenTargetSettings):
 
     KIND: ClassVar[str] = "heads"
 
-    heads: int = setting(3, "Number of heads; 1 to 16.")
+    heads: int = setting(3, "Number of heads; 1 to 16.", least=1, most=16)
     kind: str = setting("mlp",
         "mlp: chained residual MLPs; tokenswift: the paper's chained linear maps; medusa: independent residual "
-        "blocks.")
+        "blocks.", choices=("mlp", "tokenswift", "medusa"))
     init: str = setting("identity",
-        "Initialisation of chained heads. identity: the model's own prediction; paper: norms 1, random maps.")
+        "Initialisation of chained heads. identity: the model's own prediction; paper: norms 1, random maps.",
+        choices=("identity", "paper"))
     distill: float = setting(0.5,
-        "Share of the loss against the model's own distribution, 0 to 1; the rest is against the text's token.")
+        "Share of the loss against the model's own distribution, 0 to 1; the rest is against the text's token.",
+        least=0, most=1)
     window: int = setting(0,
         "Train on hidden states of a model that attends to the first --sinks and this many latest positions, as with "
-        "a partial KV cache; 0: all positions.")
-    sinks: int = setting(16, "First positions that are attended to with --window.")
-
-    def __post_init__(self) -> None:
-        at_least(self, heads=1, window=0, sinks=0)
-        check(self.heads <= MAX_HEADS, "heads", self.heads, f"1 to {MAX_HEADS}")
-        check(0 <= self.distill <= 1, "distill", self.distill, "0 to 1")
-        one_of(self, kind=("mlp", "tokenswift", "medusa"), init=("identity", "paper"))
-        super().__post_init__()
+        "a partial KV cache; 0: all positions.", least=0)
+    sinks: int = setting(16, "First positions that are attended to with --window.", least=0)
 
     def ineffective(self) -> Iterator[tuple[str, str]]:
         yield from super().ineffective()
@@ -189,21 +200,13 @@ class GlideSettings(FrozenTargetSettings):
 
     KIND: ClassVar[str] = "glide"
 
-    window: int = setting(512, "Positions of the drafter's self-attention; 1 to 4096.")
+    window: int = setting(512, "Positions of the drafter's self-attention; 1 to 4096.", least=1, most=4096)
     max_lag: int = setting(8,
         "Maximum distance in tokens between a row and the target's latest keys; 1 to 64. Use the number of tokens "
-        "drafted per step.")
-    positions: int = setting(0, "Sequences are offset to positions up to this one; 0: the model's context.")
-    anchors: int = setting(4, "Maximum number of first positions that are not offset.")
-    distill: float = setting(0.5,
-        "Share of the loss against the model's own distribution, 0 to 1; the rest is against the text's token.")
-
-    def __post_init__(self) -> None:
-        at_least(self, window=1, max_lag=1, positions=0, anchors=0)
-        check(self.window <= 4096, "window", self.window, "1 to 4096")
-        check(self.max_lag <= 64, "max_lag", self.max_lag, "1 to 64")
-        check(0 <= self.distill <= 1, "distill", self.distill, "0 to 1")
-        super().__post_init__()
+        "drafted per step.", least=1, most=64)
+    positions: int = setting(0, "Sequences are offset to positions up to this one; 0: the model's context.", least=0)
+    anchors: int = setting(4, "Maximum number of first positions that are not offset.", least=0)
+    distill: float = another_default(HeadSettings, "distill", 0.5)
 
     @property
     def shortest(self) -> int:
@@ -217,30 +220,119 @@ class EagleSettings(FrozenTargetSettings):
     KIND: ClassVar[str] = "eagle"
 
     passes: int = setting(5,
-        "Passes of training-time test over each sequence: the tokens of a chain that it is trained to draft; 1 to 16.")
-    decay: float = setting(0.8, "Weight of the loss of each pass, as a share of the pass before; above 0, at most 1.")
+        "Passes of training-time test over each sequence: the tokens of a chain that it is trained to draft; 1 to 16.",
+        least=1, most=16)
+    decay: float = setting(0.8, "Weight of the loss of each pass, as a share of the pass before; above 0, at most 1.",
+                           above=0, most=1)
     loss: str = setting("soft",
-        "soft: cross-entropy to the model's distribution; tv: their total variation, which bounds the acceptance.")
+        "soft: cross-entropy to the model's distribution; tv: their total variation, which bounds the acceptance.",
+        choices=("soft", "tv"))
     draft_vocab: int = setting(32000,
-        "Number of tokens that the head can guess, the commonest of the data; 0, or more than the model has: all.")
-    window: int = setting(2048, "Rows of the text that the head sees, in training and in drafting; 1 to 4096.")
-    positions: int = setting(0, "Sequences are offset to positions up to this one; 0: the model's context.")
-    anchors: int = setting(4, "Maximum number of first positions that are not offset.")
-    learning_rate: float = setting(1e-3, "Peak learning rate of AdamW; above 0, at most 1.")
-    beta2: float = setting(0.95, "beta2 of AdamW; 0 to below 1.")
-    max_grad_norm: float = setting(0.5, "Gradients are clipped to this norm; 0: never.")
-
-    def __post_init__(self) -> None:
-        at_least(self, passes=1, draft_vocab=0, window=1, positions=0, anchors=0)
-        check(self.passes <= 16, "passes", self.passes, "1 to 16")
-        check(0 < self.decay <= 1, "decay", self.decay, "above 0, at most 1")
-        check(self.window <= 4096, "window", self.window, "1 to 4096")
-        one_of(self, loss=("soft", "tv"))
-        super().__post_init__()
+        "Number of tokens that the head can guess, the commonest of the data; 0, or more than the model has: all.",
+        least=0)
+    window: int = setting(2048, "Rows of the text that the head sees, in training and in drafting; 1 to 4096.",
+                          least=1, most=4096)
+    positions: int = another_default(GlideSettings, "positions", 0)
+    anchors: int = another_default(GlideSettings, "anchors", 4)
+    learning_rate: float = another_default(TrainingSettings, "learning_rate", 1e-3)
+    beta2: float = another_default(TrainingSettings, "beta2", 0.95)
+    max_grad_norm: float = another_default(TrainingSettings, "max_grad_norm", 0.5)
 
     @property
     def shortest(self) -> int:
         return self.passes + 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmSettings(TrainingSettings):
+    """The settings of `longdraft train lm`."""
+
+    KIND: ClassVar[str] = "lm"
+
+    tokenizer: str = setting("",
+        "Bundled name, folder or hub id of the model whose tokenizer is used. Default: a byte-level BPE tokenizer "
+        "is trained on the data.")
+    vocab_size: int = setting(4096, "Vocabulary size of a trained tokenizer; 300 or more.", least=300)
+    start: str = setting("", "Model to start from, with its shape and tokenizer. Default: random weights.")
+    kind: str = setting("llama",
+        "Kind of a new model. llama; hybrid: Qwen3.5's layers, attention in every fourth one and gated delta nets in "
+        "the other layers, with as many heads of the same size.", choices=("llama", HYBRID))
+    layers: int = setting(6, "Layers of a new model; 4 or more of a hybrid.", least=1)
+    hidden_size: int = setting(256, "Hidden size of a new model.", least=2)
+    intermediate_size: int = setting(704, "Inner size of a new model's MLPs.", least=1)
+    num_heads: int = setting(4, "Query heads of a new model.", least=1)
+    num_kv_heads: int = setting(0,
+        "KV heads; 0: as many as query heads, or as in --start. If --start has more, each is the mean of a group.",
+        least=0)
+    tied: bool = setting(True, "The embeddings of a new model are its output head too.")
+    rope_theta: float = setting(500000.0, "Base frequency of a new model's rotary embeddings.", above=1)
+    context: int = setting(131072,
+        "Context length of a new model in tokens, also of its training positions. With --start: that model's.",
+        least=2)
+    skip: float = setting(0.5,
+        "Share of the sequences that jump to far positions (positional skip-wise training); 0 to 1.", least=0, most=1)
+    distill_from: str = setting("",
+        "Teacher model with the same vocabulary, for distillation. Default: none.")
+    distill: float = setting(0.5, "Share of the loss against the teacher's distribution; 0 to 1.", least=0, most=1)
+    sequence_length: int = another_default(TrainingSettings, "sequence_length", 1024)
+    batch_size: int = another_default(TrainingSettings, "batch_size", 8)
+    beta2: float = another_default(TrainingSettings, "beta2", 0.95)
+    learning_rate: float = another_default(TrainingSettings, "learning_rate", 3e-3)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == HYBRID and not self.start:
+            check(self.layers >= ATTENTION_EVERY, "layers", self.layers, f"{ATTENTION_EVERY} or more of a hybrid")
+            check(self.hidden_size % (DELTA_STEP * self.num_heads) == 0, "hidden_size", self.hidden_size,
+                  f"of a hybrid, a multiple of {DELTA_STEP} x num_heads ({DELTA_STEP * self.num_heads})")
+        check(self.hidden_size % (2 * self.num_heads) == 0, "hidden_size", self.hidden_size,
+              f"a multiple of 2 x num_heads ({2 * self.num_heads})")
+        if not self.start:
+            check(self.num_heads % (self.num_kv_heads or self.num_heads) == 0, "num_heads", self.num_heads,
+                  f"a multiple of num_kv_heads ({self.num_kv_heads})")
+            # With --start, the limit is that model's context.
+            check(self.sequence_length <= self.context, "sequence_length", self.sequence_length,
+                  f"at most the context ({self.context})")
+
+    def ineffective(self) -> Iterator[tuple[str, str]]:
+        yield from super().ineffective()
+        if self.start:
+            for name in ("tokenizer", "vocab_size", "kind", "layers", "hidden_size", "intermediate_size", "num_heads",
+                         "tied", "rope_theta"):
+                yield name, "with --start, which gives shape and tokenizer"
+        elif self.tokenizer:
+            yield "vocab_size", "with --tokenizer"
+        yield from self._ineffective_distillation()
+
+    def _ineffective_distillation(self) -> Iterator[tuple[str, str]]:
+        if not self.distill_from and self.distill:
+            yield "distill", "without --distill-from"
+        if not self.distill:
+            yield "distill_from", "with --distill 0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSettings(LmSettings):
+    """The settings of `longdraft train draft`: a small model with the tokenizer of `model`, distilled from it."""
+
+    KIND: ClassVar[str] = "draft"
+
+    model: str = setting("novelist",
+        "Target model, which is also the teacher: bundled name, folder or hub id.")
+    layers: int = another_default(LmSettings, "layers", 1)
+    hidden_size: int = another_default(LmSettings, "hidden_size", 128)
+    intermediate_size: int = another_default(LmSettings, "intermediate_size", 352)
+    num_heads: int = another_default(LmSettings, "num_heads", 2)
+    context: int = another_default(LmSettings, "context", 4096)
+    skip: float = another_default(LmSettings, "skip", 0.0)
+
+    def ineffective(self) -> Iterator[tuple[str, str]]:
+        yield from super().ineffective()
+        for name in ("tokenizer", "vocab_size"):
+            yield name, "in `train draft`: the tokenizer is the model's"
+
+    def _ineffective_distillation(self) -> Iterator[tuple[str, str]]:
+        yield "distill_from", "in `train draft`: --model is the teacher"
 
 
 AnySettings = TypeVar("AnySettings", bound=TrainingSettings)

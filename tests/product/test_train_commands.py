@@ -15,8 +15,7 @@ from helpers.processes import run_code, start_ranks
 from helpers.training import SMALL, alphabet_text, losses, tokenizer_folder
 from longdraft.__main__ import run
 from longdraft.train import job, processes
-from longdraft.train.lm_settings import LmSettings
-from longdraft.train.settings import HeadSettings
+from longdraft.train.settings import HeadSettings, LmSettings
 
 pytestmark = pytest.mark.full
 

@@ -20,8 +20,7 @@ from longdraft.errors import LongdraftError, UsageError
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.train import frozen_model as frozen
 from longdraft.train import job, lm
-from longdraft.train.lm_settings import DraftSettings, LmSettings
-from longdraft.train.settings import HeadSettings
+from longdraft.train.settings import DraftSettings, HeadSettings, LmSettings
 
 pytestmark = pytest.mark.full
 
