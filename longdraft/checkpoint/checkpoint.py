@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from longdraft.checkpoint.packed_file import PackedFile
-from longdraft.checkpoint.tensor_files import HEADS_PREFIX, TensorFiles
 from longdraft.checkpoint.tensor_names import SINKS, StackedLinear, expected_shapes, linears_of, norms_of
+from longdraft.checkpoint.tensor_source import HEADS_PREFIX, TensorSource
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.cpu.kernels import CpuKernels
@@ -72,7 +72,7 @@ def _qkv_order(config: ModelConfig) -> Tensor | None:
     return torch.cat([*parts, (queries + dim + torch.arange(dim)).flatten()] if config.hybrid else parts)
 
 
-def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none",
+def load_transformer(files: TensorSource, config: ModelConfig, kernels: Kernels, quantize: str = "none",
                      packed: PackedFile | None = None) -> Transformer:
     """The transformer of a folder. Raises ModelError that lists missing, unexpected and misshapen tensors.
 
@@ -88,7 +88,7 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
     return Loader(files, config, kernels, quantize, packed).transformer()
 
 
-def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
+def load_draft_copy(files: TensorSource, target: Transformer, quantize: str,
                     packed: PackedFile | None = None) -> Transformer:
     """A copy of `target` with quantised matrices, read from its files again, for drafts that the target verifies.
 
@@ -105,7 +105,7 @@ def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
 class Loader:
     """Reads and packs the matrices of a checkpoint that `require_tensors` has accepted."""
 
-    def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
+    def __init__(self, files: TensorSource, config: ModelConfig, kernels: Kernels, quantize: str,
                  packed: PackedFile | None, drafts: bool = False) -> None:
         """drafts: the model is a draft copy, whose products need not be those of a target."""
         self._packed = packed
@@ -297,7 +297,7 @@ class Loader:
         return weight + self._config.norm_offset if self._config.norm_offset else weight
 
 
-def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
+def require_tensors(files: TensorSource, config: ModelConfig) -> None:
     """Raise ModelError unless the files have the tensors of this configuration, and its rope is sound."""
     count = config.num_layers * (config.experts.count if config.experts else 1)
     if count > len(files.names()):  # checked before the names of all expected tensors are built

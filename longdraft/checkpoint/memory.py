@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import warnings
 from pathlib import Path
 
 import torch
@@ -20,6 +21,21 @@ def temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def mapped_numbers(mapped: mmap.mmap, start: int, stop: int, dtype: torch.dtype, path: Path,
+                   alignment: int = 1) -> Tensor:
+    """The numbers in bytes [start, stop) of a mapped file: a read-only view, or a copy where they are not aligned.
+
+    ModelError for a file that was cut since it was opened.
+    """
+    if start == stop:
+        return torch.empty(0, dtype=dtype)
+    require_bytes(mapped, stop, path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
+        flat = torch.frombuffer(mapped, dtype=dtype, count=(stop - start) // dtype.itemsize, offset=start)
+    return flat.clone() if flat.data_ptr() % max(alignment, dtype.itemsize) else flat
 
 
 def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import warnings
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -18,15 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.checkpoint.memory import forget_pages, require_bytes
-from longdraft.checkpoint.tensor_file import Entry, require_file, stored_bytes
+from longdraft.checkpoint.memory import forget_pages, mapped_numbers
+from longdraft.checkpoint.tensor_file import FLOATS, Entry, StoredTensors, require_file
 from longdraft.checkpoint.torch_pickle import STORAGES, DamagedError, Machine, View, fail
 from longdraft.errors import ModelError
-from longdraft.kernels.weights import QuantisedWeight
 
 _MAX_PICKLE = 1 << 26  # bytes; a 400-billion-parameter model's shard has some 100 KB
 _MAX_MEMBERS = 1 << 20
-_FLOATS = ("F32", "F16", "BF16")
 
 
 class _Member(NamedTuple):
@@ -36,8 +33,8 @@ class _Member(NamedTuple):
     stop: int
 
 
-class TorchFile:
-    """The tensors of one file by name. See :class:`longdraft.checkpoint.tensor_file.TensorFile`."""
+class TorchFile(StoredTensors):
+    """A PyTorch file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,33 +74,15 @@ class TorchFile:
         return view, member
 
     def float_dtype(self, name: str) -> torch.dtype | None:
-        """The type of a tensor's floating-point numbers; None: it holds other values."""
-        kind, dtype = STORAGES[self._views[name][0].storage.kind]
-        return dtype if kind in _FLOATS else None
+        return FLOATS.get(self.entries[name].dtype)
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as it is stored. dtype: not used here."""
         view, member = self._views[name]
         own = STORAGES[view.storage.kind][1]
-        if not prod(view.shape):
-            return torch.empty(view.shape, dtype=own)
-        require_bytes(self._map, member.stop, self.path)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
-            flat = torch.frombuffer(self._map, dtype=own, count=view.storage.size, offset=member.start)
-        if flat.data_ptr() % own.itemsize:
-            flat = flat.clone()
+        flat = mapped_numbers(self._map, member.start, member.stop, own, self.path)
         return flat.as_strided(view.shape, view.strides, view.offset)
 
-    def stored(self, name: str) -> tuple[str, Tensor]:
-        """The name of a tensor's type, and its bytes, uint8."""
-        return stored_bytes(self.view(name))
-
-    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
-        """None: the file has no quantised matrices."""
-
     def forget(self, name: str) -> None:
-        """Release the pages of a tensor's storage, except those that it shares with its neighbours."""
         forget_pages(self._map, self.entries[name].start, self.entries[name].stop)
 
 

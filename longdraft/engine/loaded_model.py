@@ -23,7 +23,7 @@ from longdraft import drafters, parallel
 from longdraft.cache.prefix import PrefixTree
 from longdraft.checkpoint import fingerprint, hub
 from longdraft.checkpoint.defaults import Defaults
-from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.drafters.auto.knowledge import SharedKnowledge
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
@@ -99,7 +99,7 @@ class LoadedModel:
     """
 
     name: str
-    files: TensorFiles
+    files: TensorSource
     target: Transformer
     tokenizer: Tokenizer
     defaults: Defaults
@@ -119,7 +119,7 @@ class LoadedModel:
     prefixes: PrefixTree | None = None
 
     @classmethod
-    def load_parts(cls, name: str, files: TensorFiles, target: Transformer, tokenizer: Tokenizer,
+    def load_parts(cls, name: str, files: TensorSource, target: Transformer, tokenizer: Tokenizer,
                    choice: DrafterChoice, *, heads_name: str | None, hub_options: hub.Hub, defaults: Defaults,
                    ranks: parallel.SingleProcess | None = None, quantized_cache: Path | None = None) -> LoadedModel:
         """A target that is loaded already, with the parts that `choice` drafts with.
