@@ -51,7 +51,7 @@ def open_packed(folder: Path | None, files: TensorSource, config: ModelConfig, k
         return None
     weights = weights_sha256(files)
     dtype = str(kernels.dtype).removeprefix("torch.")
-    key = hashlib.sha256(f"{weights} {config.sha256()} {dtype} {quantize} {purpose} {_layout(kernels)}".encode())
+    key = hashlib.sha256(f"{weights} {config} {dtype} {quantize} {purpose} {_layout(kernels)}".encode())
     name = f"{weights[:16]}-{dtype}-{quantize}-{purpose}-{key.hexdigest()[:16]}.safetensors"
     return PackedFile(folder / name, kernels)
 

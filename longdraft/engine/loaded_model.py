@@ -28,6 +28,7 @@ from longdraft.drafters.auto.knowledge import SharedKnowledge
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import ModelError, UsageError, check
+from longdraft.journal.config_hash import config_sha256
 from longdraft.model.transformer import Transformer
 from longdraft.parts.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
 from longdraft.parts.draft_copy import SAME, load_copy
@@ -275,7 +276,7 @@ class LoadedModel:
         ModelError if the weights on disk have changed since they were loaded.
         """
         return {"weights": fingerprint.weights_sha256(self.files), "tokenizer": self.tokenizer.sha256,
-                "config": self.target.whole.sha256(), "quantize": self.target.weights.quantize,
+                "config": config_sha256(self.target.whole), "quantize": self.target.weights.quantize,
                 **self.arithmetic}
 
     @property

@@ -5,26 +5,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from longdraft.model.experts_config import ExpertsConfig
 from longdraft.model.families import HeadNorms
 from longdraft.model.gemma4 import Gemma4Config
 from longdraft.model.hybrid import HybridConfig
 from longdraft.model.rope_config import RopeConfig
-
-# Fields that are newer than the first journals, and their default.
-_LATER: dict[str, object] = {
-    "experts": None, "hybrid": None, "norm_names": (), "float_norms": False, "norm_offset": 0.0, "has_gelu": False,
-    "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None,
-    "has_fused_mlp": False, "is_interleaved": False, "query_growth": None,
-    "has_sinks": False, "gemma4": None, "rounds_twice": False}
-_LATER_OF_PARTS: dict[str, dict[str, object]] = {
-    "experts": {"shared": 0, "router": "gate", "has_bias": False, "clamp": None, "is_beside": False},
-    "hybrid": {"is_converted": False}}
-_HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
 
 
 @dataclass(frozen=True)
@@ -136,16 +123,3 @@ class ModelConfig:
         if self.rotated:
             return self.rotated[layer]
         return not self.skip_rope_every or (layer + 1) % self.skip_rope_every != 0
-
-    def sha256(self) -> str:
-        """The hash by which a journal recognises the configuration. Fields count under the name they had first, and
-        fields that are newer than the first journals count only if they are used."""
-        own = asdict(self)
-        for part, later_of_part in _LATER_OF_PARTS.items():
-            for name, unused in later_of_part.items() if own[part] else ():
-                if own[part][name] == unused:
-                    del own[part][name]
-        later = _LATER | ({"float_norms": True, "norm_offset": 1.0} if self.hybrid else {})  # hybrids always had them
-        fields = {_HASHED_AS.get(name, name): value for name, value in own.items()
-                  if name not in later or value != later[name]}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
