@@ -64,15 +64,15 @@ def test_both_spellings_of_a_configuration_are_read():
             "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
             "sliding_attention": dict(rope_type="default", rope_theta=1e4)},
         layer_types=[("sliding", "full")[(i + 1) % 6 == 0] + "_attention" for i in range(12)]))
-    assert [old.window_of(layer) for layer in range(12)] == ([512] * 5 + [0]) * 2
-    assert [old.ropes_of(layer)[0] for layer in range(12)] == ([1] * 5 + [0]) * 2
+    assert [layer.attention.window for layer in old.layers] == ([512] * 5 + [0]) * 2
+    assert [layer.attention.ropes[0] for layer in old.layers] == ([1] * 5 + [0]) * 2
     for one, other in zip(old.ropes, new.ropes, strict=True):
         assert (one.kind, one.theta, one.settings.get("factor")) == (other.kind, other.theta,
                                                                     other.settings.get("factor"))
     assert old.windowed == new.windowed
     assert old.max_positions == new.max_positions == 131072  # which is the length after the scaling
     alternating = parse_config(BASE | dict(model_type="gemma2", num_hidden_layers=4))
-    assert [alternating.window_of(layer) for layer in range(4)] == [4096, 0] * 2
+    assert [layer.attention.window for layer in alternating.layers[:4]] == [4096, 0] * 2
 
 
 @pytest.mark.parametrize("changes, message", [
