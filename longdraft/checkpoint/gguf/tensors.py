@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from longdraft.checkpoint.gguf import gemma
-from longdraft.checkpoint.gguf.blocks import dequantise, mxfp4_parts, q4_0_parts
+from longdraft.checkpoint.gguf.blocks import dequantise, grouped, mxfp4_parts, q4_0_parts
 from longdraft.checkpoint.gguf.container import Gguf, GgufFile
-from longdraft.checkpoint.gguf.grouped import grouped
 from longdraft.checkpoint.gguf.metadata import architecture
 from longdraft.checkpoint.gguf.types import TYPES, TensorEntry
 from longdraft.checkpoint.memory import forget_pages, mapped_numbers, temporary
