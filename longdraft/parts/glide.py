@@ -27,8 +27,8 @@ from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, KVStore, Linear
+from longdraft.kernels.interface import LayerOperations
 from longdraft.kernels.launched import LaunchesTogether
-from longdraft.kernels.layer import LayerOperations
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import RowParallel, shard_of
