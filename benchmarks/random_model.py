@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 from longdraft.checkpoint import config_file, hub
-from longdraft.checkpoint.tensor_files import HEADS_PREFIX, INDEX, dump_json
+from longdraft.checkpoint.tensor_files import INDEX, dump_json
 from longdraft.checkpoint.tensor_names import expected_shapes
+from longdraft.checkpoint.tensor_source import HEADS_PREFIX
 from longdraft.parts.heads import HEADS_KIND
 from longdraft_bench.shapes import SHAPES
 

@@ -45,7 +45,7 @@ class Places:
 
 def _matching_layers(small: ModelConfig, large: ModelConfig) -> dict[int, int]:
     """Large layers of the small layers' kinds, in their order, about evenly spaced. Empty if the kinds do not fit."""
-    ours, theirs = ([config.is_delta(layer) for layer in range(config.num_layers)] for config in (small, large))
+    ours, theirs = ([layer.delta is not None for layer in config.layers] for config in (small, large))
 
     def is_room(layer: int, first: int) -> bool:
         """Whether the small layers from `layer` on find their kinds in the large ones from `first` on."""
@@ -103,7 +103,7 @@ class Stretch:
         if ours:
             norms = [self.norm(ours[name]) for name in ("input_layernorm", "post_attention_layernorm")]
         yield from (("input_layernorm", norms[0]), ("post_attention_layernorm", norms[1]))
-        yield from self._matrices(ours, 1, self._large.is_delta(layer))
+        yield from self._matrices(ours, 1, self._large.layers[layer].delta is not None)
 
     def eagle_layer(self) -> Iterator[tuple[str, Tensor]]:
         """The matrices of an EAGLE-3 layer by name, float32. Queries, keys and values read two rows side by side."""

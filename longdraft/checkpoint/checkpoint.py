@@ -12,8 +12,22 @@ import torch
 from torch import Tensor
 
 from longdraft.checkpoint.packed_file import PackedFile
-from longdraft.checkpoint.tensor_files import HEADS_PREFIX, TensorFiles
-from longdraft.checkpoint.tensor_names import SINKS, StackedLinear, expected_shapes, linears_of, norms_of
+from longdraft.checkpoint.tensor_names import (
+    BESIDE,
+    EXPERT_SCALES,
+    EXTRA_NORM,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUT_TABLE,
+    ROUTER_SCALE,
+    SCALAR,
+    SINKS,
+    StackedLinear,
+    expected_shapes,
+    linears_of,
+    norms_of,
+)
+from longdraft.checkpoint.tensor_source import HEADS_PREFIX, TensorSource
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.cpu.kernels import CpuKernels
@@ -22,10 +36,11 @@ from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.formats import groups
 from longdraft.kernels.formats.int4 import GROUP
 from longdraft.kernels.layer_inputs import LayerInputs
-from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, Mlp, QuantisedWeight
-from longdraft.model import gemma4, hybrid, rope
+from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, LayerHeads, Mlp, QuantisedWeight
+from longdraft.model import hybrid, rope
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
+from longdraft.model.layer_spec import AttentionSpec
 from longdraft.model.sharding import shard_config
 from longdraft.model.transformer import ModelWeights, Transformer
 from longdraft.parallel import ColumnParallel, ParallelKernels, RowParallel, shard_of
@@ -49,7 +64,7 @@ def head_order(config: ModelConfig) -> Tensor | None:
     Queries and keys have the same order, so their products do not change. None: the file's order is right.
     """
     head_dim, dims = config.head_dim, config.rope.dims
-    if (dims == head_dim and not config.is_interleaved) or config.gemma4:
+    if (dims == head_dim and not config.is_interleaved) or config.has_two_head_sizes:
         return None
     a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
     if config.is_interleaved:
@@ -72,7 +87,7 @@ def _qkv_order(config: ModelConfig) -> Tensor | None:
     return torch.cat([*parts, (queries + dim + torch.arange(dim)).flatten()] if config.hybrid else parts)
 
 
-def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none",
+def load_transformer(files: TensorSource, config: ModelConfig, kernels: Kernels, quantize: str = "none",
                      packed: PackedFile | None = None) -> Transformer:
     """The transformer of a folder. Raises ModelError that lists missing, unexpected and misshapen tensors.
 
@@ -88,7 +103,7 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
     return Loader(files, config, kernels, quantize, packed).transformer()
 
 
-def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
+def load_draft_copy(files: TensorSource, target: Transformer, quantize: str,
                     packed: PackedFile | None = None) -> Transformer:
     """A copy of `target` with quantised matrices, read from its files again, for drafts that the target verifies.
 
@@ -105,7 +120,7 @@ def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
 class Loader:
     """Reads and packs the matrices of a checkpoint that `require_tensors` has accepted."""
 
-    def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
+    def __init__(self, files: TensorSource, config: ModelConfig, kernels: Kernels, quantize: str,
                  packed: PackedFile | None, drafts: bool = False) -> None:
         """drafts: the model is a draft copy, whose products need not be those of a target."""
         self._packed = packed
@@ -137,62 +152,61 @@ class Loader:
         return Transformer(config, weights, self._kernels, self._whole)
 
     def _layer_inputs(self, shared: ModelWeights | None) -> LayerInputs | None:
-        config = self._config.gemma4
-        if config is None or not config.input_width:
+        if self._config.input_table is None:
             return None
-        width = config.input_width * self._config.num_layers
+        tokens, width = self._config.input_table
         old = shared.layer_inputs if shared else None
-        projection = StackedLinear(((gemma4.INPUT_PROJECTION.removesuffix(".weight"), (width,)),),
-                                   self._config.hidden_size, False)
-        return LayerInputs(old.table if old else self._table(gemma4.INPUT_TABLE, (config.input_tokens, width)),
-                           self._linear("", projection), self._vector(gemma4.INPUT_NORM))
+        projection = StackedLinear(((INPUT_PROJECTION, (width,)),), self._config.hidden_size, False)
+        return LayerInputs(old.table if old else self._table(INPUT_TABLE, (tokens, width)),
+                           self._linear("", projection), self._vector(INPUT_NORM))
 
     def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
-        config, layer, linears = self._config, f"{prefix}layers.{index}.", linears_of(self._whole, index)
+        """The weights of a layer, whose tensors' names begin with `prefix` and the layer's number."""
+        spec, hidden = self._config.layers[index], self._config.hidden_size
+        layer = f"{prefix}layers.{index}."
+        linears = linears_of(self._whole.layers[index], hidden)
         orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
         norms = {name: self._vector(f"{layer}{file_name}.weight", orders.get(name))
-                 for name, (file_name, _) in norms_of(config, index).items()}
-        delta = config.hybrid if config.hybrid and config.is_delta(index) else None
+                 for name, (file_name, _) in norms_of(spec, hidden).items()}
         return LayerWeights(
             attention_norm=norms["attention_norm"],
-            qkv=self._linear(layer, linears["qkv"], delta.projection_order() if delta else self._order),
+            qkv=self._linear(layer, linears["qkv"], spec.delta.projection_order() if spec.delta else self._order),
             out=self._linear(layer, linears["out"]),
             mlp_norm=norms["mlp_norm"],
-            gate_up=self._linear(layer, linears["gate_up"]) if "gate_up" in linears else None,
-            down=self._linear(layer, linears["down"]) if "down" in linears else None,
-            window=config.window_of(index),
+            gate_up=self._linear(layer, linears["gate_up"]) if spec.mlp else None,
+            down=self._linear(layer, linears["down"]) if spec.mlp else None,
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
-            rotates=config.rotates(index),
-            experts=self._experts(layer, linears, config.experts) if config.experts else None,
-            is_gated=config.hybrid is not None and delta is None,
-            delta=self._delta(layer, delta) if delta else None,
-            gates=self._gates(layer, delta) if delta else None,
-            ropes=config.ropes_of(index),
+            experts=self._experts(layer, linears, spec.experts) if spec.experts else None,
+            delta=self._delta(layer, spec.delta) if spec.delta else None,
+            gates=self._gates(layer, spec.delta) if spec.delta else None,
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
-            sinks=self._vector(f"{layer}{SINKS}", self._own_heads) if config.has_sinks else None,
-            **self._of_gemma4(layer, index, norms, linears),
+            scalar=float(self._files.read(layer + SCALAR).to("cpu", self._kernels.dtype)) if spec.has_scalar else 1.0,
+            extra=ExtraInput(self._linear(layer, linears["extra_gate"]), self._linear(layer, linears["extra_out"]),
+                             norms[EXTRA_NORM]) if spec.input_width else None,
+            beside=self._beside(layer, norms) if spec.experts and spec.experts.is_beside else None,
+            **self._attention(layer, spec.attention) if spec.attention else {},
         )
 
-    def _of_gemma4(self, layer: str, index: int, norms: Mapping[str, Tensor],
-                   linears: Mapping[str, StackedLinear]) -> dict[str, Any]:
-        """The fields of LayerWeights that only Gemma 4 has."""
-        config = self._config
-        if config.gemma4 is None:
-            return {}
-        scalar = self._files.read(layer + gemma4.SCALAR).to("cpu", self._kernels.dtype)
-        found: dict[str, Any] = {
-            "v_norm": torch.ones(config.heads_of(index)[1], device=self._kernels.device), "scalar": float(scalar),
-            "heads": None if config.window_of(index) else config.gemma4.heads, "source": config.source_of(index)}
-        if config.gemma4.input_width:
-            found["extra"] = ExtraInput(self._linear(layer, linears["extra_gate"]),
-                                        self._linear(layer, linears["extra_out"]), norms[gemma4.EXTRA[2]])
-        if config.experts:
-            router = self._files.read(layer + gemma4.ROUTER_SCALE).float() * config.hidden_size**-0.5
-            mlp, before, after = (norms[name] for name in gemma4.BESIDE)
-            found["beside"] = BesideNorms(mlp, before, router.to(self._kernels.device), after)
-        return found
+    def _attention(self, layer: str, spec: AttentionSpec) -> dict[str, Any]:
+        """The fields of LayerWeights that only layers with attention have."""
+        is_wide = self._config.has_two_head_sizes and not spec.window
+        return {
+            "window": spec.window,
+            "rotates": spec.rotates,
+            "ropes": spec.ropes,
+            "is_gated": spec.is_gated,
+            "source": spec.source,
+            "heads": LayerHeads(spec.num_kv_heads, spec.head_dim, spec.query_factor) if is_wide else None,
+            "sinks": self._vector(f"{layer}{SINKS}", self._own_heads) if spec.has_sinks else None,
+            "v_norm": torch.ones(spec.head_dim, device=self._kernels.device) if spec.normalises_values else None,
+        }
+
+    def _beside(self, layer: str, norms: Mapping[str, Tensor]) -> BesideNorms:
+        router = self._files.read(layer + ROUTER_SCALE).float() * self._config.hidden_size**-0.5
+        mlp, before, after = (norms[name] for name in BESIDE)
+        return BesideNorms(mlp, before, router.to(self._kernels.device), after)
 
     def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
         device, whole = self._kernels.device, self._whole.hybrid
@@ -224,7 +238,7 @@ class Loader:
 
         mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
         shared = mlp("shared gate_up", "shared down") if config.shared else None
-        scales = self._files.read(layer + gemma4.EXPERT_SCALES) if config.is_beside else None
+        scales = self._files.read(layer + EXPERT_SCALES) if config.is_beside else None
         return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds,
                        config.clamp, shared, router("shared_gate") if shared else None, self._config.has_gelu,
                        None if scales is None else scales.to(self._kernels.device, torch.float32, copy=True),
@@ -297,7 +311,7 @@ class Loader:
         return weight + self._config.norm_offset if self._config.norm_offset else weight
 
 
-def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
+def require_tensors(files: TensorSource, config: ModelConfig) -> None:
     """Raise ModelError unless the files have the tensors of this configuration, and its rope is sound."""
     count = config.num_layers * (config.experts.count if config.experts else 1)
     if count > len(files.names()):  # checked before the names of all expected tensors are built
@@ -305,8 +319,11 @@ def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
         raise ModelError(f"config.json says {config.num_layers} layers{experts}, but {files.folder} has only "
                          f"{len(files.names())} tensors")
     expected = expected_shapes(config)
-    unread = tuple(f"model.layers.{layer}.self_attn.{name}." for layer in range(config.num_layers)
-                   if config.source_of(layer) is not None for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+    # Of layers that read the keys and values of others: some files have projections that are not used.
+    reading = [index for index, layer in enumerate(config.layers)
+               if layer.attention and layer.attention.source is not None]
+    unread = tuple(f"model.layers.{index}.self_attn.{name}." for index in reading
+                   for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
     present = {name for name in files.names()
                if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")
                and not (unread and name.startswith(unread))

@@ -14,14 +14,14 @@ import os
 import time
 from pathlib import Path
 
-from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.errors import ModelError
 
 _MIN_CACHED_BYTES = 1 << 27  # smaller weights are hashed in a fraction of a second
 _TICK_S = 2.0  # longer than the time resolution of any file system
 
 
-def weights_sha256(files: TensorFiles) -> str:
+def weights_sha256(files: TensorSource) -> str:
     """SHA-256 of the weights: `files.fingerprint()`, computed once in a process, and cached on the disk.
 
     Raises ModelError if the files have been replaced between their opening and the first call.
@@ -31,7 +31,7 @@ def weights_sha256(files: TensorFiles) -> str:
     return files.sha256
 
 
-def _hash(files: TensorFiles) -> str:
+def _hash(files: TensorSource) -> str:
     _require_unchanged(files)
     if not files.files or files.nbytes < _MIN_CACHED_BYTES:
         return files.fingerprint()
@@ -50,7 +50,7 @@ def _hash(files: TensorFiles) -> str:
     return found
 
 
-def _require_unchanged(files: TensorFiles) -> None:
+def _require_unchanged(files: TensorSource) -> None:
     for file in files.files:
         try:
             current = os.stat(file.path)
@@ -77,7 +77,7 @@ def write_cached(file: Path, content: object) -> None:
         os.replace(partial, file)
 
 
-def _status(files: TensorFiles) -> list[tuple[str, int, int, int, int, int]]:
+def _status(files: TensorSource) -> list[tuple[str, int, int, int, int, int]]:
     """Path, device, inode, size, mtime and ctime of each file, some of which change when the file does."""
     found = []
     for file in files.files:

@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from longdraft.checkpoint.memory import temporary
-from longdraft.checkpoint.tensor_file import Entry, TensorFile, stored_bytes
+from longdraft.checkpoint.tensor_file import Entry, StoredTensors, TensorFile, stored_bytes
 from longdraft.errors import ModelError
 from longdraft.kernels.formats import mxfp4
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
-from longdraft.kernels.weights import QuantisedWeight
 
 METHOD = "mxfp4"
 _STEM = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_bias|_scales|)")
 
 
-class OssTensors:
-    """The tensors of a file. See :class:`longdraft.checkpoint.tensor_file.TensorFile`. Parts may be in other files."""
+class OssTensors(StoredTensors):
+    """The tensors of a file of gpt-oss. Parts of a matrix may be in other files."""
 
     def __init__(self, file: TensorFile, files: Sequence[TensorFile]) -> None:
-        self.path, self.stat, self._file = file.path, file.stat, file
+        self.path = file.path
+        self.stat = file.stat
+        self._file = file
         self._owners = {name: each for each in files for name in each.entries}
         self.entries: dict[str, Entry] = {}
         self._parts: dict[str, tuple[str, int, slice]] = {}  # our name -> stored name, expert, its outputs
@@ -74,13 +75,11 @@ class OssTensors:
         return (shape[0], shape[2], shape[1]) if not kind else shape
 
     def float_dtype(self, name: str) -> torch.dtype | None:
-        """The floating-point type of a tensor's numbers. float32 for MXFP4."""
         if name not in self._parts:
             return self._file.float_dtype(name)
         return torch.float32 if self.entries[name].dtype == METHOD else self._file.float_dtype(self._parts[name][0])
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor: a view of the file, or the numbers of an MXFP4 matrix in `dtype` (default: float32)."""
         if name not in self._parts:
             return self._file.view(name)
         stored, expert, outputs = self._parts[name]
@@ -93,7 +92,6 @@ class OssTensors:
         return out
 
     def mxfp4(self, name: str) -> Mxfp4Weight | None:
-        """A matrix as the file has it; None for other formats."""
         stored, expert, outputs = self._parts.get(name, ("", 0, slice(None)))
         if not stored.endswith("_blocks"):
             return None
@@ -101,11 +99,7 @@ class OssTensors:
         codes = self._file.view(stored)[expert][outputs].flatten(1)
         return Mxfp4Weight(codes, self._owners[scales].view(scales)[expert][outputs])
 
-    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
-        """None: groups with a whole zero point cannot hold MXFP4. See `mxfp4`."""
-
     def stored(self, name: str) -> tuple[str, Tensor]:
-        """The name of a tensor's type, and its bytes, uint8: those of all its parts."""
         if name not in self._parts:
             return self._file.stored(name)
         stored, expert, outputs = self._parts[name]
@@ -116,5 +110,4 @@ class OssTensors:
         return self.entries[name].dtype, torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
     def forget(self, name: str) -> None:
-        """Release the pages of a tensor, except those that it shares with its neighbours."""
         self._file.forget(self._parts[name][0] if name in self._parts else name)

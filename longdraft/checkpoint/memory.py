@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -20,6 +22,36 @@ def temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def map_file(path: Path, form: str, least: int = 0) -> tuple[os.stat_result, mmap.mmap]:
+    """The status of a file and its bytes, read-only. ModelError for one that cannot be mapped.
+
+    form, least  the file's format, and the least number of bytes that it has
+    """
+    try:
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_size < least:
+                raise ModelError(f"{path} is not a {form} file: it has {stat.st_size} bytes")
+            return stat, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def mapped_numbers(mapped: mmap.mmap, start: int, stop: int, dtype: torch.dtype, path: Path,
+                   alignment: int = 1) -> Tensor:
+    """The numbers in bytes [start, stop) of a mapped file: a read-only view, or a copy where they are not aligned.
+
+    ModelError for a file that was cut since it was opened.
+    """
+    if start == stop:
+        return torch.empty(0, dtype=dtype)
+    require_bytes(mapped, stop, path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
+        flat = torch.frombuffer(mapped, dtype=dtype, count=(stop - start) // dtype.itemsize, offset=start)
+    return flat.clone() if flat.data_ptr() % max(alignment, dtype.itemsize) else flat
 
 
 def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longdraft.checkpoint.memory import temporary
 from longdraft.checkpoint.packed_format import COMPRESSED, METHODS, PackedFormat
-from longdraft.checkpoint.tensor_file import Entry, TensorFile
+from longdraft.checkpoint.tensor_file import Entry, StoredTensors, TensorFile
 from longdraft.errors import ModelError
 from longdraft.kernels.formats.int4 import GROUP, Int4Weight
 from longdraft.kernels.formats.int8 import Quantised
@@ -52,15 +52,17 @@ class _Numbers(NamedTuple):
         return of_groups.repeat_interleave(self.values.shape[1] // of_groups.shape[1], 1)
 
 
-class PackedTensors:
-    """The tensors of a quantised checkpoint. See :class:`longdraft.checkpoint.tensor_file.TensorFile`.
+class PackedTensors(StoredTensors):
+    """The tensors of a quantised checkpoint.
 
     It stands for one of the checkpoint's files; the parts of a matrix may be in different ones.
     """
 
     def __init__(self, file: TensorFile, files: Sequence[TensorFile], form: PackedFormat) -> None:
-        self.path, self.stat = file.path, file.stat
-        self._file, self._form = file, form
+        self.path = file.path
+        self.stat = file.stat
+        self._file = file
+        self._form = form
         self._owners = {name: each for each in files for name in each.entries}
         self.entries: dict[str, Entry] = {}
         for name, entry in file.entries.items():
@@ -72,11 +74,9 @@ class PackedTensors:
                 self.entries[name] = entry
 
     def float_dtype(self, name: str) -> torch.dtype | None:
-        """The floating-point type of a tensor's numbers. float32 for quantised matrices."""
         return torch.float32 if self._is_packed(name) else self._file.float_dtype(name)
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor: a view of the file, or the numbers of a quantised matrix in `dtype` (default: float32)."""
         if not self._is_packed(name):
             return self._file.view(name)
         numbers = self._numbers(name)
@@ -100,7 +100,6 @@ class PackedTensors:
         return _as_int4(numbers) if bits == 4 else _as_int8(numbers)
 
     def stored(self, name: str) -> tuple[str, Tensor]:
-        """The name of a tensor's type, and its bytes, uint8: those of all its parts."""
         if not self._is_packed(name):
             return self._file.stored(name)
         parts, stem = self._stored_parts(name), name.removesuffix(".weight")
@@ -111,7 +110,6 @@ class PackedTensors:
         return self._form.in_fingerprints, torch.cat(tensors)
 
     def forget(self, name: str) -> None:
-        """Release the pages of a tensor, except those that it shares with its neighbours."""
         for part in self._stored_parts(name) if self._is_packed(name) else [name]:
             self._owners[part].forget(part)
 
@@ -268,7 +266,7 @@ def _unpacked(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
 
 
 def wrap(folder: Path, files: Sequence[TensorFile],
-         config: Mapping[str, object]) -> Sequence[TensorFile | PackedTensors]:
+         config: Mapping[str, object]) -> Sequence[StoredTensors]:
     """The files of a folder, those of a quantised checkpoint with whole matrices."""
     marks = (".qweight", ".weight_packed", ".weight_scale")
     if not any(name.endswith(marks) for file in files for name in file.entries):

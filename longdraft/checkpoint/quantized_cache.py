@@ -14,7 +14,7 @@ import torch
 
 from longdraft.checkpoint.fingerprint import cache_dir, weights_sha256
 from longdraft.checkpoint.packed_file import PackedFile
-from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.kernels import Kernels
 from longdraft.kernels.cpu.kernels import CpuKernels
 from longdraft.kernels.weights import FILE
@@ -39,7 +39,7 @@ def chosen_folder(given: str | Path | None) -> Path | None:
         return None
 
 
-def open_packed(folder: Path | None, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
+def open_packed(folder: Path | None, files: TensorSource, config: ModelConfig, kernels: Kernels, quantize: str,
                 purpose: str) -> PackedFile | None:
     """The file of these weights, quantised. None for small weights, for those that keep the numbers of their own
     file, and for kernels whose layout is not stored.
@@ -51,7 +51,7 @@ def open_packed(folder: Path | None, files: TensorFiles, config: ModelConfig, ke
         return None
     weights = weights_sha256(files)
     dtype = str(kernels.dtype).removeprefix("torch.")
-    key = hashlib.sha256(f"{weights} {config.sha256()} {dtype} {quantize} {purpose} {_layout(kernels)}".encode())
+    key = hashlib.sha256(f"{weights} {config} {dtype} {quantize} {purpose} {_layout(kernels)}".encode())
     name = f"{weights[:16]}-{dtype}-{quantize}-{purpose}-{key.hexdigest()[:16]}.safetensors"
     return PackedFile(folder / name, kernels)
 

@@ -18,7 +18,7 @@ from longdraft.checkpoint import gpt_oss
 from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.checkpoint.gguf.types import KEPT_BYTES
-from longdraft.checkpoint.tensor_names import expected_shapes
+from longdraft.checkpoint.tensor_names import layer_shapes, outer_shapes
 from longdraft.errors import ModelError, translate_memory_errors
 from longdraft.kernels import VARIABLE, Kernels
 from longdraft.model.config import ModelConfig
@@ -68,19 +68,22 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16", *, has_mxfp4: bool
     """
     if config.experts and config.experts.count > _MAX_EXPERTS:
         raise ModelError(f"config.json says {config.experts.count} experts; allowed: {_MAX_EXPERTS:,}")
-    outside = _count(replace(config, num_layers=0))
-    parameters = outside + sum(count * (_count(layer) - outside) for count, layer in _layers(config))
-    if parameters > _MAX_PARAMETERS:
-        raise ModelError(f"config.json describes a model of 10**{len(str(parameters)) - 1} parameters or more; "
+    hidden = config.hidden_size
+    parameters = sum(map(prod, outer_shapes(config).values()))
+    least = parameters + config.num_layers * sum(map(prod, layer_shapes(config.layer(0), hidden).values()))
+    if least > _MAX_PARAMETERS:  # before each of so many layers is looked at
+        raise ModelError(f"config.json describes a model of 10**{len(str(least)) - 1} parameters or more; "
                          f"allowed: {_MAX_PARAMETERS:,}")
+    for spec, count in Counter(config.layers).items():
+        parameters += count * sum(map(prod, layer_shapes(spec, hidden).values()))
     width = _BYTES[dtype]
-    unread = 0 if config.is_tied else config.vocab_size * config.hidden_size
-    if config.gemma4:
-        unread += config.gemma4.input_tokens * config.gemma4.input_width * config.num_layers
+    unread = 0 if config.is_tied else config.vocab_size * hidden
+    if config.input_table:
+        unread += prod(config.input_table)
     saved = saved_of_read = 0.0  # bytes
     if config.experts:
         count, chosen = (config.num_layers * each for each in (config.experts.count, config.experts.chosen))
-        expert = 3 * config.hidden_size * config.experts.size
+        expert = 3 * hidden * config.experts.size
         unread += (count - chosen) * expert
         saving = expert * (width - _MXFP4_BYTES) if has_mxfp4 else 0.0  # of an expert
         saved, saved_of_read = count * saving, chosen * saving
@@ -125,35 +128,19 @@ def kept_sizes(path: Path, config: ModelConfig) -> Sizes | None:
 
 
 def _state_bytes(config: ModelConfig) -> int:
-    if config.hybrid is None:
-        return 0
-    shape = config.hybrid.shape
-    return 4 * sum(config.hybrid.is_delta) * shape.key_dim * shape.values
-
-
-def _layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
-    """For each kind of layer: the number of such layers, and a model of one of them."""
-    one = replace(config, num_layers=1)
-    if config.gemma4:
-        kinds = Counter((config.windowed[layer], config.source_of(layer) is not None)
-                        for layer in range(config.num_layers))
-        return [(count, replace(one, windowed=(has_window,), gemma4=replace(config.gemma4, num_sharing=int(shares))))
-                for (has_window, shares), count in kinds.items()]
-    if config.hybrid is None:
-        return [(config.num_layers, one)]
-    return [(config.hybrid.is_delta.count(kind), replace(one, hybrid=replace(config.hybrid, is_delta=(kind,))))
-            for kind in (True, False)]
+    shapes = [spec.delta.shape for spec in config.layers if spec.delta]
+    return sum(4 * shape.key_dim * shape.values for shape in shapes)
 
 
 def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool = False) -> int:
     """Bytes of the weights in int8 or int4. Tables are int8 in both; a draft copy shares the embedding table."""
     layers = 0.0
-    for count, one in _layers(config):
-        matrices = [shape for name, shape in expected_shapes(one).items() if ".layers." in name and len(shape) == 2]
+    for spec, count in Counter(config.layers).items():
+        matrices = [shape for shape in layer_shapes(spec, config.hidden_size).values() if len(shape) == 2]
         layers += count * sum(rows * (columns * _INT4_BYTES if quantize == "int4" else columns + 4)
                               for rows, columns in matrices)
-    if config.gemma4 and not is_draft_copy:
-        layers += config.gemma4.input_tokens * config.num_layers * config.gemma4.input_width
+    if config.input_table and not is_draft_copy:
+        layers += prod(config.input_table)
     tables = 1 if config.is_tied or is_draft_copy else 2
     return int(layers + tables * config.vocab_size * (config.hidden_size + 4))
 
@@ -189,7 +176,3 @@ def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:
                           f"fewer, or take --quantize int8{small}")
     with translate_memory_errors():
         cache.reserve(wanted)
-
-
-def _count(config: ModelConfig) -> int:
-    return sum(prod(shape) for shape in expected_shapes(config).values())

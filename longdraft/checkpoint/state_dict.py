@@ -1,33 +1,29 @@
-"""The tensors of a model in memory, with the interface of tensors in files."""
+"""The tensors of a model in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from longdraft.checkpoint.tensor_file import stored_bytes
-from longdraft.checkpoint.tensor_files import Packed, TensorFiles
+from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.errors import UsageError
-from longdraft.kernels.formats.groups import BlockRows
-from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
-from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
 from longdraft.parallel import Pick
 
 
-class StateDict(TensorFiles):
-    """The tensors of a model in memory, with the interface of tensors in files.
+class StateDict(TensorSource):
+    """The tensors of a model in memory.
 
     folder  the model's folder; drafting parts in it are found as by `longdraft.load`
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         self.folder = folder
-        self.files = []
         self._tensors = dict(tensors)
 
     def release_tensors(self) -> None:
@@ -42,6 +38,12 @@ class StateDict(TensorFiles):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def wrong_type(self, name: str) -> str:
+        return "" if self._tensors[name].is_floating_point() else f"{name} holds {self._tensors[name].dtype}"
+
     def read(self, name: str, pick: Pick | None = None, dtype: torch.dtype | None = None) -> Tensor:
         whole = self._tensors[name].detach()
         return whole if pick is None else pick(whole)
@@ -50,27 +52,8 @@ class StateDict(TensorFiles):
         picks = picks or [None] * len(names)
         return torch.cat([self.read(name, pick).to("cpu", dtype) for name, pick in zip(names, picks, strict=True)])
 
-    def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
-        return None
-
-    def pack_blocks(self, names: Sequence[str], quantize: str,
-                    pack: Callable[[BlockRows], tuple[Packed, int | None]]) -> Packed | None:
-        return None
-
-    def mxfp4(self, names: Sequence[str]) -> Mxfp4Weight | None:
-        return None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def _wrong_type(self, name: str) -> str:
-        return "" if self._tensors[name].is_floating_point() else f"{name} holds {self._tensors[name].dtype}"
-
-    def _stored(self, name: str) -> tuple[str, Tensor]:
+    def stored(self, name: str) -> tuple[str, Tensor]:
         return stored_bytes(self.read(name).cpu())
-
-    def _release(self) -> None:
-        """Do nothing: no pages of a file are mapped."""
 
     def fingerprint(self) -> str:
         """The fingerprint of the checkpoint, as long as the tensors are unchanged."""

@@ -9,25 +9,24 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import warnings
-from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from longdraft.checkpoint.memory import forget_pages, require_bytes
+from longdraft.checkpoint.memory import forget_pages, mapped_numbers
 from longdraft.errors import ModelError
+from longdraft.kernels.formats.groups import BlockRows
+from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import QuantisedWeight
 
 _MAX_HEADER = 1 << 25  # bytes of JSON; a 400-billion-parameter model's shard has some 100 KB
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
-           "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-
+          "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 T = TypeVar("T")
 # Prefixes of a wrapped language model's tensors and what they are in a model of its own: the layouts before and since
@@ -47,8 +46,48 @@ class Entry(NamedTuple):
     stop: int
 
 
-class TensorFile:
-    """The tensors of one file by name. Its views are read-only: writing to one crashes the process."""
+class StoredTensors(Protocol):
+    """The tensors of one file by name. Views are read-only: writing to one crashes the process.
+
+    path     of the file
+    stat     its status when it was opened, to notice if it is replaced
+    entries  type, shape and bytes of each tensor
+    """
+
+    path: Path
+    stat: os.stat_result
+    entries: dict[str, Entry]
+
+    def float_dtype(self, name: str) -> torch.dtype | None:
+        """The type of a tensor's floating-point numbers, float32 for quantised ones; None: it holds other values, or
+        of an unsupported type."""
+
+    def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor: a view of the file, or the numbers of a quantised one in `dtype` (default: float32)."""
+
+    def forget(self, name: str) -> None:
+        """Release the pages of a tensor, except those that it shares with its neighbours."""
+
+    def stored(self, name: str) -> tuple[str, Tensor]:
+        """The name of a tensor's type, and its bytes, uint8: those of all its parts."""
+        return stored_bytes(self.view(name))
+
+    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
+        """The numbers of a quantised matrix in the format `quantize`; None for others, and where it cannot hold
+        them."""
+        return None
+
+    def blocks(self, name: str, quantize: str) -> BlockRows | None:
+        """The rows of a matrix that `exact` keeps, where they are; None for others."""
+        return None
+
+    def mxfp4(self, name: str) -> Mxfp4Weight | None:
+        """A matrix that the file has in MXFP4; None for other formats."""
+        return None
+
+
+class TensorFile(StoredTensors):
+    """A safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,30 +120,12 @@ class TensorFile:
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
             raise ModelError(f"{name} in {self.path} has dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
-        own, count = DTYPES[entry.dtype], prod(entry.shape)
-        if not count:
-            return torch.empty(entry.shape, dtype=own)
-        require_bytes(self._map, entry.stop, self.path)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
-            flat = torch.frombuffer(self._map, dtype=own, count=count, offset=entry.start)
-        if flat.data_ptr() % own.itemsize:  # the format does not require alignment
-            flat = flat.clone()
-        return flat.view(entry.shape)
+        return mapped_numbers(self._map, entry.start, entry.stop, DTYPES[entry.dtype], self.path).view(entry.shape)
 
     def float_dtype(self, name: str) -> torch.dtype | None:
-        """The type of a tensor's floating-point numbers; None: it holds other values, or of an unsupported type."""
         return FLOATS.get(self.entries[name].dtype)
 
-    def stored(self, name: str) -> tuple[str, Tensor]:
-        """The name of a tensor's type, and its bytes, uint8."""
-        return stored_bytes(self.view(name))
-
-    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
-        """None: the file has no quantised matrices."""
-
     def forget(self, name: str) -> None:
-        """Release the pages of a tensor, except those that it shares with its neighbours."""
         forget_pages(self._map, self.entries[name].start, self.entries[name].stop)
 
 

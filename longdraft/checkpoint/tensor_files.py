@@ -5,12 +5,10 @@ They are memory-mapped, read on use, and checked: type, shape, and that every nu
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +18,9 @@ from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.checkpoint.gguf.tensors import GgufTensors
 from longdraft.checkpoint.gpt_oss import OssTensors
 from longdraft.checkpoint.memory import temporary
-from longdraft.checkpoint.packed_tensors import PackedTensors, wrap
-from longdraft.checkpoint.tensor_file import DTYPES, FLOATS, TensorFile
+from longdraft.checkpoint.packed_tensors import wrap
+from longdraft.checkpoint.tensor_file import DTYPES, FLOATS, StoredTensors, TensorFile
+from longdraft.checkpoint.tensor_source import Packed, TensorSource
 from longdraft.checkpoint.torch_file import TorchFile
 from longdraft.errors import ModelError
 from longdraft.kernels.formats.groups import BlockRows, GroupedWeight
@@ -35,14 +34,10 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_WEIGHTS = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
-
-TensorSource = TensorFile | TorchFile | GgufTensors | PackedTensors | OssTensors
-Packed = TypeVar("Packed")  # a weight in the layout of some kernels
 ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
-class TensorFiles:
+class TensorFiles(TensorSource):
     """The tensors of a model by name. They are memory-mapped and read on use.
 
     folder   the model's folder, or its GGUF file
@@ -50,12 +45,10 @@ class TensorFiles:
     on_read  called with (bytes read, bytes in all) after each tensor
     """
 
-    sha256: str | None = None  # set by `fingerprint.weights_sha256`
-
     def __init__(self, folder: Path, single: str = WEIGHTS, on_read: ReadCallback | None = None) -> None:
         self.folder = folder
         self.files = _open(folder, single)
-        self._file_of: dict[str, TensorSource] = {}
+        self._file_of: dict[str, StoredTensors] = {}
         for file in self.files:
             for name in file.entries:
                 if name in self._file_of:
@@ -84,20 +77,19 @@ class TensorFiles:
 
     @contextmanager
     def second_reading(self) -> Iterator[None]:
-        """A context in which the tensors are read again, for a quantised copy: `on_read` counts from 0."""
+        """See `TensorSource`. `on_read` counts from 0."""
         self._read = set()
         yield
-        self._report(self.nbytes)
+        self._read = self.names()  # those that the copy shares are not read again
+        self._report()
 
     def read(self, name: str, pick: Pick | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A floating-point tensor, or the part that `pick` selects: a read-only view of the file, for immediate use.
-
-        dtype  in which quantised tensors are returned; None: float32. Other tensors keep their own
+        """See `TensorSource`. A read-only view of the file.
 
         Raises ModelError for other types, and for values that are NaN or infinite. The rest of a tensor is not read.
         """
         file = self._file_of[name]
-        if problem := self._wrong_type(name):
+        if problem := self.wrong_type(name):
             raise ModelError(f"{file.path}: {problem}")
         whole = self._view(name, dtype)
         tensor = whole if pick is None else pick(whole)
@@ -107,12 +99,12 @@ class TensorFiles:
             raise ModelError(f"{file.path}: {name} has {bad} values that are NaN or infinite: the file is damaged, or "
                              "its training failed; get it again")
         self._read.add(name)
-        self._report(sum(map(self._size, self._read)))
+        self._report()
         return tensor
 
-    def _report(self, done: int) -> None:
+    def _report(self) -> None:
         if self._on_read:
-            self._on_read(done, self.nbytes)
+            self._on_read(sum(map(self._size, self._read)), self.nbytes)
 
     def integers(self, name: str) -> Tensor:
         """A tensor of whole numbers or truth values as int64. Raises ModelError for floating-point numbers."""
@@ -122,10 +114,7 @@ class TensorFiles:
         return tensor.to(torch.int64, copy=True)
 
     def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
-        """Tensors, or the parts that `picks` select, concatenated along their rows in one dtype.
-
-        Needs memory for the result and the part being read only. dtype None: their own, or float32 if they differ.
-        """
+        """See `TensorSource`. Needs memory for the result and the part being read only."""
         own = {self._file_of[name].float_dtype(name) for name in names}
         dtype = dtype or (own.pop() if len(own) == 1 else None) or torch.float32
         picks = picks or [None] * len(names)
@@ -141,12 +130,7 @@ class TensorFiles:
         return stacked
 
     def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
-        """Quantised matrices of the files, one below another, with the numbers of the files.
-
-        quantize  none, int4, int8 or file: the format of the result
-
-        None if it cannot hold one of them. Raises ModelError for scales that are NaN or infinite.
-        """
+        """See `TensorSource`. Raises ModelError for scales that are NaN or infinite."""
         parts: list[QuantisedWeight] = []
         for name in names:
             part = self._file_of[name].exact(name, quantize) if quantize != "none" else None
@@ -158,17 +142,14 @@ class TensorFiles:
             parts.append(part)
             self._file_of[name].forget(name)  # what it holds are copies, or is small
             self._read.add(name)
-        self._report(sum(map(self._size, self._read)))
+        self._report()
         return _stacked(parts)
 
     def pack_blocks(self, names: Sequence[str], quantize: str,
                     pack: Callable[[BlockRows], tuple[Packed, int | None]]) -> Packed | None:
-        """As `exact`, of GGUF files: gives `pack` the blocks where they are. It returns a packed weight, and the
-        address of a damaged row or None."""
         parts: dict[str, BlockRows] = {}
         for name in names:
-            file = self._file_of[name]
-            part = file.blocks(name, quantize) if isinstance(file, GgufTensors) else None
+            part = self._file_of[name].blocks(name, quantize)
             if part is None:
                 return None
             parts[name] = part
@@ -178,7 +159,7 @@ class TensorFiles:
         for name in names:
             self._file_of[name].forget(name)
             self._read.add(name)
-        self._report(sum(map(self._size, self._read)))
+        self._report()
         return packed
 
     def _damaged(self, name: str) -> ModelError:
@@ -186,16 +167,14 @@ class TensorFiles:
                           "damaged; get it again")
 
     def mxfp4(self, names: Sequence[str]) -> Mxfp4Weight | None:
-        """Matrices that the files hold in MXFP4, one below another, if all numbers are normal; None for others."""
         parts = []
         for name in names:
-            file = self._file_of[name]
-            part = file.mxfp4(name) if isinstance(file, (OssTensors, GgufTensors)) else None
+            part = self._file_of[name].mxfp4(name)
             if part is None or not part.is_normal:
                 return None
             parts.append(part)
             self._read.add(name)
-        self._report(sum(map(self._size, self._read)))
+        self._report()
         return Mxfp4Weight(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def _view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -204,8 +183,7 @@ class TensorFiles:
         self._mapped = name
         return self._file_of[name].view(name, dtype)
 
-    def _stored(self, name: str) -> tuple[str, Tensor]:
-        """The name of a tensor's type, and its bytes."""
+    def stored(self, name: str) -> tuple[str, Tensor]:
         self._release()
         self._mapped = name
         return self._file_of[name].stored(name)
@@ -218,7 +196,7 @@ class TensorFiles:
         entry = self._file_of[name].entries[name]
         return entry.stop - entry.start
 
-    def _wrong_type(self, name: str) -> str:
+    def wrong_type(self, name: str) -> str:
         file = self._file_of[name]
         return "" if file.float_dtype(name) else (f"{name} has dtype {file.entries[name].dtype}; allowed: "
                                                   f"{', '.join(FLOATS)}")
@@ -226,31 +204,10 @@ class TensorFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file_of[name].entries[name].shape
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], present: Set[str], what: str) -> None:
-        """Raise ModelError unless the tensors `present` are those of `expected`, in name and shape.
-
-        what  the source of `expected`, for the message, which lists up to eight differences
-        """
-        both = sorted(expected.keys() & present)
-        problems = [f"missing {name}" for name in sorted(expected.keys() - present)]
-        problems += [f"unexpected {name}" for name in sorted(present - expected.keys())]
-        problems += [f"{name} has shape {list(self.shape(name))}, not {list(expected[name])}"
-                     for name in both if self.shape(name) != expected[name]]
-        problems += [problem for name in both if (problem := self._wrong_type(name))]
-        if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise ModelError(f"{self.folder} does not match {what}: {shown}")
-
     def fingerprint(self) -> str:
-        """SHA-256 over name, shape, dtype and stored bytes of every tensor, except those of heads."""
-        digest = hashlib.sha256()
-        for name in sorted(self.names()):
-            if not name.startswith(HEADS_PREFIX):
-                dtype, stored = self._stored(name)
-                digest.update(f"{name} {self.shape(name)} {dtype}".encode())
-                digest.update(stored.numpy().data)
+        digest = super().fingerprint()
         self._release()
-        return digest.hexdigest()
+        return digest
 
 
 def _stacked(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
@@ -270,7 +227,7 @@ def _picked(shape: tuple[int, ...], pick: Pick | None) -> tuple[int, ...]:
     return shape if pick is None else tuple(pick(torch.empty(shape, device="meta")).shape)
 
 
-def _open(folder: Path, single: str) -> Sequence[TensorSource]:
+def _open(folder: Path, single: str) -> Sequence[StoredTensors]:
     if folder.is_file():
         model = open_gguf(folder)
         return [GgufTensors(model, file) for file in model.files]
@@ -285,7 +242,7 @@ def _open(folder: Path, single: str) -> Sequence[TensorSource]:
     return _safetensors(folder, [WEIGHTS])
 
 
-def _safetensors(folder: Path, names: Sequence[str]) -> Sequence[TensorSource]:
+def _safetensors(folder: Path, names: Sequence[str]) -> Sequence[StoredTensors]:
     files = [TensorFile(folder / name) for name in names]
     has_config = (folder / "config.json").is_file()
     config = read_json(folder / "config.json") if has_config else {}

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from longdraft.model import gemma4, hybrid
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
+from longdraft.model.hybrid import HybridConfig
+from longdraft.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from longdraft.parallel import Pick, Shard
 
 SINKS = "self_attn.sinks"
+SCALAR = "layer_scalar"
+# Of the input that a layer has of its own (`ExtraInput`): gate, output, and norm.
+EXTRA_GATE, EXTRA_OUT, EXTRA_NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+# Of the inputs of all layers (`LayerInputs`).
+INPUT_TABLE = "model.embed_tokens_per_layer.weight"
+INPUT_PROJECTION = "model.per_layer_model_projection"
+INPUT_NORM = "model.per_layer_projection_norm.weight"
+# Of a layer with experts beside its MLP (`BesideNorms`): norms after the MLP, before the experts, and after them; and
+# the numbers that multiply the router's inputs, and each expert's outputs.
+BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+ROUTER_SCALE, EXPERT_SCALES = "router.scale", "router.per_expert_scale"
+_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")  # in LayerWeights
 
 
 class StackedLinear(NamedTuple):
@@ -28,124 +41,137 @@ class StackedLinear(NamedTuple):
         return [shard.columns() if self.is_row_parallel else shard.rows(segments) for _, segments in self.parts]
 
 
-def linears_of(config: ModelConfig, index: int) -> dict[str, StackedLinear]:
-    """The matrices of a layer, by their names in LayerWeights."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    if config.gemma4 and config.gemma4.is_double and config.source_of(index) is not None:
-        inner *= 2
-    gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (("mlp.gate_proj", (inner,)), ("mlp.up_proj", (inner,)))
-    if config.is_fused or config.has_fused_mlp:
-        gate_up = (("mlp.gate_up_proj", (inner, inner)),)
-    mixing = (_delta_linears(config.hybrid, hidden) if config.hybrid and config.is_delta(index)
-              else _attention(config, index))
-    if config.experts:
-        mixing |= _expert_linears(config.experts, hidden)
-        if not config.experts.is_beside:
-            return mixing
-    if config.gemma4 and (width := config.gemma4.input_width):
-        mixing |= {"extra_gate": StackedLinear(((gemma4.EXTRA[0], (width,)),), hidden, False),
-                   "extra_out": StackedLinear(((gemma4.EXTRA[1], (hidden,)),), width, False)}
-    return mixing | {
-        "gate_up": StackedLinear(gate_up, hidden, config.mlp_bias),
-        "down": StackedLinear((("mlp.down_proj", (hidden,)),), inner, config.mlp_bias, is_row_parallel=True),
-    }
+def linears_of(spec: LayerSpec, hidden: int) -> dict[str, StackedLinear]:
+    """The matrices of a layer, by their names in LayerWeights. hidden: width of the rows"""
+    linears: dict[str, StackedLinear] = {}
+    if spec.attention:
+        linears |= _attention(spec.attention, hidden)
+    if spec.delta:
+        linears |= _delta(spec.delta, hidden)
+    if spec.experts:
+        linears |= _experts(spec.experts, hidden)
+    if spec.input_width:
+        linears["extra_gate"] = StackedLinear(((EXTRA_GATE, (spec.input_width,)),), hidden, False)
+        linears["extra_out"] = StackedLinear(((EXTRA_OUT, (hidden,)),), spec.input_width, False)
+    if spec.mlp:
+        linears |= _mlp(spec.mlp, hidden)
+    return linears
 
 
-def _attention(config: ModelConfig, index: int) -> dict[str, StackedLinear]:
-    kv_heads, dim = config.heads_of(index)
-    q, kv = config.num_heads * dim, kv_heads * dim
-    gated_q = 2 * q if config.hybrid else q
+def _attention(spec: AttentionSpec, hidden: int) -> dict[str, StackedLinear]:
+    queries = spec.num_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
     # Where values are keys, their rows are stacked twice: one product gives both, for a few rows more to read.
-    is_same = config.gemma4 is not None and config.gemma4.values_are_keys and not config.window_of(index)
+    values = "self_attn.k_proj" if spec.values_are_keys else "self_attn.v_proj"
     qkv: tuple[tuple[str, tuple[int, ...]], ...] = (
-        ("self_attn.q_proj", (gated_q,)), ("self_attn.k_proj", (kv,)),
-        ("self_attn.k_proj" if is_same else "self_attn.v_proj", (kv,)))
-    if config.source_of(index) is not None:
+        ("self_attn.q_proj", (queries * (2 if spec.is_gated else 1),)), ("self_attn.k_proj", (keys,)),
+        (values, (keys,)))
+    if spec.source is not None:
         qkv = qkv[:1]
-    if config.is_fused:
-        qkv = (("self_attn.qkv_proj", (q, kv, kv)),)
+    if spec.is_fused:
+        qkv = (("self_attn.qkv_proj", (queries, keys, keys)),)
     return {
-        "qkv": StackedLinear(qkv, config.hidden_size, config.qkv_bias),
-        "out": StackedLinear((("self_attn.o_proj", (config.hidden_size,)),), q, config.out_bias, is_row_parallel=True),
+        "qkv": StackedLinear(qkv, hidden, spec.qkv_bias),
+        "out": StackedLinear((("self_attn.o_proj", (hidden,)),), queries, spec.out_bias, is_row_parallel=True),
     }
 
 
-def _delta_linears(config: hybrid.HybridConfig, hidden: int) -> dict[str, StackedLinear]:
+def _delta(config: HybridConfig, hidden: int) -> dict[str, StackedLinear]:
     return {
         "qkv": StackedLinear(config.projections, hidden, False),
         "out": StackedLinear(((config.out_name, (hidden,)),), config.shape.values, False, is_row_parallel=True),
     }
 
 
-def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, StackedLinear]:
+def _mlp(spec: MlpSpec, hidden: int) -> dict[str, StackedLinear]:
+    gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("mlp.gate_proj", (spec.width,)), ("mlp.up_proj", (spec.width,)))
+    if spec.is_fused:
+        gate_up = (("mlp.gate_up_proj", (spec.width, spec.width)),)
+    return {
+        "gate_up": StackedLinear(gate_up, hidden, spec.has_bias),
+        "down": StackedLinear((("mlp.down_proj", (hidden,)),), spec.width, spec.has_bias, is_row_parallel=True),
+    }
+
+
+def _experts(experts: ExpertsConfig, hidden: int) -> dict[str, StackedLinear]:
     """The router and, for each expert, its two matrices."""
     gate, up, down = experts.names
-    bias = experts.has_bias
-    found = {"router": StackedLinear(((experts.path(experts.router), (experts.count,)),), hidden, bias)}
+
+    def gate_up(stem: str, width: int, has_bias: bool) -> StackedLinear:
+        return StackedLinear(((f"{stem}.{gate}", (width,)), (f"{stem}.{up}", (width,))), hidden, has_bias)
+
+    def down_of(stem: str, width: int, has_bias: bool) -> StackedLinear:
+        return StackedLinear(((f"{stem}.{down}", (hidden,)),), width, has_bias, is_row_parallel=True)
+
+    router = ((experts.path(experts.router), (experts.count,)),)
+    linears = {"router": StackedLinear(router, hidden, experts.has_bias)}
     for index in range(experts.count):
-        one = experts.path(f"experts.{index}")
-        found[f"gate_up {index}"] = StackedLinear(
-            ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, bias)
-        found[f"down {index}"] = StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, bias,
-                                               is_row_parallel=True)
+        stem = experts.path(f"experts.{index}")
+        linears[f"gate_up {index}"] = gate_up(stem, experts.size, experts.has_bias)
+        linears[f"down {index}"] = down_of(stem, experts.size, experts.has_bias)
     if experts.shared:
-        one = experts.path("shared_expert")
-        found["shared_gate"] = StackedLinear(((f"{one}_gate", (1,)),), hidden, False)
-        found["shared gate_up"] = StackedLinear(
-            ((f"{one}.{gate}", (experts.shared,)), (f"{one}.{up}", (experts.shared,))), hidden, False)
-        found["shared down"] = StackedLinear(((f"{one}.{down}", (hidden,)),), experts.shared, False,
-                                             is_row_parallel=True)
-    return found
+        stem = experts.path("shared_expert")
+        linears["shared_gate"] = StackedLinear(((f"{stem}_gate", (1,)),), hidden, False)
+        linears["shared gate_up"] = gate_up(stem, experts.shared, False)
+        linears["shared down"] = down_of(stem, experts.shared, False)
+    return linears
 
 
-def norms_of(config: ModelConfig, index: int) -> dict[str, tuple[str, int]]:
-    """The norms of a layer, by their names in LayerWeights: name in the file, and width."""
-    names = config.norm_names or ("input_layernorm", "", "post_attention_layernorm", "")
-    if config.post_norm:
-        names = ("post_attention_layernorm", "", "post_feedforward_layernorm", "")
-    fields = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-    norms = {field: (name, config.hidden_size) for field, name in zip(fields, names, strict=True) if name}
-    if config.head_norms != "none" and not config.is_delta(index):
-        heads = (config.num_heads, config.num_kv_heads) if config.head_norms == "all" else (1, 1)
-        names = ("q_norm", "k_norm")[: 1 if config.source_of(index) is not None else 2]
-        for name, count in zip(names, heads, strict=False):
-            norms[name] = (f"self_attn.{name}", count * config.heads_of(index)[1])
-    if config.gemma4 and config.gemma4.input_width:
-        norms[gemma4.EXTRA[2]] = (gemma4.EXTRA[2], config.hidden_size)
-    if config.experts and config.experts.is_beside:
-        norms |= {name: (name, config.hidden_size) for name in gemma4.BESIDE}
+def norms_of(spec: LayerSpec, hidden: int) -> dict[str, tuple[str, int]]:
+    """The norms of a layer, by their names in LayerWeights (others by those in the file): name in the file, width."""
+    norms = {ours: (name, hidden) for ours, name in zip(_NORMS, spec.norms, strict=True) if name}
+    if (attention := spec.attention) and attention.head_norms != "none":
+        is_joint = attention.head_norms == "all"
+        norms["q_norm"] = "self_attn.q_norm", attention.head_dim * (attention.num_heads if is_joint else 1)
+        if attention.source is None:
+            norms["k_norm"] = "self_attn.k_norm", attention.head_dim * (attention.num_kv_heads if is_joint else 1)
+    if spec.input_width:
+        norms[EXTRA_NORM] = EXTRA_NORM, hidden
+    if spec.experts and spec.experts.is_beside:
+        norms |= {name: (name, hidden) for name in BESIDE}
     return norms
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a checkpoint of this configuration, by its Hugging Face name."""
+def layer_shapes(spec: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a layer, by its name in the layer."""
+    shapes: dict[str, tuple[int, ...]] = spec.delta.small_shapes(hidden) if spec.delta else {}
+    shapes |= {f"{name}.weight": (width,) for name, width in norms_of(spec, hidden).values()}
+    if spec.has_scalar:
+        shapes[SCALAR] = (1,)
+    if spec.experts and spec.experts.is_beside:
+        shapes[ROUTER_SCALE] = (hidden,)
+        shapes[EXPERT_SCALES] = (spec.experts.count,)
+    if spec.attention and spec.attention.has_sinks:
+        shapes[SINKS] = (spec.attention.num_heads,)
+    for stacked in linears_of(spec, hidden).values():
+        for name, segments in stacked.parts:
+            shapes[f"{name}.weight"] = (sum(segments), stacked.columns)
+            if stacked.has_bias:
+                shapes[f"{name}.bias"] = (sum(segments),)
+    return shapes
+
+
+def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor outside of the layers, by its Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
     }
-    if config.gemma4 and (width := config.gemma4.input_width):
-        shapes |= {gemma4.INPUT_TABLE: (config.gemma4.input_tokens, config.num_layers * width),
-                   gemma4.INPUT_PROJECTION: (config.num_layers * width, config.hidden_size),
-                   gemma4.INPUT_NORM: (width,)}
+    if config.input_table:
+        tokens, width = config.input_table
+        shapes[INPUT_TABLE] = (tokens, width)
+        shapes[f"{INPUT_PROJECTION}.weight"] = (width, config.hidden_size)
+        shapes[INPUT_NORM] = (width // config.num_layers,)
     if not config.is_tied:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        if config.hybrid and config.is_delta(index):
-            small = config.hybrid.small_shapes(config.hidden_size)
-            shapes |= {layer + name: shape for name, shape in small.items()}
-        for name, width in norms_of(config, index).values():
-            shapes[f"{layer}{name}.weight"] = (width,)
-        if config.gemma4:
-            shapes[layer + gemma4.SCALAR] = (1,)
-        if config.experts and config.experts.is_beside:
-            shapes[layer + gemma4.ROUTER_SCALE] = (config.hidden_size,)
-            shapes[layer + gemma4.EXPERT_SCALES] = (config.experts.count,)
-        if config.has_sinks:
-            shapes[f"{layer}{SINKS}"] = (config.num_heads,)
-        for stacked in linears_of(config, index).values():
-            for name, segments in stacked.parts:
-                shapes[f"{layer}{name}.weight"] = (sum(segments), stacked.columns)
-                if stacked.has_bias:
-                    shapes[f"{layer}{name}.bias"] = (sum(segments),)
+    return shapes
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in a checkpoint of this configuration, by its Hugging Face name."""
+    shapes = outer_shapes(config)
+    for index, spec in enumerate(config.layers):
+        shapes |= {f"model.layers.{index}.{name}": shape
+                   for name, shape in layer_shapes(spec, config.hidden_size).items()}
     return shapes

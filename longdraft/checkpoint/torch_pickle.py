@@ -84,10 +84,10 @@ class Machine:
         self._marks.append(len(self._stack))
 
     def _since_mark(self) -> list[Any]:
-        at = self._marks.pop()
-        found = self._stack[at:]
-        del self._stack[at:]
-        return found
+        mark = self._marks.pop()
+        values = self._stack[mark:]
+        del self._stack[mark:]
+        return values
 
     def _tuple(self, _: None) -> None:
         self._stack.append(tuple(self._since_mark()))
@@ -98,13 +98,13 @@ class Machine:
             fail("its pickle is damaged")
         self._stack[len(self._stack) - count :] = [tuple(parts)]
 
-    def _put(self, place: int) -> None:
-        self._memo[place] = self._stack[-1]
+    def _put(self, key: int) -> None:
+        self._memo[key] = self._stack[-1]
 
-    def _get(self, place: int) -> None:
-        if place not in self._memo:
+    def _get(self, key: int) -> None:
+        if key not in self._memo:
             fail("its pickle is damaged")
-        self._stack.append(self._memo[place])
+        self._stack.append(self._memo[key])
 
     def _global(self, name: str) -> None:
         name = name.replace(" ", ".")

@@ -160,8 +160,8 @@ def _costs_identity(resources: Resources) -> dict[str, Any]:
     return {
         "machine": machine.processor(), "threads": kernels.threads(model.kernels), "version": __version__,
         "kernels": model.kernels.name, "device": str(model.kernels.device), "dtype": str(model.kernels.dtype),
-        "model": model.config.sha256(), "quantize": model.weights.quantize,
-        "copy": copy and copy.weights.quantize, "draft": draft and draft.config.sha256(),
+        "model": repr(model.config), "quantize": model.weights.quantize,
+        "copy": copy and copy.weights.quantize, "draft": draft and repr(draft.config),
         "heads": resources.heads and len(resources.heads), "glide": resources.glide is not None,
         "eagle": resources.eagle is not None,
     }

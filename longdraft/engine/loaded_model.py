@@ -23,11 +23,12 @@ from longdraft import drafters, parallel
 from longdraft.cache.prefix import PrefixTree
 from longdraft.checkpoint import fingerprint, hub
 from longdraft.checkpoint.defaults import Defaults
-from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.drafters.auto.knowledge import SharedKnowledge
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import ModelError, UsageError, check
+from longdraft.journal.config_hash import config_sha256
 from longdraft.model.transformer import Transformer
 from longdraft.parts.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
 from longdraft.parts.draft_copy import SAME, load_copy
@@ -99,7 +100,7 @@ class LoadedModel:
     """
 
     name: str
-    files: TensorFiles
+    files: TensorSource
     target: Transformer
     tokenizer: Tokenizer
     defaults: Defaults
@@ -119,7 +120,7 @@ class LoadedModel:
     prefixes: PrefixTree | None = None
 
     @classmethod
-    def load_parts(cls, name: str, files: TensorFiles, target: Transformer, tokenizer: Tokenizer,
+    def load_parts(cls, name: str, files: TensorSource, target: Transformer, tokenizer: Tokenizer,
                    choice: DrafterChoice, *, heads_name: str | None, hub_options: hub.Hub, defaults: Defaults,
                    ranks: parallel.SingleProcess | None = None, quantized_cache: Path | None = None) -> LoadedModel:
         """A target that is loaded already, with the parts that `choice` drafts with.
@@ -275,7 +276,7 @@ class LoadedModel:
         ModelError if the weights on disk have changed since they were loaded.
         """
         return {"weights": fingerprint.weights_sha256(self.files), "tokenizer": self.tokenizer.sha256,
-                "config": self.target.whole.sha256(), "quantize": self.target.weights.quantize,
+                "config": config_sha256(self.target.whole), "quantize": self.target.weights.quantize,
                 **self.arithmetic}
 
     @property

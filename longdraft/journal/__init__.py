@@ -7,6 +7,7 @@
 
     format.py      the records of the file, and reading them
     writer.py      appending records
+    config_hash.py the hash by which a journal recognises the model's configuration
     snapshot.py    keys and values of the text beside the journal, so that it is not read again
 """
 

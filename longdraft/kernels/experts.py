@@ -11,28 +11,13 @@ each row by itself, and a row's sum has a fixed order.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from longdraft.kernels.weights import Experts, Linear
-
-
-class ExpertOperations(Protocol):
-    """The operations of an expert. See :class:`longdraft.kernels.interface.Kernels`."""
-
-    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor: ...
-
-    def swiglu(self, gate_up: Tensor) -> Tensor: ...
-
-    def geglu(self, gate_up: Tensor) -> Tensor: ...
-
-    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
-
-    def route(self, logits: Tensor, experts: Experts) -> Routing: ...
-
-    def sigmoid(self, x: Tensor) -> Tensor: ...
+from longdraft.kernels.interface import LayerOperations
+from longdraft.kernels.weights import Experts, Routing
 
 
 @runtime_checkable
@@ -41,13 +26,6 @@ class GroupsExperts(Protocol):
 
     def grouped_experts(self, x: Tensor, experts: Experts, routed: Tensor | None) -> Tensor | None:
         """As `experts_forward`; None for experts whose weights are not of one form."""
-
-
-class Routing(NamedTuple):
-    """The experts of some rows, best first, and their weights."""
-
-    experts: Tensor  # int64 [R, k]
-    weights: Tensor  # float32 [R, k]
 
 
 def route(logits: Tensor, experts: Experts) -> Routing:
@@ -69,7 +47,7 @@ def route(logits: Tensor, experts: Experts) -> Routing:
     return Routing(chosen, weights.to(logits.dtype).float() if experts.rounds else weights)
 
 
-def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: Tensor | None = None) -> Tensor:
+def experts_forward(ops: LayerOperations, x: Tensor, experts: Experts, routed: Tensor | None = None) -> Tensor:
     """The mixture's outputs for rows x [R, hidden], in the dtype of x, operation by operation.
 
     routed  the rows that the router sees; None: x
@@ -82,17 +60,17 @@ def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: 
     gated = ops.geglu if experts.has_gelu else ops.swiglu
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index in torch.unique(chosen).tolist():  # ascending
-        rows, places = torch.where(chosen == index)
+        rows, ranks = torch.where(chosen == index)
         expert = experts.mlps[index]
         gate_up = ops.linear(x[rows], expert.gate_up)
         inner = ops.clamped_swiglu(gate_up, *experts.clamp) if experts.clamp else gated(gate_up)
-        total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, places, None]
+        total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, ranks, None]
     if (shared := shared_expert(ops, x, experts)) is not None:
         total += shared[0] * shared[1]
     return (experts.complete(total) if experts.complete else total).to(x.dtype)
 
 
-def shared_expert(ops: ExpertOperations, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor] | None:
+def shared_expert(ops: LayerOperations, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor] | None:
     """The shared expert's outputs [R, hidden] float32 for rows x, and their weights [R, 1]; None: there is none."""
     if experts.shared is None or experts.shared_gate is None:
         return None

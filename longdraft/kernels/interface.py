@@ -18,8 +18,7 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.experts import Routing
-from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight, Routing
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
 REPORTED_ROWS = 128  # last rows of a chunk of a prompt whose attention is reported
@@ -189,32 +188,8 @@ class TokenDecoder(Protocol):
         """As `Decoder.forward`, for rows that are not a chunk of a prompt."""
 
 
-class Kernels(Protocol):
-    """The operations of a transformer. Activations are [R, ...] in `dtype`; sums are float32. ValueError for arguments
-    whose shape, dtype or range does not fit."""
-
-    name: str
-    is_row_invariant: bool  # whether results are row-invariant to the bit on this device and dtype
-    device: torch.device
-    dtype: torch.dtype
-    is_device: bool  # has memory of its own: caches are reserved in full, tokens chosen there, prompt chunks are fixed
-
-    def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
-        """Convert a weight [N, K] and bias [N] to the kernels' layout.
-
-        weight    numbers, or a weight that is quantised already, whose numbers are kept. CUDA kernels quantise an int4
-                  weight with an order anew
-
-        quantize  none | int8 | int4: see kernels/int8.py and kernels/int4.py
-
-        Raises UsageError if these kernels do not have the format.
-        """
-
-    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
-        """Rows [R, hidden] of an embedding table that was packed as a weight [V, hidden].
-
-        int8 rows are scaled, then rounded.
-        """
+class LayerOperations(Protocol):
+    """The operations of a layer. Activations are [R, ...] in the model's dtype; sums are float32."""
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         """x [R, K] times the transposed weight [N, K]: [R, N], rounded to `dtype`, or float32 with `keep_float`.
@@ -247,17 +222,19 @@ class Kernels(Protocol):
     def sigmoid(self, x: Tensor) -> Tensor:
         """1 / (1 + exp(-x)) of x, float32."""
 
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap) of x, float32, for a positive cap."""
-
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [R, H, D] by cos, sin [R, D / 2] float32 (Su et al. 2021). Element i is paired with i + D / 2."""
 
-    def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
-        """An empty store for one layer. Scores of its keys are cap * tanh(score / cap) with a `score_cap`."""
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
+        """Attention of each row of q [T, H, D] to the committed positions and the row's own path.
 
-    def new_state(self, weights: DeltaWeights) -> DeltaState:
-        """The state of a delta layer before the first row of a text."""
+        parents  [T] int32 on the CPU: the row before each row on its path; -1: the last committed position
+        window   a row sees only the last `window` of these positions; 0: all
+        """
+
+
+class HybridOperations(LayerOperations, Protocol):
+    """With that of a delta layer."""
 
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
                    parents: Tensor) -> Tensor | None:
@@ -266,6 +243,43 @@ class Kernels(Protocol):
         z        [R, Hv Dv]; None: no rows are wanted, and None is returned
         parents  [R] int32, relative to the first row of the text
         """
+
+
+class Kernels(HybridOperations, Protocol):
+    """The operations of a transformer, and what they work on. Activations are [R, ...] in `dtype`; sums are float32.
+    ValueError for arguments whose shape, dtype or range does not fit."""
+
+    name: str
+    is_row_invariant: bool  # whether results are row-invariant to the bit on this device and dtype
+    device: torch.device
+    dtype: torch.dtype
+    is_device: bool  # has memory of its own: caches are reserved in full, tokens chosen there, prompt chunks are fixed
+
+    def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
+        """Convert a weight [N, K] and bias [N] to the kernels' layout.
+
+        weight    numbers, or a weight that is quantised already, whose numbers are kept. CUDA kernels quantise an int4
+                  weight with an order anew
+
+        quantize  none | int8 | int4: see kernels/int8.py and kernels/int4.py
+
+        Raises UsageError if these kernels do not have the format.
+        """
+
+    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+        """Rows [R, hidden] of an embedding table that was packed as a weight [V, hidden].
+
+        int8 rows are scaled, then rounded.
+        """
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of x, float32, for a positive cap."""
+
+    def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
+        """An empty store for one layer. Scores of its keys are cap * tanh(score / cap) with a `score_cap`."""
+
+    def new_state(self, weights: DeltaWeights) -> DeltaState:
+        """The state of a delta layer before the first row of a text."""
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         """A decoder of these layers. ValueError where weights, norms and geometry do not fit together."""
@@ -296,11 +310,4 @@ class Kernels(Protocol):
         whole   the attention of the T rows to the full cache, of L layers
 
         The result is an output and its log-sum-exp, which is -inf where nothing remains.
-        """
-
-    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
-        """Attention of each row of q [T, H, D] to the committed positions and the row's own path.
-
-        parents  [T] int32 on the CPU: the row before each row on its path; -1: the last committed position
-        window   a row sees only the last `window` of these positions; 0: all
         """

@@ -10,41 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longdraft.kernels.attention_output import AttentionOutput
-from longdraft.kernels.delta import DeltaRows, DeltaWeights
-from longdraft.kernels.experts import Routing, experts_forward
-from longdraft.kernels.interface import KV, LayersKV
-from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
-
-
-class LayerOperations(Protocol):
-    """The operations of a layer. See :class:`longdraft.kernels.interface.Kernels`."""
-
-    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor: ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor: ...
-
-    def swiglu(self, gate_up: Tensor) -> Tensor: ...
-
-    def gate(self, x: Tensor, gates: Tensor) -> Tensor: ...
-
-    def geglu(self, gate_up: Tensor) -> Tensor: ...
-
-    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
-
-    def route(self, logits: Tensor, experts: Experts) -> Routing: ...
-
-    def sigmoid(self, x: Tensor) -> Tensor: ...
-
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
-
-    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput: ...
-
-
-class HybridOperations(LayerOperations, Protocol):
-    """With that of a delta layer."""
-
-    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
-                   parents: Tensor) -> Tensor | None: ...
+from longdraft.kernels.delta import DeltaRows
+from longdraft.kernels.experts import experts_forward
+from longdraft.kernels.interface import KV, HybridOperations, LayerOperations, LayersKV
+from longdraft.kernels.weights import Geometry, LayerWeights
 
 
 @runtime_checkable

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import Kernels
-from longdraft.kernels.layer import LayerOperations
+from longdraft.kernels.interface import Kernels, LayerOperations
 from longdraft.kernels.weights import Linear
 
 

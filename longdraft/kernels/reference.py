@@ -26,7 +26,7 @@ from longdraft.kernels.formats.groups import GroupedWeight
 from longdraft.kernels.interface import FLOAT_DTYPES, KV, Decoder, KVStore, LayersKV, Positions
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.reference_store import SPLIT, ReferenceStore
-from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight, Routing
 
 STEP = 256  # the last split is computed up to the next multiple of this many positions, with the excess masked
 NEGLIGIBLE_SHARE = 1e-3  # a share of attention that rounding errors may produce
@@ -152,7 +152,7 @@ class ReferenceKernels:
             rows.append((up.clamp(-limit, limit) + 1) * (gate * (gate * alpha).sigmoid()))
         return torch.stack(rows).to(self.dtype)
 
-    def route(self, logits: Tensor, weights: Experts) -> experts.Routing:
+    def route(self, logits: Tensor, weights: Experts) -> Routing:
         return experts.route(logits, weights)
 
     def sigmoid(self, x: Tensor) -> Tensor:

@@ -63,6 +63,13 @@ class Experts(NamedTuple):
     complete: Callable[[Tensor], Tensor] | None = None
 
 
+class Routing(NamedTuple):
+    """The experts of some rows, best first, and their weights."""
+
+    experts: Tensor  # int64 [R, k]
+    weights: Tensor  # float32 [R, k]
+
+
 class LayerHeads(NamedTuple):
     """Heads of a layer that differ from `Geometry`: number of KV heads, dimension D, and factor of the queries."""
 

@@ -5,31 +5,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass
+from functools import cached_property
 
 from longdraft.model.experts_config import ExpertsConfig
 from longdraft.model.families import HeadNorms
 from longdraft.model.gemma4 import Gemma4Config
 from longdraft.model.hybrid import HybridConfig
+from longdraft.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from longdraft.model.rope_config import RopeConfig
-
-# Fields that are newer than the first journals, and their default.
-_LATER: dict[str, object] = {
-    "experts": None, "hybrid": None, "norm_names": (), "float_norms": False, "norm_offset": 0.0, "has_gelu": False,
-    "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None,
-    "has_fused_mlp": False, "is_interleaved": False, "query_growth": None,
-    "has_sinks": False, "gemma4": None, "rounds_twice": False}
-_LATER_OF_PARTS: dict[str, dict[str, object]] = {
-    "experts": {"shared": 0, "router": "gate", "has_bias": False, "clamp": None, "is_beside": False},
-    "hybrid": {"is_converted": False}}
-_HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of one of the families. `families.Family` explains the flags."""
+    """A decoder of one of the families. `families.Family` explains the flags.
+
+    The fields are what the files of a model say; journals hash them (longdraft/journal/config_hash.py). What a layer is
+    follows from them: `layers` is the one place that asks which family a model is of.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -62,7 +56,8 @@ class ModelConfig:
     dtype: str  # in which the checkpoint runs by default: "float32" or "bfloat16"
     experts: ExpertsConfig | None = None  # in place of every layer's MLP
     hybrid: HybridConfig | None = None  # layers with a state in place of attention; the others have gates
-    norm_names: tuple[str, ...] = ()  # of a layer with norms before and after attention and MLP, in the order of use
+    # Of a layer with norms before and after attention and MLP, in the order of use.
+    norm_names: tuple[str, str, str, str] | tuple[()] = ()
     float_norms: bool = False  # weights of norms stay float32, and norms round once
     norm_offset: float = 0.0  # is added to the weights of norms in the file
     has_gelu: bool = False  # GELU by its tanh formula in the MLP, not SiLU
@@ -78,33 +73,94 @@ class ModelConfig:
     gemma4: Gemma4Config | None = None  # what layers of Gemma 4 have besides
     rounds_twice: bool = False  # norms round before and after their weight although they follow attention and MLP
 
-    def is_delta(self, layer: int) -> bool:
-        """Whether a layer has a state in place of attention, and no rows in a KV cache."""
-        return self.hybrid is not None and self.hybrid.is_delta[layer]
+    def layer(self, index: int) -> LayerSpec:
+        """What one of the layers is. `layers` has all."""
+        is_delta = self.hybrid is not None and self.hybrid.is_delta[index]
+        own = self.gemma4
+        source = self._source_of(index)
+        has_mlp = self.experts is None or self.experts.is_beside
+        is_double = own is not None and own.is_double and source is not None
+        norms = self.norm_names or ("input_layernorm", "", "post_attention_layernorm", "")
+        if self.post_norm:
+            norms = ("post_attention_layernorm", "", "post_feedforward_layernorm", "")
+        return LayerSpec(
+            attention=None if is_delta else self._attention(index, source),
+            delta=self.hybrid if is_delta else None,
+            mlp=MlpSpec(self.intermediate_size * (2 if is_double else 1), self.mlp_bias,
+                        self.is_fused or self.has_fused_mlp) if has_mlp else None,
+            experts=self.experts,
+            norms=norms,
+            has_scalar=own is not None,
+            input_width=own.input_width if own else 0,
+        )
 
-    def heads_of(self, layer: int) -> tuple[int, int]:
-        """KV heads of a layer, and the dimension of its heads."""
-        if self.gemma4 and not self.window_of(layer):
-            return self.gemma4.kv_heads, self.gemma4.head_dim
-        return self.num_kv_heads, self.head_dim
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is."""
+        return tuple(self.layer(index) for index in range(self.num_layers))
 
-    def source_of(self, layer: int) -> int | None:
-        """The layer whose keys and values this one reads, the last of its kind that has some; None: it has its own."""
+    def _attention(self, index: int, source: int | None) -> AttentionSpec:
+        window = self._window_of(index)
+        wide = None if window else self.gemma4  # whose heads have another size in layers without a window
+        rope = int(self.window_rope is not None and window > 0)
+        is_skipped = self.skip_rope_every != 0 and (index + 1) % self.skip_rope_every == 0
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=wide.kv_heads if wide else self.num_kv_heads,
+            head_dim=wide.head_dim if wide else self.head_dim,
+            query_factor=math.sqrt(wide.head_dim) if wide else self.query_factor,
+            window=window,
+            rotates=self.rotated[index] if self.rotated else not is_skipped,
+            ropes=(rope if self.query_growth is None else len(self.ropes), rope),
+            source=source,
+            head_norms=self.head_norms,
+            normalises_values=self.gemma4 is not None,
+            values_are_keys=wide is not None and wide.values_are_keys,
+            is_gated=self.hybrid is not None,
+            has_sinks=self.has_sinks,
+            is_fused=self.is_fused,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+        )
+
+    def _window_of(self, index: int) -> int:
+        is_windowed = self.windowed[index] if self.windowed else index >= self.window_from
+        return self.window if is_windowed else 0
+
+    def _source_of(self, index: int) -> int | None:
+        """The last layer of the same kind that has keys and values; None: the layer has its own."""
         first = self.num_layers - (self.gemma4.num_sharing if self.gemma4 else 0)
-        if layer < first:
+        if index < first:
             return None
-        return max((own for own in range(first) if bool(self.window_of(own)) == bool(self.window_of(layer))), default=0)
+        has_window = self._window_of(index) > 0
+        return max((own for own in range(first) if (self._window_of(own) > 0) == has_window), default=0)
 
     @property
     def kv_layers(self) -> list[int]:
         """The layers with keys and values of their own."""
-        return [layer for layer in range(self.num_layers)
-                if not self.is_delta(layer) and self.source_of(layer) is None]
+        return [index for index, layer in enumerate(self.layers) if layer.attention and layer.attention.source is None]
+
+    @property
+    def kv_attention(self) -> list[AttentionSpec]:
+        """The attention of these layers."""
+        return [attention for layer in self.layers if (attention := layer.attention) and attention.source is None]
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         """KV heads and their dimension, of each layer with keys and values of its own."""
-        return tuple(self.heads_of(layer) for layer in self.kv_layers)
+        return tuple((attention.num_kv_heads, attention.head_dim) for attention in self.kv_attention)
+
+    @property
+    def has_two_head_sizes(self) -> bool:
+        """Whether layers with and without a window have heads of different sizes."""
+        return self.gemma4 is not None
+
+    @property
+    def input_table(self) -> tuple[int, int] | None:
+        """Tokens, and the width for all layers, of the table of inputs that layers have of their own; None: none."""
+        if self.gemma4 is None or not self.gemma4.input_width:
+            return None
+        return self.gemma4.input_tokens, self.gemma4.input_width * self.num_layers
 
     @property
     def rounds_once(self) -> bool:
@@ -120,32 +176,3 @@ class ModelConfig:
     def num_ropes(self) -> int:
         """Number of rotations of a forward."""
         return len(self.ropes) + (self.query_growth is not None)
-
-    def ropes_of(self, layer: int) -> tuple[int, int]:
-        """Which rotation of a forward turns a layer's queries, and which its keys."""
-        of_keys = int(self.window_rope is not None and self.window_of(layer) > 0)
-        return of_keys if self.query_growth is None else len(self.ropes), of_keys
-
-    def window_of(self, layer: int) -> int:
-        """Number of positions that a layer's attention sees; 0: all."""
-        is_windowed = self.windowed[layer] if self.windowed else layer >= self.window_from
-        return self.window if is_windowed else 0
-
-    def rotates(self, layer: int) -> bool:
-        """Whether a layer uses RoPE."""
-        if self.rotated:
-            return self.rotated[layer]
-        return not self.skip_rope_every or (layer + 1) % self.skip_rope_every != 0
-
-    def sha256(self) -> str:
-        """The hash by which a journal recognises the configuration. Fields count under the name they had first, and
-        fields that are newer than the first journals count only if they are used."""
-        own = asdict(self)
-        for part, later_of_part in _LATER_OF_PARTS.items():
-            for name, unused in later_of_part.items() if own[part] else ():
-                if own[part][name] == unused:
-                    del own[part][name]
-        later = _LATER | ({"float_norms": True, "norm_offset": 1.0} if self.hybrid else {})  # hybrids always had them
-        fields = {_HASHED_AS.get(name, name): value for name, value in own.items()
-                  if name not in later or value != later[name]}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -95,7 +95,7 @@ class Family:
     has_fused_mlp: bool = False
     is_interleaved: bool = False
     has_query_growth: bool = False
-    norm_names: tuple[str, ...] = ()
+    norm_names: tuple[str, str, str, str] | tuple[()] = ()
     norm_offset: float = 0.0
     float_norms: bool = False
     is_gemma4: bool = False

@@ -10,23 +10,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from longdraft.errors import ModelError
-from longdraft.kernels.weights import LayerHeads
-
-SCALAR = "layer_scalar"
-ROUTER_SCALE, EXPERT_SCALES = "router.scale", "router.per_expert_scale"
-# Norms of a layer with experts beside its MLP: after the MLP, before the experts, and after them.
-BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-# Weights of the inputs of all layers (`LayerInputs`).
-INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (f"model.{name}.weight" for name in (
-    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"))
-# Of the layer's own input: gate, output, and norm.
-EXTRA = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 
 @dataclass(frozen=True)
@@ -47,10 +35,6 @@ class Gemma4Config:
     is_double: bool = False
     input_width: int = 0
     input_tokens: int = 0
-
-    @property
-    def heads(self) -> LayerHeads:
-        return LayerHeads(self.kv_heads, self.head_dim, math.sqrt(self.head_dim))
 
 
 def parse_gemma4(config: Mapping[str, Any], windowed: tuple[bool, ...]) -> Gemma4Config:

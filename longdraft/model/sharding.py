@@ -24,7 +24,7 @@ def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> M
             allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise ModelError(f"tensor_parallel is {size}, but the model's {name} is {count}, which is not a multiple "
                              f"of it; allowed: {allowed}")
-    if config.gemma4:
+    if config.has_two_head_sizes:
         raise ModelError(f"tensor_parallel is {size}, but heads of two sizes are not divided among ranks; allowed: "
                          "1")
     if config.head_norms == "all":

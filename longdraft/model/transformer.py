@@ -214,7 +214,7 @@ class Transformer:
     def new_cache(self) -> FullCache:
         """An empty KV cache for one text."""
         config, layers = self.config, self.weights.layers
-        windows = [config.window_of(layer) for layer in config.kv_layers]
+        windows = [attention.window for attention in config.kv_attention]
         taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
         deltas = [layer.delta for layer in layers if layer.delta is not None]
         states, sinks = StateCache(self.kernels, deltas) if deltas else None, [layer.sinks for layer in layers]

@@ -13,7 +13,7 @@ from pathlib import Path
 from longdraft.checkpoint.checkpoint import load_draft_copy
 from longdraft.checkpoint.quantized_cache import open_packed
 from longdraft.checkpoint.sizing import USABLE, Sizes, quantized_bytes
-from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.errors import UsageError, check
 from longdraft.kernels import is_compiled
 from longdraft.kernels.weights import FILE
@@ -85,7 +85,7 @@ def resolve(asked: str, target: Transformer) -> str:
     return asked
 
 
-def load_copy(files: TensorFiles, target: Transformer, asked: str, cache: Path | None = None) -> Transformer | None:
+def load_copy(files: TensorSource, target: Transformer, asked: str, cache: Path | None = None) -> Transformer | None:
     """The copy that `resolve` names; None if there is none, or if `auto` finds no room for it.
 
     cache  folder of cached quantised weights; None: nothing is cached

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.interface import LayerOperations
 from longdraft.kernels.launched import LaunchesTogether
-from longdraft.kernels.layer import LayerOperations, layer_forward
+from longdraft.kernels.layer import layer_forward
 from longdraft.model.rope import RopeTable
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels

@@ -27,8 +27,8 @@ from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, KVStore, Linear
+from longdraft.kernels.interface import LayerOperations
 from longdraft.kernels.launched import LaunchesTogether
-from longdraft.kernels.layer import LayerOperations
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import RowParallel, shard_of
@@ -90,7 +90,7 @@ class Glide:
         """
         kernels, config = target.kernels, target.config
         # As the target rotates these keys.
-        cos, sin = (torch.split(part, config.head_dim // 2, 1)[config.ropes_of(config.kv_layers[-1])[1]]
+        cos, sin = (torch.split(part, config.head_dim // 2, 1)[config.kv_attention[-1].ropes[1]]
                     for part in target.rotations(range(start, start + len(tokens))))
         return self._run(kernels, target.embed(tokens), (cos, sin), own, own_length, keys, num_keys)
 
@@ -147,7 +147,7 @@ class Glide:
 
 def require_supported(config: ModelConfig) -> None:
     """ModelError for a model with which glide does not draft."""
-    if config.is_interleaved or config.gemma4:
+    if config.is_interleaved or config.has_two_head_sizes:
         what = "turns adjacent dimensions of a head" if config.is_interleaved else "has heads of two sizes"
         raise ModelError(f"glide does not draft for a model that {what}; choose another drafter for this model")
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.checkpoint.config_file import read_json
-from longdraft.checkpoint.tensor_files import HEADS_PREFIX, TensorFiles, has_weights
+from longdraft.checkpoint.tensor_files import TensorFiles, has_weights
+from longdraft.checkpoint.tensor_source import HEADS_PREFIX
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
 from longdraft.kernels.launched import LaunchesTogether

@@ -112,8 +112,7 @@ class FrozenModel:
     def last_rotations(self, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, L, rotated dimensions] of the last layer's keys at positions [B, L]."""
         body: Any = self.body
-        last = self.config.kv_layers[-1]
-        kind = "sliding_attention" if self.config.window_of(last) else "full_attention"
+        kind = "sliding_attention" if self.config.kv_attention[-1].window else "full_attention"
         cos, sin = body.rotary_emb(keys, positions, *((kind,) if self.config.window_rope else ()))
         return cos.to(self.device), sin.to(self.device)
 

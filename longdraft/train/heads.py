@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.checkpoint.tensor_files import HEADS_PREFIX, WEIGHTS, TensorFiles, dump_json
+from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles, dump_json
+from longdraft.checkpoint.tensor_source import HEADS_PREFIX
 from longdraft.parts import medusa
 from longdraft.parts.heads import HEADS_KIND
 from longdraft.train.checkpoint import write_tensors

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +17,10 @@ from torch import Tensor
 
 from longdraft.checkpoint import config_file
 from longdraft.checkpoint.checkpoint import Loader
-from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_file import stored_bytes
 from longdraft.checkpoint.tensor_names import expected_shapes
+from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.kernels import Kernels, LayerWeights, Linear
-from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import Pick
 from longdraft.parts.eagle import Eagle, EagleWeights
@@ -31,12 +33,30 @@ _GUESSES = 32_000  # of an EAGLE head at most, as many as the published heads of
 _WINDOW = 512  # rows of its own that a glide layer sees
 
 
-class RandomFiles(TensorFiles):
+class RandomTensors(TensorSource):
     """Tensors of these shapes: vectors of ones, and random matrices. States forget slowly, as trained ones do."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], kernels: Kernels, seed: int = 0) -> None:
-        self._shapes, self._kernels = shapes, kernels
+        self.folder = Path("random model")
+        self._shapes = shapes
+        self._kernels = kernels
         self._generator = torch.Generator(kernels.device).manual_seed(seed)
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._kernels.dtype.itemsize * prod(shape) for shape in self._shapes.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def wrong_type(self, name: str) -> str:
+        return ""
+
+    def stored(self, name: str) -> tuple[str, Tensor]:
+        return stored_bytes(self.read(name))
 
     def read(self, name: str, pick: Pick | None = None, dtype: torch.dtype | None = None) -> Tensor:
         shape, kernels = self._shapes[name], self._kernels
@@ -51,14 +71,11 @@ class RandomFiles(TensorFiles):
         parts = [self.read(name, pick, dtype) for name, pick in zip(names, picks or [None] * len(names), strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
-        return None
-
 
 def random_model(shape: dict[str, Any], kernels: Kernels, seed: int = 0) -> Transformer:
     """A model with the sizes of a config.json."""
     config = config_file.parse_config(shape)
-    return Loader(RandomFiles(expected_shapes(config), kernels, seed), config, kernels, "none", None).transformer()
+    return Loader(RandomTensors(expected_shapes(config), kernels, seed), config, kernels, "none", None).transformer()
 
 
 class _Random:

@@ -108,6 +108,14 @@ def test_a_draft_model_that_cannot_be_checked_is_skipped_unless_requested(tmp_pa
     assert writer.generate(PROMPT, **options)[0].tolist() == expected
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_model_in_memory_drafts_with_a_quantised_copy(model, weights):
+    options = {"max_new_tokens": 40, "do_sample": False}
+    copy = {"drafter": "magicdec", "drafter_options": {"draft_weights": weights}}
+    assert longdraft.from_transformers(model, **copy).engine.loaded.draft_copy is not None
+    assert theirs(model, custom_generate=longdraft.hf_generate, **copy, **options) == theirs(model, **options)
+
+
 def test_a_quantised_model_in_memory_writes_the_text_of_one_loaded_from_its_folder(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny["gqa"], dtype=torch.float32)
     texts = [longdraft.from_transformers(model, drafter=drafter, quantize="int8").generate(

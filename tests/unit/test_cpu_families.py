@@ -14,6 +14,7 @@ from helpers.gguf_files import convert
 from longdraft import kernels
 from longdraft.checkpoint.config_file import parse_config, read_config
 from longdraft.errors import ModelError
+from longdraft.journal.config_hash import config_sha256
 from longdraft.kernels import KV
 
 
@@ -63,15 +64,15 @@ def test_both_spellings_of_a_configuration_are_read():
             "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
             "sliding_attention": dict(rope_type="default", rope_theta=1e4)},
         layer_types=[("sliding", "full")[(i + 1) % 6 == 0] + "_attention" for i in range(12)]))
-    assert [old.window_of(layer) for layer in range(12)] == ([512] * 5 + [0]) * 2
-    assert [old.ropes_of(layer)[0] for layer in range(12)] == ([1] * 5 + [0]) * 2
+    assert [layer.attention.window for layer in old.layers] == ([512] * 5 + [0]) * 2
+    assert [layer.attention.ropes[0] for layer in old.layers] == ([1] * 5 + [0]) * 2
     for one, other in zip(old.ropes, new.ropes, strict=True):
         assert (one.kind, one.theta, one.settings.get("factor")) == (other.kind, other.theta,
                                                                     other.settings.get("factor"))
     assert old.windowed == new.windowed
     assert old.max_positions == new.max_positions == 131072  # which is the length after the scaling
     alternating = parse_config(BASE | dict(model_type="gemma2", num_hidden_layers=4))
-    assert [alternating.window_of(layer) for layer in range(4)] == [4096, 0] * 2
+    assert [layer.attention.window for layer in alternating.layers[:4]] == [4096, 0] * 2
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -135,7 +136,7 @@ def test_scores_are_capped_before_the_softmax(name):
 def test_the_hash_of_other_families_is_the_former_one():
     """Journals name their model by it."""
     llama = parse_config(BASE | dict(model_type="llama", num_hidden_layers=2))
-    assert llama.sha256() == "4370aa8025306709c9123474ec4884c17c80a0aa969f207df8b4e251849281d8"
+    assert config_sha256(llama) == "4370aa8025306709c9123474ec4884c17c80a0aa969f207df8b4e251849281d8"
     hybrid = parse_config(dict(model_type="qwen3_5_text", vocab_size=320, hidden_size=48, intermediate_size=64,
                                num_hidden_layers=4, num_attention_heads=4))
-    assert hybrid.sha256() == "dc5dd8b0f86d83386b0b480a975030b56751d618c972d5888013f35d00a9baec"
+    assert config_sha256(hybrid) == "dc5dd8b0f86d83386b0b480a975030b56751d618c972d5888013f35d00a9baec"

@@ -193,7 +193,7 @@ def test_a_silent_config_is_read_as_transformers_reads_it(kind):
     rotated = [bool(flag) for flag in getattr(theirs, "no_rope_layers", [1] * 4)]
     if kind == "exaone4":  # whose code rotates layers with a window only
         rotated = [layer == "sliding_attention" for layer in theirs.layer_types]
-    assert [ours.rotates(layer) for layer in range(4)] == rotated
+    assert [not layer.attention or layer.attention.rotates for layer in ours.layers[:4]] == rotated
 
 
 VALUES = st.one_of(
@@ -214,7 +214,9 @@ def test_configs_of_any_values_are_read_or_refused_in_one_line(kind, changes):
     except ModelError as error:
         refused = str(error)
     else:
-        assert all(config.window_of(layer) >= 0 and config.rotates(layer) in (True, False) for layer in range(3))
+        assert len(config.layers) == 3
+        assert all(layer.delta or (layer.attention.window >= 0 and layer.attention.rotates in (True, False))
+                   for layer in config.layers)
     assert "\n" not in refused
 
 

@@ -161,7 +161,7 @@ def test_both_spellings_of_heads_are_read():
     assert parse_config(later) == parse_config(BASE | own)
     all_windowed = parse_config(BASE | own | dict(layer_types=["sliding_attention"] * 6))
     assert all_windowed.windowed == (True,) * 5 + (False,)  # the last layer never has a window, as in `transformers`
-    assert parse_config(later).ropes_of(5) == (0, 0) and parse_config(later).ropes_of(0) == (1, 1)
+    assert [parse_config(later).layers[layer].attention.ropes for layer in (5, 0)] == [(0, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -219,4 +219,5 @@ def test_sizes_of_the_published_shapes(tmp_path):
     config = parse_config(tiny)
     sizes = sizing.model_sizes(config)
     assert 4.5e9 < sizes.parameters < 4.8e9 and 2.1e9 < sizes.read_bytes / 2 < 2.5e9
-    assert len(config.kv_shapes) == 15 and [config.source_of(layer) for layer in (14, 15, 19)] == [None, 13, 14]
+    assert len(config.kv_shapes) == 15
+    assert [config.layers[layer].attention.source for layer in (14, 15, 19)] == [None, 13, 14]

@@ -99,7 +99,7 @@ def meaning(config: model_config.ModelConfig) -> object:
     silent = {("beta_fast", 32.0), ("beta_slow", 1.0)}  # which are what they are without a word
     settings = {name: number for name, number in config.rope.settings.items()
                 if name != "partial_rotary_factor" and (name, number) not in silent}
-    rotated = tuple(config.rotates(layer) for layer in range(config.num_layers))
+    rotated = tuple(not layer.attention or layer.attention.rotates for layer in config.layers)
     inner = 0 if config.experts else config.intermediate_size  # not used then
     hybrid = config.hybrid and replace(config.hybrid, is_converted=False)
     return replace(config, eos_token_ids=(), hybrid=hybrid, norm_offset=0.0, rotated=rotated, intermediate_size=inner,

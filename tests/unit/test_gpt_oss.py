@@ -200,7 +200,7 @@ def test_a_silent_config_is_that_of_gpt_oss_120b():
     config = parse_config(dict(model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_hidden_layers=36,
                                num_attention_heads=64, quantization_config={"quant_method": "mxfp4"}))
     assert config.experts is not None and (config.experts.count, config.experts.clamp) == (128, (1.702, 7.0))
-    assert [config.window_of(layer) for layer in range(4)] == [128, 0, 128, 0]
+    assert [layer.attention.window for layer in config.layers[:4]] == [128, 0, 128, 0]
     assert config.rope.settings["truncate"] is False and config.max_positions == 131072
     assert sizing.model_sizes(config).parameters == 116_829_156_672
     sizes = sizing.model_sizes(config, has_mxfp4=True)

@@ -12,8 +12,7 @@ from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import prompt_of
 from helpers.gguf_files import TYPE_IDS, convert, noise
 from longdraft import kernels
-from longdraft.checkpoint.gguf.blocks import dequantise, q4_0_parts
-from longdraft.checkpoint.gguf.grouped import grouped
+from longdraft.checkpoint.gguf.blocks import dequantise, grouped, q4_0_parts
 from longdraft.checkpoint.gguf.types import TYPES
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError

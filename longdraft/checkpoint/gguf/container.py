@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import re
 import struct
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import numpy as np
 
 from longdraft.checkpoint.gguf import ollama
 from longdraft.checkpoint.gguf.types import REFUSED, TYPES, Array, BlockType, TensorEntry
-from longdraft.checkpoint.memory import require_bytes
+from longdraft.checkpoint.memory import map_file, require_bytes
 from longdraft.errors import ModelError
 
 MAGIC = b"GGUF"
@@ -51,14 +50,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises ModelError for a file that is not a sound GGUF file of the supported types."""
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self.stat = os.fstat(file.fileno())
-                if self.stat.st_size < 24:
-                    raise ModelError(f"{path} is not a GGUF file: it has {self.stat.st_size} bytes")
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        self.stat, self.map = map_file(path, "GGUF", least=24)
         header = _Header(path, self.map)
         self.values, self.tensors = header.values, header.tensors
 

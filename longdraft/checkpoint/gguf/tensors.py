@@ -7,20 +7,18 @@ rotations of adjacent dimensions are put back into the order of Hugging Face: wh
 from __future__ import annotations
 
 import re
-import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.checkpoint.gguf import gemma
-from longdraft.checkpoint.gguf.blocks import dequantise, mxfp4_parts, q4_0_parts
+from longdraft.checkpoint.gguf.blocks import dequantise, grouped, mxfp4_parts, q4_0_parts
 from longdraft.checkpoint.gguf.container import Gguf, GgufFile
-from longdraft.checkpoint.gguf.grouped import grouped
 from longdraft.checkpoint.gguf.metadata import architecture
 from longdraft.checkpoint.gguf.types import TYPES, TensorEntry
-from longdraft.checkpoint.memory import forget_pages, require_bytes, temporary
-from longdraft.checkpoint.tensor_file import Entry
+from longdraft.checkpoint.memory import forget_pages, mapped_numbers, temporary
+from longdraft.checkpoint.tensor_file import Entry, StoredTensors
 from longdraft.kernels.formats.groups import BlockRows
 from longdraft.kernels.formats.int4 import GROUP, Int4Weight
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
@@ -81,11 +79,13 @@ _TYPE_NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # see metadata.py
 
 
-class GgufTensors:
-    """The tensors of one file of a model. See :class:`longdraft.checkpoint.tensor_file.TensorFile`."""
+class GgufTensors(StoredTensors):
+    """The tensors of one file of a model."""
 
     def __init__(self, model: Gguf, file: GgufFile) -> None:
-        self.path, self.stat, self._map = file.path, file.stat, file.map
+        self.path = file.path
+        self.stat = file.stat
+        self._map = file.map
         name, kind = architecture(model)
         self._heads = {part: _heads(model, name, key) for part, key in (("q", "head_count"), ("k", "head_count_kv"))
                        } if kind.is_permuted else {}
@@ -119,11 +119,9 @@ class GgufTensors:
         return any(entry.type.dtype is None and entry.type.name != "MXFP4" for entry in self._stored.values())
 
     def float_dtype(self, name: str) -> torch.dtype | None:
-        """The floating-point type of a tensor's numbers. float32 for quantised ones."""
         return self._stored[name].type.dtype or torch.float32
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor: of unquantised types a view of the file, of others its numbers in `dtype` (default: float32)."""
         entry = self._stored[name]
         order = self._order(name)
         _, stored = self.stored(name)
@@ -186,14 +184,9 @@ class GgufTensors:
     def stored(self, name: str) -> tuple[str, Tensor]:
         """The name of a tensor's type, and its bytes, uint8, in the order of the file."""
         entry = self.entries[name]
-        require_bytes(self._map, entry.stop, self.path)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
-            flat = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.stop - entry.start, offset=entry.start)
-        return entry.dtype, flat if flat.data_ptr() % 4 == 0 else flat.clone()
+        return entry.dtype, mapped_numbers(self._map, entry.start, entry.stop, torch.uint8, self.path, alignment=4)
 
     def forget(self, name: str) -> None:
-        """Release the pages of a tensor, except those that it shares with its neighbours."""
         forget_pages(self._map, self.entries[name].start, self.entries[name].stop)
 
     def _order(self, name: str) -> Tensor | None:

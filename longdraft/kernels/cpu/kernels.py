@@ -32,12 +32,11 @@ from longdraft.kernels.cpu.store import (
     strided,
 )
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.experts import Routing
 from longdraft.kernels.formats import int4, int8, mxfp4
 from longdraft.kernels.formats.groups import COMMON_GROUPS, BlockRows, GroupedWeight
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 from longdraft.kernels.interface import KV, Decoder, KVStore, LayersKV, Positions
-from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight, Routing
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels.cpu import _cpu

@@ -11,9 +11,8 @@ from longdraft.kernels.cuda import jit_experts
 from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require, triton_dtype
 from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear
-from longdraft.kernels.experts import Routing
 from longdraft.kernels.switches import is_on
-from longdraft.kernels.weights import Experts, Linear
+from longdraft.kernels.weights import Experts, Linear, Routing
 
 GROUPS_INT4 = is_on("GROUPS_INT4")  # False: experts of 4 bits are multiplied one after another, with a wait of the host
 _PAIRS = 64  # that are grouped at a time

@@ -32,9 +32,8 @@ from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores,
 from longdraft.kernels.cuda.launch import on_device, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import KV, KVStore
+from longdraft.kernels.interface import KV, KVStore, LayerOperations
 from longdraft.kernels.launched import LaunchesTogether
-from longdraft.kernels.layer import LayerOperations
 from longdraft.kernels.weights import Linear
 
 

@@ -17,9 +17,9 @@ from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear, add_partial_sums
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.experts import Routing, shared_expert
+from longdraft.kernels.experts import shared_expert
 from longdraft.kernels.interface import KV
-from longdraft.kernels.weights import Experts, Linear
+from longdraft.kernels.weights import Experts, Linear, Routing
 
 MAP_COLUMNS, MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
 
