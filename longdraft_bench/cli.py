@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import typer
 
-from longdraft_bench import experiments_cli, machine_cli, texts_cli
+from longdraft_bench.paper import commands as experiments_cli
+from longdraft_bench.machine import commands as machine_cli
+from longdraft_bench.texts import commands as texts_cli
 
 app = typer.Typer(no_args_is_help=True, help="Measure kernels, decoding and other engines on this machine.")
 

@@ -15,7 +15,8 @@ from longdraft.engine.engine import Engine
 from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import check
 from longdraft.parts.heads import load_heads
-from longdraft_bench import published, weak_loop
+from longdraft_bench.paper import published
+from longdraft_bench.paper import weak_loop
 
 RULES = ("keyed", "independent", "per-path")
 VERSIONS = ("ours", "published", "weak")
@@ -23,10 +24,10 @@ VERSIONS = ("ours", "published", "weak")
 
 @dataclass(frozen=True)
 class System:
-    """A drafter with its options, and the verification rule (longdraft_bench/rules.py).
+    """A drafter with its options, and the verification rule (longdraft_bench/paper/rules.py).
 
-    version   ours; published: drafting as in TokenSwift's code (longdraft_bench/published.py); weak: plain decoding
-              without our kernels (longdraft_bench/weak_loop.py)
+    version   ours; published: drafting as in TokenSwift's code (longdraft_bench/paper/published.py); weak: plain decoding
+              without our kernels (longdraft_bench/paper/weak_loop.py)
     sampling  settings of all texts that it writes, such as the published code's smallest number of tokens
     heads     medusa: drafts with the heads that --medusa-heads gives; "": with the model's
     """

@@ -1,19 +1,17 @@
-"""This machine: a description for reports, and its measured limits (read bandwidth, peak arithmetic).
-
-Each limit is the best of several methods. It is an upper bound, and benchmarks report kernels as a share of it.
-"""
+"""This machine: a description for reports, its read bandwidth, and its memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import datetime
+import math
 import mmap
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,82 +19,49 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import Kernels
-from longdraft.system.timing import interleaved
 from longdraft.version import __version__
 
-_MATRIX_SIZES = (256, 512, 1024, 2048, 4096)  # rows and columns of the square matrices that are multiplied
-_MOST_PRODUCT_S = 0.5  # seconds of one product; larger matrices are not tried
-_PROBE_ROUNDS = 4  # of `bandwidth_probe`
-_MIN_ROUNDS = 9  # a limit is the fastest round, and other processes may disturb some rounds
-
-
-class Limits(NamedTuple):
-    """The most that this machine was measured to do with the threads in use. `details` records the methods."""
-
-    read_bandwidth: float  # bytes/s
-    peak: dict[str, float]  # dtype -> floating-point operations/s of a matrix product
-    details: dict[str, Any]
-
-
-def limits(memory: int, repeats: int) -> Limits:
-    """Measure all limits. `memory` is the number of bytes that the bandwidth measurement reads."""
-    repeats = max(repeats, _MIN_ROUNDS)
-    reads = _read_rates(memory, repeats)
-    products = {name: _product_rates(dtype, memory, repeats)
-                for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))}
-    peak = {name: max(found.values()) for name, found in products.items()}
-    # Products in bfloat16 may use float32. PyTorch's are slow where the processor has no instruction for them.
-    peak["bfloat16"] = max(peak.values())
-    details = {
-        "read_bandwidth_gb_per_s": max(reads.values()) / 1e9,
-        "read_bandwidth_methods": {name: rate / 1e9 for name, rate in reads.items()},
-        "read_bytes": memory,
-        "peak_gflop_per_s": {name: rate / 1e9 for name, rate in peak.items()},
-        "peak_methods": {name: {f"matmul {size}": rate / 1e9 for size, rate in found.items()}
-                         for name, found in products.items()},
-    }
-    return Limits(max(reads.values()), peak, details)
+_ROUNDS = 9  # the bandwidth is that of the fastest round; other processes may disturb some rounds
+_SHORTEST_S = 1e-9  # a clock may not see a shorter time
 
 
 def read_bandwidth(memory: int) -> float:
     """Measure only the read bandwidth, in bytes/s. This takes one or two seconds."""
-    return max(_read_rates(affordable(memory), _MIN_ROUNDS).values())
+    return max(read_rates(affordable(memory), _ROUNDS).values())
 
 
-def bandwidth_probe(memory: int) -> Callable[[], float]:
-    """A function that measures the read bandwidth, in bytes/s, anew each time.
-
-    For ratios on machines whose bandwidth changes from second to second: measure it in turns with what is compared.
-    After a call, PyTorch's threads poll for some milliseconds.
-    """
-    methods = _read_methods(affordable(memory))
-
-    def measure() -> float:
-        timings = interleaved([call for call, _ in methods.values()], _PROBE_ROUNDS)
-        return max(size / timing.low_s for (_, size), timing in zip(methods.values(), timings, strict=True))
-
-    return measure
-
-
-def _read_rates(memory: int, repeats: int) -> dict[str, float]:
-    """Method -> bytes/s of its fastest round."""
+def read_rates(memory: int, rounds: int) -> dict[str, float]:
+    """Method of reading -> bytes/s of its fastest round. In a round all methods take turns, on `memory` bytes."""
     methods = _read_methods(memory)
-    timings = interleaved([call for call, _ in methods.values()], repeats)
-    return {name: size / timing.low_s for (name, (_, size)), timing in zip(methods.items(), timings, strict=True)}
+    fastest_s = dict.fromkeys(methods, math.inf)
+    for turn in range(rounds + 1):
+        for name, method in methods.items():
+            began = time.perf_counter()
+            method.read()
+            seconds = time.perf_counter() - began
+            if turn:  # the first round warms up
+                fastest_s[name] = min(fastest_s[name], seconds)
+    return {name: method.nbytes / max(fastest_s[name], _SHORTEST_S) for name, method in methods.items()}
 
 
-def _read_methods(memory: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """Ways of reading: name -> a function, and the bytes that it reads."""
+class _ReadMethod(NamedTuple):
+    """A function that reads memory, and the bytes that it reads."""
+
+    read: Callable[[], object]
+    nbytes: int
+
+
+def _read_methods(memory: int) -> dict[str, _ReadMethod]:
     data = _zeroed_bytes(memory)
     floats = data.view(torch.float32)
     half = len(floats) // 2
     width = min(4096, len(floats))
     matrix, vector = floats[: len(floats) // width * width].view(-1, width), torch.ones(width)
     return {
-        "sum of float32": (floats.sum, len(data)),
-        "maximum of bytes": (data.max, len(data)),
-        "dot product": (lambda: torch.dot(floats[:half], floats[half : 2 * half]), half * 8),
-        "matrix times vector": (lambda: matrix @ vector, matrix.numel() * 4),
+        "sum of float32": _ReadMethod(floats.sum, len(data)),
+        "maximum of bytes": _ReadMethod(data.max, len(data)),
+        "dot product": _ReadMethod(lambda: torch.dot(floats[:half], floats[half : 2 * half]), half * 8),
+        "matrix times vector": _ReadMethod(lambda: matrix @ vector, matrix.numel() * 4),
     }
 
 
@@ -107,20 +72,6 @@ def _zeroed_bytes(nbytes: int) -> Tensor:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
-
-
-def _product_rates(dtype: torch.dtype, memory: int, repeats: int) -> dict[int, float]:
-    """Size of square matrices -> operations/s of the fastest round of their product."""
-    sizes = [size for size in _MATRIX_SIZES if 3 * size * size * dtype.itemsize <= memory] or [_MATRIX_SIZES[0]]
-    calls = {}
-    for size in sizes:
-        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-        calls[size] = partial(torch.matmul, a, b)
-        # Without instructions for bfloat16, PyTorch takes minutes for the largest product.
-        if interleaved([calls[size]], 1)[0].low_s > _MOST_PRODUCT_S / 8:  # the next size has 8 times as many operations
-            break
-    timings = interleaved(list(calls.values()), repeats)
-    return {size: 2 * size**3 / timing.low_s for size, timing in zip(calls, timings, strict=True)}
 
 
 def description(kernels: Kernels | None = None) -> dict[str, Any]:

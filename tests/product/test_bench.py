@@ -16,9 +16,10 @@ from longdraft.__main__ import run
 from longdraft.cache.full import FullCache
 from longdraft.model.transformer import chain_rows
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.system import timing
+from longdraft_bench import timing
 from longdraft.text.tokenizer import Tokenizer
-from longdraft_bench import batch, peers
+from longdraft_bench.texts import batch
+from longdraft_bench.peers import process as peers
 
 TINY = ["--repeats", "1", "--memory", "0.0005"]
 TIMES = {"ms", "ms_low", "ms_high"}

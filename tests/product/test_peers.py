@@ -16,7 +16,8 @@ from helpers import gguf_files
 from helpers.checkpoints import make_checkpoint
 from helpers.experiments import TEXT, bench
 from longdraft.__main__ import run
-from longdraft_bench import peers, peers_text
+from longdraft_bench.peers import process as peers
+from longdraft_bench.peers import texts as peers_text
 
 
 def texts_of(model, names, draft=None, **changes):

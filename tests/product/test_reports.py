@@ -15,8 +15,8 @@ from longdraft.engine.loading import load
 from longdraft.errors import UsageError
 from longdraft.report import figures, repeats
 from longdraft.report.table import Table
-from longdraft_bench import experiment as experiments
-from longdraft_bench import measures
+from longdraft_bench.paper import experiment as experiments
+from longdraft_bench.paper import measures
 from longdraft_bench import results as stored
 
 GOLDEN = Path(__file__).parent / "golden"

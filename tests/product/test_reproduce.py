@@ -16,7 +16,7 @@ from longdraft.__main__ import run
 from longdraft.system.machine import Limits
 from longdraft.train.presets import PRESETS
 from longdraft_bench import document
-from longdraft_bench import experiment as experiments
+from longdraft_bench.paper import experiment as experiments
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 20

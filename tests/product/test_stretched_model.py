@@ -14,8 +14,8 @@ from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.eagle_config import canonical_names
-from longdraft_bench.stretched import Places
-from longdraft_bench.stretched_eagle import stretched_eagle
+from longdraft_bench.models.stretched import Places
+from longdraft_bench.models.stretched_eagle import stretched_eagle
 
 # Four times the width and the head size: the factors of norms and queries are powers of two, and no bit is lost.
 LARGE = {"hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads": 2,

@@ -11,8 +11,8 @@ import torch
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import from_paths
-from longdraft_bench import experiment as experiments
-from longdraft_bench import rules
+from longdraft_bench.paper import experiment as experiments
+from longdraft_bench.paper import rules
 
 
 def laws_of(tree, probabilities):
