@@ -22,6 +22,7 @@ from longdraft_bench.document import RESULTS, in_checkout
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ENGINES_CAPTION = "Each engine's own generation of one text, plain and drafted; blue: longdraft."
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from longdraft.errors import UsageError, check
+from longdraft.errors import check
 from longdraft_bench.options import (
     MAX_TOKENS,
     ContextsOption,
@@ -26,7 +26,6 @@ from longdraft_bench.options import (
     ThreadsOption,
     checked_quantize,
     numbers,
-    settings,
     within,
 )
 

@@ -29,9 +29,9 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
+from longdraft_bench.machine.kernels import num_copies
 from longdraft_bench.machine.limits import Limits
 from longdraft_bench.timing import Call, Timing, interleaved
-from longdraft_bench.machine.kernels import num_copies
 
 STEP_SAMPLING = SamplingParams(seed=7, min_p=0.1, repetition_penalty=1.2)  # T = 1, penalty within 1,024 tokens
 STEPS_PER_REPEAT = 4  # of `roofline`

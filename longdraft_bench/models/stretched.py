@@ -27,7 +27,7 @@ _BARE = (f"{_DELTA}A_log", f"{_DELTA}dt_bias")  # tensors that are not called we
 SPREAD = 0.02  # standard deviation of random weights, as models are initialised
 
 
-class Places:
+class Correspondence:
     """Where a large model holds a small one.
 
     layers     large layer -> small layer of the same kind, for the layers that do not add 0
@@ -52,14 +52,14 @@ def _matching_layers(small: ModelConfig, large: ModelConfig) -> dict[int, int]:
         left = iter(theirs[first:])
         return all(kind in left for kind in ours[layer:])
 
-    found: dict[int, int] = {}
+    matches: dict[int, int] = {}
     if is_room(0, 0):
         for i, kind in enumerate(ours):
             ideal = round((i + 0.5) * large.num_layers / small.num_layers - 0.5)
-            places = [place for place in range(max(found, default=-1) + 1, large.num_layers)
-                      if theirs[place] == kind and is_room(i + 1, place + 1)]
-            found[min((abs(place - ideal), place) for place in places)[1]] = i
-    return found
+            candidates = [layer for layer in range(max(matches, default=-1) + 1, large.num_layers)
+                          if theirs[layer] == kind and is_room(i + 1, layer + 1)]
+            matches[min((abs(layer - ideal), layer) for layer in candidates)[1]] = i
+    return matches
 
 
 class Stretch:
@@ -74,7 +74,7 @@ class Stretch:
         self._small, self._large, self._weights = small, large, weights
         self._device = next(iter(weights.values())).device
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self.places = Places(small, large)
+        self.held = Correspondence(small, large)
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """The tables and the final norm, then one layer after the other."""
@@ -131,9 +131,9 @@ class Stretch:
 
     def _of_small(self, layer: int) -> dict[str, Tensor] | None:
         """The tensors of the small model's layer that a large layer holds, by name. None: it adds 0."""
-        if layer not in self.places.layers:
+        if layer not in self.held.layers:
             return None
-        prefix = f"model.layers.{self.places.layers[layer]}."
+        prefix = f"model.layers.{self.held.layers[layer]}."
         return {name.removeprefix(prefix).removesuffix(".weight"): tensor
                 for name, tensor in self._weights.items() if name.startswith(prefix)}
 
@@ -143,10 +143,10 @@ class Stretch:
         q, k, v = (self._random(heads * large.head_dim, inputs * width)
                    for heads in (gates * large.num_heads, large.num_kv_heads, large.num_kv_heads))
         out = self._zeros(width, large.num_heads * large.head_dim)
-        for place in range(inputs if ours else 0):
+        for side in range(inputs if ours else 0):
             assert ours
-            columns = slice(place * width, (place + 1) * width)
-            own = slice(place * small.hidden_size, (place + 1) * small.hidden_size)
+            columns = slice(side * width, (side + 1) * width)
+            own = slice(side * small.hidden_size, (side + 1) * small.hidden_size)
             read = {name: ours[name][:, own] for name in _READING}
             self._fill_attention(ours | read, q[:, columns], k[:, columns], v[:, columns], out)
         norms = {}
@@ -164,20 +164,21 @@ class Stretch:
         gates = 2 if large.hybrid else 1
         factor = 1.0 if large.hybrid else math.sqrt(size / small_size)  # a hybrid's is in the norm of its queries
         for head in range(small.num_heads):
-            place = head // small_group * group + head % small_group
-            first, small_first = place * size * gates, head * small_size * gates
+            large_head = head // small_group * group + head % small_group
+            first = large_head * size * gates
+            small_first = head * small_size * gates
             q[first : first + size * gates] = 0
-            q[first + self.places.head_rows, :width] = ours["self_attn.q_proj"][
+            q[first + self.held.head_rows, :width] = ours["self_attn.q_proj"][
                 small_first : small_first + small_size] * factor
             if large.hybrid:
                 q[first + size : first + size + small_size, :width] = ours["self_attn.q_proj"][
                     small_first + small_size : small_first + 2 * small_size]
-            out[:width, place * size : place * size + small_size] = ours["self_attn.o_proj"][
+            out[:width, large_head * size : large_head * size + small_size] = ours["self_attn.o_proj"][
                 :, head * small_size : (head + 1) * small_size]
         for head in range(small.num_kv_heads):
             first, rows = head * size, slice(head * small_size, (head + 1) * small_size)
             k[first : first + size] = 0
-            k[first + self.places.head_rows, :width] = ours["self_attn.k_proj"][rows]
+            k[first + self.held.head_rows, :width] = ours["self_attn.k_proj"][rows]
             v[first : first + size] = 0
             v[first : first + small_size, :width] = ours["self_attn.v_proj"][rows]
 
@@ -186,17 +187,17 @@ class Stretch:
         state and the output have there."""
         assert self._large.hybrid
         large, width = self._large.hybrid.shape, self._large.hidden_size
-        found = {name: self._random(rows, width) for name, rows in (
+        tensors = {name: self._random(rows, width) for name, rows in (
             ("in_proj_qkv", large.channels), ("in_proj_z", large.values), ("in_proj_b", large.value_heads),
             ("in_proj_a", large.value_heads))}
-        found |= {name: self._zeros(large.value_heads) for name in ("A_log", "dt_bias")} | {
+        tensors |= {name: self._zeros(large.value_heads) for name in ("A_log", "dt_bias")} | {
             "out_proj": self._zeros(width, large.values), "norm": torch.ones(large.value_dim, device=self._device),
             "conv1d": self._random(large.channels, 1, large.width)}
         if ours:
-            self._fill_delta({name.removeprefix(_DELTA): tensor for name, tensor in ours.items()}, found)
-        return {f"{_DELTA}{name}": tensor for name, tensor in found.items()}
+            self._fill_delta({name.removeprefix(_DELTA): tensor for name, tensor in ours.items()}, tensors)
+        return {f"{_DELTA}{name}": tensor for name, tensor in tensors.items()}
 
-    def _fill_delta(self, ours: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    def _fill_delta(self, ours: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """Put the small layer's heads into a large layer, in place."""
         assert self._small.hybrid and self._large.hybrid
         small, large, width = self._small.hybrid.shape, self._large.hybrid.shape, self._small.hidden_size
@@ -214,16 +215,16 @@ class Stretch:
             return torch.cat([key, key + offset, value + 2 * offset])
 
         values = rows(heads, large.value_dim, small.value_dim)
-        places = {"in_proj_qkv": channels(small.key_dim, small.value_dim), "in_proj_z": values, "in_proj_b": heads,
-                  "in_proj_a": heads}
-        found["in_proj_qkv"][channels(large.key_dim, large.value_dim)] = 0
-        for name, place in places.items():
-            found[name][place] = 0
-            found[name][place, :width] = ours[name]
-        found["conv1d"][places["in_proj_qkv"]] = ours["conv1d"]
-        found["A_log"][heads], found["dt_bias"][heads] = ours["A_log"], ours["dt_bias"]
-        found["norm"][: small.value_dim] = ours["norm"] * math.sqrt(small.value_dim / large.value_dim)
-        found["out_proj"][:width, values] = ours["out_proj"]
+        held_rows = {"in_proj_qkv": channels(small.key_dim, small.value_dim), "in_proj_z": values, "in_proj_b": heads,
+                     "in_proj_a": heads}
+        tensors["in_proj_qkv"][channels(large.key_dim, large.value_dim)] = 0
+        for name, held in held_rows.items():
+            tensors[name][held] = 0
+            tensors[name][held, :width] = ours[name]
+        tensors["conv1d"][held_rows["in_proj_qkv"]] = ours["conv1d"]
+        tensors["A_log"][heads], tensors["dt_bias"][heads] = ours["A_log"], ours["dt_bias"]
+        tensors["norm"][: small.value_dim] = ours["norm"] * math.sqrt(small.value_dim / large.value_dim)
+        tensors["out_proj"][:width, values] = ours["out_proj"]
 
     def norm(self, weight: Tensor) -> Tensor:
         """The weight of a norm that gives the small row in a large one. Hybrids, whose norms weigh 1 + w, store w."""
@@ -237,7 +238,7 @@ class Stretch:
         size, small_size = self._large.head_dim, self._small.head_dim
         offset, factor = self._large.norm_offset, 1.0 if name.endswith("q_norm") else math.sqrt(small_size / size)
         new = torch.full((size,), 1 - offset, device=self._device)
-        new[self.places.head_rows] = (weight + offset) * factor - offset
+        new[self.held.head_rows] = (weight + offset) * factor - offset
         return new
 
     def _rounded(self, tensor: Tensor) -> Tensor:
@@ -296,25 +297,25 @@ def read_by(model: Transformer, tokens: Sequence[int]) -> FullCache:
     return cache
 
 
-def stretched_rows(small: FullCache, places: Places, start: int, count: int, shape: tuple[int, ...],
+def stretched_rows(small: FullCache, held: Correspondence, start: int, count: int, shape: tuple[int, ...],
                    kernels: Kernels, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Keys and values [layers, rows, KV heads, head size] of the large model, from the small model's cache."""
     k, v = (torch.randn(shape, generator=generator, device=kernels.device).to(kernels.dtype) for _ in range(2))
-    for large_layer, small_layer in places.layers.items():
-        heads = places.kv_heads
+    for large_layer, small_layer in held.layers.items():
+        heads = held.kv_heads
         positions = torch.arange(start, start + count, device=kernels.device).expand(heads, -1)
         keys, values = (part.permute(1, 0, 2) for part in small.stores[small_layer].read(positions))
         k[large_layer][:, :heads], v[large_layer][:, :heads] = 0, 0
-        k[large_layer][:, :heads, places.head_rows] = keys
+        k[large_layer][:, :heads, held.head_rows] = keys
         v[large_layer][:, :heads, : values.shape[2]] = values
     return k, v
 
 
-def fill(cache: FullCache, small: FullCache, model: Transformer, places: Places) -> None:
+def fill(cache: FullCache, small: FullCache, model: Transformer, held: Correspondence) -> None:
     """Write the small model's rows to an empty cache of the large model."""
     config, generator = model.config, torch.Generator(model.kernels.device).manual_seed(1)
     for start in range(0, small.length, _CHUNK):
         count = min(_CHUNK, small.length - start)
         shape = (config.num_layers, count, config.num_kv_heads, config.head_dim)
-        cache.append(*stretched_rows(small, places, start, count, shape, model.kernels, generator))
+        cache.append(*stretched_rows(small, held, start, count, shape, model.kernels, generator))
         cache.commit(range(count))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longdraft.checkpoint import hub
 from longdraft.errors import LongdraftError
-from longdraft.report import figures, page, repeats
+from longdraft.report import page
 from longdraft.text.tokenizer import Tokenizer
-from longdraft_bench.paper import measures
+from longdraft_bench import figures
+from longdraft_bench.paper import measures, repeats
 from longdraft_bench.paper.experiment import Experiment, Scale, TableSpec
 from longdraft_bench.results import Results
 
@@ -31,13 +32,13 @@ def sweeps(results: Results, plan: Plan | None) -> Iterator[tuple[str, Figure]]:
 
 def sections(results: Results, plan: Plan | None) -> list[page.Section]:
     """The sweeps, and the case studies, as sections of a page."""
-    found = [page.Section(f"Figure of table {name.removeprefix('table-')}",
-                          figures=[("Values at the end of the texts; bars: standard deviation.", figure)])
-             for name, figure in sweeps(results, plan)]
+    all_sections = [page.Section(f"Figure of table {name.removeprefix('table-')}",
+                                 figures=[("Values at the end of the texts; bars: standard deviation.", figure)])
+                    for name, figure in sweeps(results, plan)]
     for spec in _specs(plan, "repeats"):
         assert plan
-        found += _case_study(results, plan, spec)
-    return found
+        all_sections += _case_study(results, plan, spec)
+    return all_sections
 
 
 def _specs(plan: Plan | None, figure: str) -> list[TableSpec]:
@@ -50,7 +51,7 @@ def _case_study(results: Results, plan: Plan, spec: TableSpec) -> list[page.Sect
         tokenizer = Tokenizer(hub.resolve(str(results.sessions[0]["model"])))
     except LongdraftError as error:
         return [page.Section(spec.title, f"The texts are not shown: {error}.")]
-    found: list[Any] = []
+    studies: list[page.Section] = []
     for case in spec.cases:
         text = measures.text_of_case(results, *plan, case)
         if text is None:
@@ -59,6 +60,6 @@ def _case_study(results: Results, plan: Plan, spec: TableSpec) -> list[page.Sect
         share = sum(repeats.repeated(tokens)) / max(1, len(tokens))
         intro = (f"{len(tokens):,} new tokens, {share:.0%} of them part of {repeats.LEAST} tokens or more that "
                  "occurred in the text before.")
-        found.append(page.coloured_section(f"{spec.title}: {case.name}", intro,
-                                           repeats.marked_pieces(tokens, tokenizer)))
-    return found
+        studies.append(page.coloured_section(f"{spec.title}: {case.name}", intro,
+                                             repeats.marked_pieces(tokens, tokenizer)))
+    return studies

@@ -1,4 +1,4 @@
-"""`longdraft bench paper`, `ablation`, `run` and `report`: experiments, and the report of their results.
+"""The commands of `longdraft bench` that run experiments and show their results: tables, pages, figures.
 
     longdraft bench paper --prompt-file novel.txt --tables 3,5 --output paper.jsonl
     longdraft bench report paper.jsonl --output report/
@@ -67,7 +67,7 @@ def ablation(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scal
     _run_experiment("ablation", **locals())
 
 
-def run(experiment: Annotated[str, typer.Argument(help="A .toml file; longdraft_bench/paper/experiment.py describes it.")],
+def run(experiment: Annotated[str, typer.Argument(help="A .toml file; see longdraft_bench/paper/experiment.py.")],
         prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
         seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
         heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
@@ -83,11 +83,11 @@ def _run_experiment(experiment: str, *, prompt_file: Sequence[Path], model: str,
                     medusa_heads: str | None, tokenizer: str | None, profile: str = "") -> None:
     from longdraft.engine.loading import load
     from longdraft.system import machine
+    from longdraft_bench.document import measure_limits
     from longdraft_bench.machine import device
+    from longdraft_bench.paper import experiment as experiments
     from longdraft_bench.paper import measures
     from longdraft_bench.paper import run as runner
-    from longdraft_bench.paper import experiment as experiments
-    from longdraft_bench.document import measure_limits
     from longdraft_bench.systems import Engines
 
     parts = [part.strip() for part in seeds.split(",")]
@@ -124,14 +124,14 @@ def _texts(path: Path, skip: int, documents: int) -> list[str]:
         from longdraft.train.data_files import read_documents
 
         read = (text for text in read_documents([str(path)], "text") if isinstance(text, str))
-        found = list(islice(read, documents or None))
+        texts = list(islice(read, documents or None))
     else:
         check(not documents, "--documents", documents, "0 with a text file, which is one text")
-        found = [read_prompt(None, str(path))]
-    check(bool(found), "--prompt-file", str(path), "a file with at least one text")
-    shortest = min(map(len, found))
+        texts = [read_prompt(None, str(path))]
+    check(bool(texts), "--prompt-file", str(path), "a file with at least one text")
+    shortest = min(map(len, texts))
     check(skip < shortest, "--skip-characters", skip, f"less than the shortest text of {path} has ({shortest})")
-    return [text[skip:] for text in found]
+    return [text[skip:] for text in texts]
 
 
 def report(
@@ -142,12 +142,13 @@ def report(
         help="The .toml that defines the tables; default: the one that was run, if it comes with longdraft.")] = None,
 ) -> None:
     """Make a page (one file, works offline), figures (PNG and SVG) and tables (Markdown and LaTeX) of results."""
-    from longdraft.report import figures, page, require_packages
-    from longdraft_bench.paper import case_figures
-    from longdraft_bench.paper import measures
-    from longdraft_bench.peers import texts as peers_text
+    from longdraft.report import figures as text_figures
+    from longdraft.report import page, require_packages
+    from longdraft_bench import figures
     from longdraft_bench import results as stored
     from longdraft_bench.document import peers_document
+    from longdraft_bench.paper import case_figures, measures
+    from longdraft_bench.peers import texts as peers_text
 
     require_packages("report")
     documents = {path: peers_document(path) for path in results}
@@ -165,20 +166,20 @@ def report(
         engines = peers_text.tables(document)
         tables += engines
         figure = drawn[f"{path.stem}-texts"] = figures.engines(document["texts"])
-        sections.append(page.Section(f"Other engines: {path.name}", figures=[(page.CAPTIONS["engines"], figure)],
+        sections.append(page.Section(f"Other engines: {path.name}", figures=[(figures.ENGINES_CAPTION, figure)],
                                      tables=[*engines, peers_text.provenance_table(document)]))
-    for path, found in experiments.items():
-        plan = _measured_experiment(found, experiment)
-        measured = measures.tables(found, *plan) if plan else []
+    for path, stored_results in experiments.items():
+        plan = _measured_experiment(stored_results, experiment)
+        measured = measures.tables(stored_results, *plan) if plan else []
         tables += measured
-        drawn |= {f"{path.stem}-{name}": figure for name, figure in case_figures.sweeps(found, plan)}
+        drawn |= {f"{path.stem}-{name}": figure for name, figure in case_figures.sweeps(stored_results, plan)}
         sections += [page.Section(f"Results: {path.name}", tables=measured),
-                     *case_figures.sections(found, plan),
-                     *page.text_sections(found.texts.values(), found.sessions[0]),
-                     page.provenance_section(found.sessions)]
-        for text in figures.main_texts(found.texts.values()):
+                     *case_figures.sections(stored_results, plan),
+                     *page.text_sections(stored_results.texts.values(), stored_results.sessions[0]),
+                     page.provenance_section(stored_results.sessions)]
+        for text in text_figures.main_texts(stored_results.texts.values()):
             drawn |= {f"{path.stem}-{text.about['prefill']}-{name}": figure
-                      for name, figure in figures.of_text(text, found.sessions[0])}
+                      for name, figure in text_figures.of_text(text, stored_results.sessions[0])}
     for name, figure in drawn.items():
         figures.save_figure(figure, output / f"{name}.png", output / f"{name}.svg")
     try:
@@ -203,3 +204,52 @@ def _measured_experiment(results: Results, experiment: str | None) -> tuple[Expe
     plan = plan.with_profile(profile) if (profile := results.sessions[0].get("profile")) else plan
     scale = plan.scale(results.sessions[0]["scale"])
     return measures.with_measured_tables(results, plan, scale), scale
+
+
+def extrapolate(
+    results: Annotated[Path, typer.Argument(help="The file that `bench run segments --output` wrote.")],
+    prefill: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 100_000,
+) -> None:
+    """Estimate the decoding time of a long text by each system, from measured segments of it."""
+    from longdraft_bench.paper import extrapolate
+    from longdraft_bench.results import read_results
+
+    print(extrapolate.table(read_results(results), prefill, tokens).markdown())
+
+
+def tables(
+    is_check: Annotated[bool, typer.Option(
+        "--check", help="Change nothing; exit status 1 if the document differs from the results.")] = False,
+) -> None:
+    """Write the tables of docs/benchmarks.md from benchmarks/results/. For a checkout."""
+    from longdraft_bench.paper import document_tables
+
+    if is_check:
+        raise typer.Exit(document_tables.differs())
+    document_tables.rewrite()
+
+
+def headline(
+    output: Annotated[Path, typer.Option(help="The picture, in any format of matplotlib.")] = Path("docs/speed.svg"),
+) -> None:
+    """Draw the README's picture from benchmarks/results/. For a checkout."""
+    from longdraft.report import require_packages
+    from longdraft_bench import figures
+
+    require_packages("headline", ("matplotlib",))
+    figures.draw_headline(output)
+
+
+def losses(
+    runs: Annotated[list[str], typer.Argument(help="NAME=metrics.jsonl, in the order of the training.")],
+    output: Annotated[Path, typer.Option(help="The figure: .svg, .png or .pdf.")],
+    keep: Annotated[Path | None, typer.Option(help="Write the points to this file.")] = None,
+) -> None:
+    """Draw the loss curve of a model that was trained in several runs, for the README of a bundled model."""
+    from longdraft.report import require_packages
+    from longdraft_bench import figures
+
+    require_packages("losses", ("matplotlib",))
+    named = (each.rpartition("=") for each in runs)
+    figures.draw_losses({name: Path(path) for name, _, path in named}, output, keep)

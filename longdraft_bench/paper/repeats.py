@@ -13,13 +13,13 @@ LEAST = 8  # tokens of a passage that counts as repeated
 def repeated(tokens: Sequence[int], least: int = LEAST) -> list[bool]:
     """For each token, whether it is part of `least` tokens or more that occurred earlier in the text."""
     seen: set[tuple[int, ...]] = set()
-    found = [False] * len(tokens)
+    is_repeated = [False] * len(tokens)
     for end in range(least, len(tokens) + 1):
         passage = tuple(tokens[end - least : end])
         if passage in seen:
-            found[end - least : end] = [True] * least
+            is_repeated[end - least : end] = [True] * least
         seen.add(passage)
-    return found
+    return is_repeated
 
 
 def marked_pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,7 @@
-"""Attack a server and measure what is left for others, for docs/security.md. Needs longdraft[dev].
+"""Attack a server and measure what is left for other clients, for docs/security.md; `longdraft bench server attacks`.
 
-    python benchmarks/attacks.py                    # all four attacks, some two minutes
-    python benchmarks/attacks.py stops prompts      # two of them
-    python benchmarks/attacks.py --json FILE
+    longdraft bench server attacks                    # all four attacks, some two minutes
+    longdraft bench server attacks stops prompts      # two of them
 
 stops    bodies with 200,000 stop strings       idle     1,100 connections that send nothing
 prompts  60 prompts of 2 MB at the same time    items    bodies of 8 MiB of wrong items
@@ -14,74 +13,87 @@ texts with the library's.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import json
 import multiprocessing
-import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from server_process import COMPLETIONS, left_over, library_text, server
 
-import longdraft
+from longdraft.engine.loading import load
 from longdraft.report.table import Table
+from longdraft.report.turns import Record
+from longdraft_bench.document import EXAMPLE, in_checkout
+from longdraft_bench.reliability.server_process import (
+    COMPLETIONS,
+    JSON,
+    Body,
+    left_over,
+    library_text,
+    probe_seconds,
+    server,
+)
 
-HONEST = {"prompt": "The ship", "max_tokens": 200, "stream": False, "longdraft": {"min_p": 0.1, "drafter": "suffix"}}
+HONEST: Body = {"prompt": "The ship", "max_tokens": 200, "stream": False,
+                "longdraft": {"min_p": 0.1, "drafter": "suffix"}}
 SEEDS = 4
-PROBED, PROBE_S = ("/health", "/ready", "/metrics"), 0.01  # in turn, with so long a pause between two requests
+PROBED = ("/health", "/ready", "/metrics")  # in turn
+PROBE_S = 0.01  # between two requests
 PAUSE_S = 0.2  # of an attacker between an answer and its next request; Retry-After says 5 s
-JSON = {"Content-Type": "application/json"}
 
 
-def probe(url: str, ends: Event, found: Any) -> None:
-    """(path, seconds) of requests for PROBED, each on a connection of its own."""
-    parts, seconds = urlsplit(url), []
+class HonestText(NamedTuple):
+    """A text of the honest client; None if the server refused it."""
+
+    seed: int
+    text: str | None
+    seconds: float
+
+
+def probe(url: str, ends: Event, results: Connection) -> None:
+    """Send (path, seconds) of requests for PROBED."""
+    seconds: list[tuple[str, float]] = []
     for path in itertools.cycle(PROBED):
         if ends.is_set():
             break
-        request = f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
-        began = time.perf_counter()
-        try:
-            with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
-                connection.sendall(request)
-                answer = connection.recv(65536)
-            is_good = answer.startswith(b"HTTP/1.1 200")
-        except OSError:
-            is_good = False
-        seconds.append((path, time.perf_counter() - began if is_good else float("inf")))
+        seconds.append((path, probe_seconds(url, path)))
         time.sleep(PROBE_S)
-    found.send(seconds)
+    results.send(seconds)
 
 
-def honest(url: str, ends: Event, found: Any) -> None:
-    """Texts one after the other: (seed, text, seconds), or (seed, status, seconds) of a refusal."""
-    texts = []
+def honest(url: str, ends: Event, results: Connection) -> None:
+    """Ask for texts, one after the other, and send them."""
+    texts: list[HonestText] = []
     with httpx.Client(timeout=60) as client:
         while not ends.is_set():
-            seed, began = len(texts) % SEEDS, time.perf_counter()
-            try:
+            seed = len(texts) % SEEDS
+            began = time.perf_counter()
+            text = None
+            with contextlib.suppress(httpx.HTTPError):
                 reply = client.post(url + COMPLETIONS, json=HONEST | {"seed": seed})
-                text = reply.json()["choices"][0]["text"] if reply.status_code == 200 else reply.status_code
-            except httpx.HTTPError as error:
-                text = repr(error)
-            texts.append((seed, text, time.perf_counter() - began))
-    found.send(texts)
+                text = reply.json()["choices"][0]["text"] if reply.status_code == 200 else None
+            texts.append(HonestText(seed, text, time.perf_counter() - began))
+    results.send(texts)
+
+
+Work = Callable[[str, Event, Connection], None]
 
 
 @contextlib.contextmanager
-def beside(work: Callable, url: str) -> Iterator[list]:
+def beside(work: Work, url: str) -> Iterator[list[Any]]:
     """Run `work` in another process until the block ends. Yields a list that has its result then."""
     context = multiprocessing.get_context("spawn")
-    ends, (ours, theirs), result = context.Event(), context.Pipe(False), []
+    ends = context.Event()
+    ours, theirs = context.Pipe(False)
+    result: list[Any] = []
     child = context.Process(target=work, args=(url, ends, theirs), daemon=True)
     child.start()
     try:
@@ -116,7 +128,7 @@ async def stops(url: str, until: float) -> dict[str, int]:
 
 
 async def prompts(url: str, until: float) -> dict[str, int]:
-    text = (Path(__file__).parent.parent / "examples" / "chapter.txt").read_text()
+    text = in_checkout(EXAMPLE).read_text(encoding="utf-8")
     sizes = (2_000_000, 1_800_000)  # beyond the largest possible context, and just below
     bodies = [json.dumps({"prompt": (text * (size // len(text) + 1))[:size], "max_tokens": 50}).encode()
               for size in sizes]
@@ -142,17 +154,17 @@ ATTACKS: dict[str, Callable[[str, float], Coroutine[Any, Any, dict[str, int]]]] 
     "stops": stops, "prompts": prompts, "idle": idle, "items": items}
 
 
-def measure(name: str, url: str, process: psutil.Process, args: argparse.Namespace) -> dict:
-    """The figures of one attack."""
+def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Record:
+    """The figures of one attack of so many seconds."""
     with beside(honest, url) as alone:
-        time.sleep(args.seconds / 2)
-    peak = [0.0]
+        time.sleep(seconds / 2)
+    peak_mib = 0.0
 
     async def attack() -> dict[str, int]:
-        until = time.monotonic() + args.seconds
-        task = asyncio.create_task(ATTACKS[name](url, until))
+        nonlocal peak_mib
+        task = asyncio.ensure_future(ATTACKS[name](url, time.monotonic() + seconds))
         while not task.done():
-            peak[0] = max(peak[0], process.memory_info().rss / 2**20)
+            peak_mib = max(peak_mib, process.memory_info().rss / 2**20)
             await asyncio.sleep(0.05)
         return await task
 
@@ -163,50 +175,38 @@ def measure(name: str, url: str, process: psutil.Process, args: argparse.Namespa
     began = time.perf_counter()
     after = httpx.post(url + COMPLETIONS, json=HONEST | {"seed": 0}, timeout=60)
     seconds_after = time.perf_counter() - began
-    load = left_over(url)
-    engine = longdraft.load("novelist", drafter="plain")
+    load_after = left_over(url)
+    engine = load("novelist", drafter="plain")
     expected = [library_text(engine, HONEST | {"seed": seed}) for seed in range(SEEDS)]
-    latencies = {path: sorted(1e3 * seconds for of, seconds in probed if of == path) for path in PROBED}
-
-    def speed(found: list) -> float:
-        """Texts per second, refused ones excluded."""
-        return sum(isinstance(text, str) for _, text, _ in found) / sum(seconds for *_, seconds in found)
-
+    latencies = {path: sorted(1e3 * taken for of, taken in probed if of == path) for path in PROBED}
     return {
         "attack": name, "answers": statuses, "probes": len(probed),
-        **{f"{path[1:]}_ms_median": found[len(found) // 2] for path, found in latencies.items()},
-        **{f"{path[1:]}_ms_worst": found[-1] for path, found in latencies.items()},
-        "honest_texts": len(texts), "honest_equal": sum(text == expected[seed] for seed, text, _ in texts),
-        "honest_share_of_speed": speed(texts) / speed(alone), "peak_mib": peak[0],
+        **{f"{path[1:]}_ms_median": taken[len(taken) // 2] for path, taken in latencies.items()},
+        **{f"{path[1:]}_ms_worst": taken[-1] for path, taken in latencies.items()},
+        "honest_texts": len(texts), "honest_equal": sum(text.text == expected[text.seed] for text in texts),
+        "honest_share_of_speed": _texts_per_second(texts) / _texts_per_second(alone), "peak_mib": peak_mib,
         "status_after": after.status_code, "seconds_after": seconds_after,
-        "resident_mib_after": process.memory_info().rss / 2**20, **load}
+        "resident_mib_after": process.memory_info().rss / 2**20, **load_after}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], default=[])
-    parser.add_argument("--seconds", type=float, default=10, help="length of each attack")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    args = parser.parse_args()
-    found = []
+def _texts_per_second(texts: Sequence[HonestText]) -> float:
+    """Refused ones excluded."""
+    return sum(text.text is not None for text in texts) / sum(text.seconds for text in texts)
+
+
+def measure_all(names: Sequence[str], seconds: float) -> Record:
+    """The named attacks on one server, one after the other."""
     with server("--journals", "none", "--memory-mib", "512") as (child, url):
         process = psutil.Process(child.pid)
         before = process.memory_info().rss / 2**20
-        for name in args.attacks or ATTACKS:
-            found.append(measure(name, url, process, args))
-            print(json.dumps(found[-1]), flush=True)
+        return {"resident_mib_before": before, "attacks": [measure(name, url, process, seconds) for name in names]}
+
+
+def table(document: Record) -> Table:
     rows = [[each["attack"], f"{each['health_ms_median']:.0f} / {each['health_ms_worst']:.0f}",
              f"{each['ready_ms_worst']:.0f}, {each['metrics_ms_worst']:.0f}",
              f"{each['honest_equal']} of {each['honest_texts']}", f"{each['honest_share_of_speed']:.2f}",
-             f"{each['peak_mib']:.0f}", f"{each['seconds_after']:.2f}"] for each in found]
-    table = Table("Attacks", ["attack", "/health, ms, median / worst", "/ready, /metrics, worst",
-                              "honest texts that are equal", "share of their speed", "peak memory, MiB",
-                              "a request 1 s later, s"], rows)
-    print(f"resident memory at the start: {before:.0f} MiB")
-    table.show()
-    if args.json:
-        args.json.write_text(json.dumps({"resident_mib_before": before, "attacks": found}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+             f"{each['peak_mib']:.0f}", f"{each['seconds_after']:.2f}"] for each in document["attacks"]]
+    columns = ["attack", "/health, ms, median / worst", "/ready, /metrics, worst", "honest texts that are equal",
+               "share of their speed", "peak memory, MiB", "a request 1 s later, s"]
+    return Table("Attacks", columns, rows, f"Resident memory at the start: {document['resident_mib_before']:.0f} MiB.")

@@ -46,8 +46,9 @@ class Samples:
         for _ in self.engine.generate("It was", self.params, journal=self.here / "journal"):
             pass
         self.journal = (self.here / "journal" / FILE).read_bytes()
-        found = read_journal(self.here / "journal")
-        self.header, self.tokens = found.header, found.tokens.tolist()
+        content = read_journal(self.here / "journal")
+        self.header = content.header
+        self.tokens = content.tokens.tolist()
         self.begins = self.journal.index(b'"began"')
         self.files = {name: (self.sound / name).read_bytes() for name in ("config.json", "generation_config.json",
                                                                           "tokenizer.json", WEIGHTS, "model.gguf",
@@ -59,29 +60,29 @@ class Samples:
 
 def mutated(rng: random.Random, data: bytes, least: int = 0, most: int = 1 << 14) -> bytes:
     """Change, insert, cut and repeat bytes in the range from `least` to `most`."""
-    found = bytearray(data)
+    changed_bytes = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 6])):
-        at = rng.randrange(least, max(least + 1, min(len(found), most)))
+        at = rng.randrange(least, max(least + 1, min(len(changed_bytes), most)))
         length = rng.choice([0, 1, 1, 2, 4, 8, 100, 1000])
         piece = rng.choice([rng.randbytes(length), bytes(length), b"\xff" * length, b"99999999999999999999",
-                               bytes(found[at : at + length]), b"-1", b"[[[[", b'"', b"{}"])
-        found[at : at + rng.choice([0, 0, 1, len(piece), length])] = piece
-    return bytes(found[: rng.randrange(len(found) + 1)] if rng.random() < 0.1 else found)
+                               bytes(changed_bytes[at : at + length]), b"-1", b"[[[[", b'"', b"{}"])
+        changed_bytes[at : at + rng.choice([0, 0, 1, len(piece), length])] = piece
+    return bytes(changed_bytes[: rng.randrange(len(changed_bytes) + 1)] if rng.random() < 0.1 else changed_bytes)
 
 
 def changed(rng: random.Random, content: dict[str, Any]) -> bytes:
-    """A JSON object with other values at some places of any depth."""
+    """A JSON object with other values at any depth."""
     for _ in range(rng.choice([1, 1, 2, 3])):
-        place: Any = content
+        inner: Any = content
         while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
             if not keys:
                 break
             key = rng.choice(keys)
-            if isinstance(place[key], dict | list) and place[key] and rng.random() < 0.5:
-                place = place[key]
+            if isinstance(inner[key], dict | list) and inner[key] and rng.random() < 0.5:
+                inner = inner[key]
                 continue
-            place[key] = copy.deepcopy(rng.choice(VALUES))
+            inner[key] = copy.deepcopy(rng.choice(VALUES))
             break
     return json.dumps(content).encode()
 
@@ -91,18 +92,19 @@ def _journal(samples: Samples, rng: random.Random) -> None:
     path = samples.here / "journal" / FILE
     least = rng.choice([0, samples.begins, samples.begins])  # mostly after the header
     path.write_bytes(mutated(rng, samples.journal, least) if rng.random() < 0.95 else rng.randbytes(200))
-    found = read_journal(path.parent)
-    assert found.tokens.tolist() == samples.tokens[: len(found.tokens)], "wrong tokens"
-    assert found.header == samples.header, "another header"
+    content = read_journal(path.parent)
+    assert content.tokens.tolist() == samples.tokens[: len(content.tokens)], "wrong tokens"
+    assert content.header == samples.header, "another header"
 
 
 def _records(samples: Samples, rng: random.Random) -> None:
     """Wrong records with correct checksums, which are then resumed."""
     path = samples.here / "journal" / FILE
     path.write_bytes(samples.journal)
-    found, digest = read_journal(path.parent), form.RunningHash()
-    header = json.loads(form.dump_payload(found.header))
-    run = json.loads(form.dump_payload(found.runs[0]))
+    written = read_journal(path.parent)
+    digest = form.RunningHash()
+    header = json.loads(form.dump_payload(written.header))
+    run = json.loads(form.dump_payload(written.runs[0]))
     records = [(form.HEADER, changed(rng, header) if rng.random() < 0.5 else json.dumps(header).encode()),
                (form.RUN, changed(rng, run) if rng.random() < 0.3 else json.dumps(run).encode())]
     for _ in range(rng.randint(0, 3)):

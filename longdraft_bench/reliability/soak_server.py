@@ -1,4 +1,4 @@
-"""Honest and hostile clients of one server for an hour, for `soak.py server`. Needs longdraft[dev].
+"""Honest and hostile clients of one server for an hour; `longdraft bench soak server`.
 
 Honest clients ask for texts, with and without streams and journals, by every drafter. Some cancel a text and resume it.
 Each text must equal the library's. Beside them one attack follows another: those of attacks.py, damaged bodies, bodies
@@ -15,33 +15,57 @@ import contextlib
 import json
 import multiprocessing
 import random
-import socket
 import statistics
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import attacks
 import httpx
 import psutil
-from server_process import COMPLETIONS, PROMPTS, SOUND_BODIES, async_chunks, left_over, library_text, server
 
-import longdraft
+from longdraft.engine.loading import load
+from longdraft_bench.reliability import attacks
+from longdraft_bench.reliability.server_process import (
+    COMPLETIONS,
+    GENERATIONS,
+    JSON,
+    PROMPTS,
+    SOUND_BODIES,
+    Body,
+    async_chunks,
+    damage,
+    left_over,
+    library_text,
+    probe_seconds,
+    server,
+)
 
-GENERATIONS = "/v1/longdraft/generations"
 DRAFTERS = ("plain", "suffix", "tokenswift", "magicdec", "auto")
-SEEDS, LENGTHS = 6, (60, 240)
-HONEST, ATTACK_S, PAUSE_S = 3, 6.0, 4.0  # clients; seconds of an attack, and between two
-SAMPLE_S, PROBE_S = 5.0, 0.1
+SEEDS = 6
+LENGTHS = (60, 240)
+HONEST = 3  # clients
+ATTACK_S = 6.0
+PAUSE_S = 4.0  # between two attacks
+SAMPLE_S = 5.0
+PROBE_S = 0.1
 MEMORY_MIB = 512  # for the caches of texts
 ABSENT_S = 0.05  # the client itself did not run for longer than this: its answer says nothing about the server
 PATIENCE_S = 900  # of clients: the whole group of processes may be stopped for minutes
+
+
+class _Sample(NamedTuple):
+    """Of the server's process."""
+
+    resident_mib: float
+    descriptors: int
+    threads: int
 
 
 class Soak:
@@ -51,7 +75,7 @@ class Soak:
         self.url, self._expected, self._seed = url, expected, seed
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
-        self.samples: list[tuple[float, int, int]] = []  # resident MiB, file descriptors, threads
+        self.samples: list[_Sample] = []
 
     async def run(self, until: float, process: psutil.Process) -> None:
         await asyncio.gather(*(self._honest(number, until) for number in range(HONEST)), self._attack(until),
@@ -60,18 +84,20 @@ class Soak:
     async def _sample(self, until: float, process: psutil.Process) -> None:
         pause = min(SAMPLE_S, (until - time.monotonic()) / 8)  # at least two samples in each quarter
         while time.monotonic() < until:
-            self.samples.append((process.memory_info().rss / 2**20, process.num_fds(), process.num_threads()))
+            self.samples.append(_Sample(process.memory_info().rss / 2**20, process.num_fds(),
+                                        process.num_threads()))
             await asyncio.sleep(pause)
 
     async def _honest(self, number: int, until: float) -> None:
         """Ask for texts, one after the other, and compare them."""
-        rng, turn = random.Random(self._seed + number), 0
+        rng = random.Random(self._seed + number)
+        turn = 0
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             while time.monotonic() < until:
                 turn += 1
-                asked = {"prompt": rng.choice(PROMPTS), "seed": rng.randrange(SEEDS), "max_tokens": rng.choice(LENGTHS),
-                         "stream": rng.random() < 0.5}
-                own = {"min_p": 0.1, "drafter": rng.choice(DRAFTERS)}
+                asked: Body = {"prompt": rng.choice(PROMPTS), "seed": rng.randrange(SEEDS),
+                               "max_tokens": rng.choice(LENGTHS), "stream": rng.random() < 0.5}
+                own: Body = {"min_p": 0.1, "drafter": rng.choice(DRAFTERS)}
                 is_cut = rng.random() < 0.2
                 if is_cut or rng.random() < 0.2:
                     own["journal"] = f"honest-{number}-{turn}"
@@ -88,7 +114,7 @@ class Soak:
                 if "journal" in own:
                     await client.delete(f"{self.url}{GENERATIONS}/{own['journal']}")
 
-    async def _text(self, client: httpx.AsyncClient, asked: dict, is_cut: bool) -> str | None:
+    async def _text(self, client: httpx.AsyncClient, asked: Body, is_cut: bool) -> str | None:
         """The whole text; with `is_cut`, that of a stream which is cancelled and resumed. None: the server is busy."""
         if not is_cut:
             return await self._whole(client, COMPLETIONS, asked)
@@ -112,7 +138,7 @@ class Soak:
             await asyncio.sleep(0.2)
         return text
 
-    async def _whole(self, client: httpx.AsyncClient, path: str, asked: dict) -> str | None:
+    async def _whole(self, client: httpx.AsyncClient, path: str, asked: Body) -> str | None:
         text = ""
         async with client.stream("POST", self.url + path, json=asked) as reply:
             if reply.status_code in (429, 503):
@@ -129,7 +155,8 @@ class Soak:
         return text
 
     async def _attack(self, until: float) -> None:
-        rng, works = random.Random(self._seed), list(ATTACKS)
+        rng = random.Random(self._seed)
+        works = list(ATTACKS)
         while time.monotonic() < until:
             name = works[self.counts["attacks"] % len(works)]
             self.counts["attacks"] += 1
@@ -144,7 +171,7 @@ class Soak:
             await asyncio.sleep(PAUSE_S)
 
 
-def key(asked: dict) -> str:
+def key(asked: Body) -> str:
     return json.dumps([asked["prompt"], asked["seed"], asked["max_tokens"]])
 
 
@@ -153,23 +180,20 @@ def key(asked: dict) -> str:
 
 async def damaged(url: str, until: float, rng: random.Random) -> dict[str, int]:
     """Bodies with bytes changed, left out and repeated."""
-    found: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
     paths = (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize", f"{GENERATIONS}/none/resume")
-    async with httpx.AsyncClient(timeout=PATIENCE_S, headers=attacks.JSON) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S, headers=JSON) as client:
         while time.monotonic() < until:
-            data = bytearray(rng.choice(SOUND_BODIES))
-            for _ in range(rng.randint(1, 4)):
-                at, part = rng.randrange(len(data)), rng.choice([b"[" * 2000, b"\0", b"\\ud800", b"1e999", b"9" * 400])
-                data[at : at + rng.randrange(3)] = rng.choice([part, bytes([rng.randrange(256)]), data[: at + 1]])
-            reply = await client.post(url + rng.choice(paths), content=bytes(data))
-            found[str(reply.status_code)] += 1
+            reply = await client.post(url + rng.choice(paths), content=damage(rng, rng.choice(SOUND_BODIES)))
+            statuses[str(reply.status_code)] += 1
             await asyncio.sleep(0.01)
-    return found
+    return statuses
 
 
 async def halves(url: str, until: float, rng: random.Random) -> dict[str, int]:
     """Connections that send half of their headers, or half of a body."""
-    parts, found = urlsplit(url), Counter[str]()
+    parts = urlsplit(url)
+    statuses: Counter[str] = Counter()
     head = f"POST /tokenize HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
     opened = []
     while time.monotonic() < until:
@@ -179,16 +203,16 @@ async def halves(url: str, until: float, rng: random.Random) -> dict[str, int]:
         with contextlib.suppress(ConnectionError):
             writer.write(rng.choice([head[: rng.randrange(len(head))].encode(), sent]))
         opened.append(writer)
-        found["opened"] += 1
+        statuses["opened"] += 1
         await asyncio.sleep(0.05)
     for writer in opened:
         writer.close()
-    return found
+    return statuses
 
 
 async def leavers(url: str, until: float, rng: random.Random) -> dict[str, int]:
     """Large requests whose clients leave: many texts, log-probabilities, long texts with journals."""
-    found: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
 
     async def one() -> None:
         asked = rng.choice([
@@ -198,81 +222,96 @@ async def leavers(url: str, until: float, rng: random.Random) -> dict[str, int]:
         try:
             async with httpx.AsyncClient(timeout=PATIENCE_S) as client, asyncio.timeout(rng.uniform(0.05, 1.5)):
                 reply = await client.post(url + COMPLETIONS, json=asked | {"seed": rng.randrange(1000)})
-                found[str(reply.status_code)] += 1
+                statuses[str(reply.status_code)] += 1
         except TimeoutError:
-            found["left"] += 1
+            statuses["left"] += 1
 
     while time.monotonic() < until:
         await asyncio.gather(*(one() for _ in range(4)))
-    return found
+    return statuses
 
 
 async def vandals(url: str, until: float, rng: random.Random) -> dict[str, int]:
     """Journals are listed, looked at, resumed twice and removed while they are written."""
-    found: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         while time.monotonic() < until:
             name = f"vandal-{rng.randrange(4)}"
-            place = f"{url}{GENERATIONS}/{name}"
+            journal = f"{url}{GENERATIONS}/{name}"
             begin = {"prompt": "It was", "max_tokens": 300, "seed": rng.randrange(99), "longdraft": {"journal": name}}
-            calls = [client.post(url + COMPLETIONS, json=begin), client.get(url + GENERATIONS), client.get(place),
-                     client.post(place + "/cancel"), client.post(place + "/resume", json={"stream": False}),
-                     client.post(place + "/resume", json={"stream": True}), client.delete(place),
+            calls = [client.post(url + COMPLETIONS, json=begin), client.get(url + GENERATIONS), client.get(journal),
+                     client.post(journal + "/cancel"), client.post(journal + "/resume", json={"stream": False}),
+                     client.post(journal + "/resume", json={"stream": True}), client.delete(journal),
                      client.get(f"{url}{GENERATIONS}/..%2f..%2fetc")]
             for reply in await asyncio.gather(*rng.sample(calls, len(calls))):
-                found[str(reply.status_code)] += 1
+                statuses[str(reply.status_code)] += 1
             await asyncio.sleep(0.05)
-    return found
+    return statuses
 
 
-def _without_chance(work: Callable[[str, float], Coroutine]) -> Callable[..., Coroutine]:
+Attack = Callable[[str, float, random.Random], Coroutine[Any, Any, dict[str, int]]]
+
+
+def _without_chance(work: Callable[[str, float], Coroutine[Any, Any, dict[str, int]]]) -> Attack:
     return lambda url, until, rng: work(url, until)
 
 
-ATTACKS: dict[str, Callable[[str, float, random.Random], Coroutine[Any, Any, dict[str, int]]]] = {
+ATTACKS: dict[str, Attack] = {
     **{name: _without_chance(work) for name, work in attacks.ATTACKS.items()},
     "damaged": damaged, "halves": halves, "leavers": leavers, "vandals": vandals}
 
 
-def probe(url: str, ends: Event, found: Any) -> None:
-    """Seconds of requests for /health, each on a connection of its own, and how many of them were left out."""
-    parts, seconds, absent = urlsplit(url), [], 0
-    request = f"GET /health HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
-    beats = [time.monotonic(), 0.0]  # the last one; the longest pause between two
+class _Probed(NamedTuple):
+    """Seconds of requests for /health, and how many of them were left out."""
 
-    def beat() -> None:
-        while not ends.is_set():
+    seconds: list[float]
+    left_out: int
+
+
+class _Heartbeat(threading.Thread):
+    """Measures the longest pause in which this process did not run."""
+
+    def __init__(self, ends: Event) -> None:
+        super().__init__(daemon=True)
+        self._ends = ends
+        self.longest_s = 0.0
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while not self._ends.is_set():
             time.sleep(0.005)
             now = time.monotonic()
-            beats[:] = now, max(beats[1], now - beats[0])
+            self.longest_s = max(self.longest_s, now - last)
+            last = now
 
-    threading.Thread(target=beat, daemon=True).start()
+
+def probe(url: str, ends: Event, results: Connection) -> None:
+    """Send the figures of requests for /health, each on a connection of its own."""
+    seconds: list[float] = []
+    left_out = 0
+    heartbeat = _Heartbeat(ends)
+    heartbeat.start()
     while not ends.is_set():
-        beats[1], began = 0.0, time.monotonic()
-        try:
-            with socket.create_connection((parts.hostname, parts.port), timeout=60) as connection:
-                connection.sendall(request)
-                is_good = connection.recv(65536).startswith(b"HTTP/1.1 200")
-        except OSError:
-            is_good = False
-        taken = time.monotonic() - began
-        time.sleep(PROBE_S)  # and the other thread notices a pause
-        if beats[1] > ABSENT_S:
-            absent += 1
+        heartbeat.longest_s = 0.0
+        taken = probe_seconds(url, "/health")
+        time.sleep(PROBE_S)  # and the heartbeat notices a pause
+        if heartbeat.longest_s > ABSENT_S:
+            left_out += 1
         else:
-            seconds.append(taken if is_good else float("inf"))
-    found.send((seconds, absent))
+            seconds.append(taken)
+    results.send(_Probed(seconds, left_out))
 
 
 def run(seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
     """The figures, and a line for each failure."""
-    asked = [{"prompt": prompt, "seed": number, "max_tokens": tokens}
+    asked: list[Body] = [{"prompt": prompt, "seed": number, "max_tokens": tokens}
              for prompt in PROMPTS for number in range(SEEDS) for tokens in LENGTHS]
-    engine = longdraft.load("novelist", drafter="plain", cache_ram=0)
+    engine = load("novelist", drafter="plain", cache_ram=0)
     expected = {key(each): library_text(engine, each) for each in asked}
     tracebacks: list[str] = []
     context = multiprocessing.get_context("spawn")
-    ends, (ours, theirs) = context.Event(), context.Pipe(False)
+    ends = context.Event()
+    ours, theirs = context.Pipe(False)
     with tempfile.TemporaryDirectory() as folder:
         options = ("--journals", folder, "--memory-mib", str(MEMORY_MIB), "--keep-finished", "20", "--journals-mib",
                    "64")
@@ -280,23 +319,23 @@ def run(seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
                     ) as (child, url):
             prober = context.Process(target=probe, args=(url, ends, theirs), daemon=True)
             prober.start()
-            soak, process = Soak(url, expected, seed), psutil.Process(child.pid)
-            fresh, resident = process.num_fds(), process.memory_info().rss / 2**20
+            soak = Soak(url, expected, seed)
+            process = psutil.Process(child.pid)
+            descriptors_before = process.num_fds()
+            resident_before = process.memory_info().rss / 2**20
             asyncio.run(soak.run(time.monotonic() + seconds, process))
             ends.set()
-            latencies, absent = ours.recv()
+            probed: _Probed = ours.recv()
             after, last = _settle(url)
-            figures = _figures(soak, process, sorted(latencies), absent)
-            figures |= {"descriptors_before": fresh, "resident_mib_before": resident}
-            figures |= after | {
-                        "last_request_equal": last == expected[key(asked[0])], "tracebacks": len(tracebacks),
-                        "exit": child.poll(),
-                        "journal_files_after": sum(path.is_file() for path in Path(folder).rglob("*"))}
+            figures = _figures(soak, process, sorted(probed.seconds), probed.left_out) | after | {
+                "descriptors_before": descriptors_before, "resident_mib_before": resident_before,
+                "last_request_equal": last == expected[key(asked[0])], "tracebacks": len(tracebacks),
+                "exit": child.poll(), "journal_files_after": sum(path.is_file() for path in Path(folder).rglob("*"))}
     failures = soak.failures + _judge(figures)
     return {"seconds": seconds, **figures, "failures": len(failures)}, failures
 
 
-def _settle(url: str) -> tuple[dict, str]:
+def _settle(url: str) -> tuple[dict[str, int], str]:
     """What is left once all texts should have ended, and the text of a last request."""
     deadline = time.monotonic() + 120
     while (after := left_over(url))["jobs_after"] and time.monotonic() < deadline:
@@ -307,19 +346,20 @@ def _settle(url: str) -> tuple[dict, str]:
     return after, last
 
 
-def _figures(soak: Soak, process: psutil.Process, latencies: list[float], absent: int) -> dict[str, Any]:
-    resident = [mib for mib, *_ in soak.samples]
+def _figures(soak: Soak, process: psutil.Process, latencies: list[float], left_out: int) -> dict[str, Any]:
+    resident = [sample.resident_mib for sample in soak.samples]
     quarter = len(resident) // 4
     return {"counts": dict(sorted(soak.counts.items())),
-            "health_requests": len(latencies), "health_left_out": absent,
+            "health_requests": len(latencies), "health_left_out": left_out,
             **{f"health_ms_{name}": 1e3 * latencies[min(len(latencies) - 1, int(share * len(latencies)))]
                for name, share in (("median", 0.5), ("p99", 0.99), ("p999", 0.999), ("worst", 1.0))},
             "health_beyond_100_ms": sum(each > 0.1 for each in latencies),
             **{f"resident_mib_quarter_{i + 1}": statistics.median(resident[i * quarter : (i + 1) * quarter])
                for i in range(4)},
             "resident_mib_peak": max(resident), "resident_mib_after": process.memory_info().rss / 2**20,
-            "descriptors_peak": max(count for _, count, _ in soak.samples), "descriptors_after": process.num_fds(),
-            "threads_peak": max(count for *_, count in soak.samples), "threads_after": process.num_threads()}
+            "descriptors_peak": max(sample.descriptors for sample in soak.samples),
+            "descriptors_after": process.num_fds(),
+            "threads_peak": max(sample.threads for sample in soak.samples), "threads_after": process.num_threads()}
 
 
 def _judge(figures: dict[str, Any]) -> list[str]:

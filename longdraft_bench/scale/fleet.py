@@ -6,8 +6,8 @@ A machine holds a model on several GPUs and writes as many texts together as fit
 (exponential, --spot-hours on average) and replaced after --replace minutes. A cut text returns to the head of the
 queue. With journals on shared storage it continues after its tokens are read again; without journals it starts over.
 
-Measured in this repository: the share of the memory's bandwidth that a step reaches (benchmarks/results/roofline.json), and the
-size of a journal's step record (25 bytes and 4 per token, 4 microseconds; docs/notebook.md). Computed: the step times
+Measured in this repository: the share of the memory's bandwidth that a step reaches (roofline.json), and the size of a
+journal's step record (25 bytes and 4 per token, 4 microseconds; docs/notebook.md). Computed: the step times
 of scaling.py. Assumed: tokens per forward (--accepted; on the bundled model `auto` reached 6.4 over 100,000
 tokens, large models are not measured yet), the cost of a verified row (scaling.py), prefill at half of the peak
 arithmetic, losses, prices.

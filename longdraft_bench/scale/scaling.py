@@ -4,8 +4,8 @@
     longdraft bench scale step --memory 48 --bandwidth 0.864 --tflops 181 --link 25 --latency 30
 
 The limits of the GPUs (--bandwidth, --tflops, --link) are their makers' figures; the latency is assumed. The share of
-the bandwidth that a step reaches is the one measured for the CPU kernels with nothing cached (benchmarks/results/roofline.json,
-its longest context). It is not measured on GPUs yet.
+the bandwidth that a step reaches is the one measured for the CPU kernels with nothing cached (roofline.json, its
+longest context). It is not measured on GPUs yet.
 """
 
 from __future__ import annotations

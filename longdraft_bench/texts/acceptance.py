@@ -1,4 +1,4 @@
-"""Mean accepted length with trained parts, by the length of the text: the tables of docs/training.md; `bench acceptance`.
+"""Mean accepted length with trained parts, by the length of the text; `longdraft bench acceptance`.
 
     longdraft bench acceptance paper=DIR ours=DIR glide=DIR --text a.txt --text b.txt --output heads.json
     longdraft bench acceptance --model novelist --text a.txt --output parts.json

@@ -79,8 +79,7 @@ def length(
                             repetition_penalty=1.2, ignore_eos=True)
     small = load(read_by).model if read_by else None
     # A stretched model reads only the end of a prompt that the small one read; a prefix tree would store wrong rows.
-    shared = {"cache_ram": 0} if small else {}
-    engine = load(model, threads=threads, quantize=checked_quantize(quantize), **shared)
+    engine = load(model, threads=threads, quantize=checked_quantize(quantize), cache_ram=0 if small else None)
     prompt = engine.encode(text)
     check(prefill is None or prefill <= len(prompt), "--prefill", prefill,
           f"1 to {len(prompt)}, the tokens of the prompt", "a longer --prompt-file has more")

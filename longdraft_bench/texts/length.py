@@ -26,7 +26,7 @@ from longdraft.model.transformer import Transformer
 from longdraft.report.table import Table
 from longdraft.report.turns import Record
 from longdraft.request.sampling_params import SamplingParams
-from longdraft_bench.models.stretched import Places, fill, read_by
+from longdraft_bench.models.stretched import Correspondence, fill, read_by
 from longdraft_bench.turns import write_text
 
 _LAST = 512  # tokens of the prompt that a stretched model reads itself
@@ -57,9 +57,9 @@ def _filler(model: Transformer, small: Transformer, prompt: Sequence[int]) -> Ca
     """A function that fills the cache of a new text with what the small model read. None for hybrids."""
     if model.config.hybrid:
         return None
-    places = Places(small.config, model.config)
+    held = Correspondence(small.config, model.config)
     cache = read_by(small, prompt[: max(0, len(prompt) - _LAST)])
-    return lambda generation: fill(generation._cache, cache, model, places)
+    return lambda generation: fill(generation._cache, cache, model, held)
 
 
 def buckets(turns: Sequence[Record], first: Sequence[Record], size: int) -> list[Record]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 

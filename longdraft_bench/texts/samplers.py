@@ -5,7 +5,7 @@
     longdraft bench structure --prompt-file novel.txt
 
 `samplers` writes a text with each setting, after the first 1,024 tokens of the prompt, with plain decoding and with a
-drafter in turns. It reports distinct n-grams, the longest passage that occurs twice, loops, and the speed of the drafter
+drafter in turns. It reports distinct n-grams, the longest passage that occurs twice, loops, and the drafter's speed
 relative to plain decoding. `sampler-cost` times steps after random keys and values and a text of that many tokens, with
 DRY and without, in turns. `structure` writes a long JSON text with plain decoding and with drafters.
 """
@@ -65,7 +65,8 @@ def measure_setting(engine: Engine, prompt: Sequence[int], tokens: int, drafter:
     params = SamplingParams(max_new_tokens=tokens, seed=7, ignore_eos=True, **BASE, **SETTINGS[name])
     text = write_text(engine, ["plain", drafter], prompt, params, _TURN)
     plain_s, drafted_s = (sum(turn["seconds"] for turn in text.turns[system]) for system in ("plain", drafter))
-    written, stats = text.tokens("plain"), text.stats[drafter]
+    written = text.tokens("plain")
+    stats = text.stats[drafter]
     return {"distinct": [run_statistics.distinct(written, n) for n in (1, 2, 3, 4)],
             "longest_repeat": longest_repeat(written), "loop": stats["loop"], "speed": plain_s / drafted_s,
             "mean_accepted_length": stats["mean_accepted_length"], "settings": BASE | SETTINGS[name],
@@ -83,6 +84,9 @@ def settings_table(records: Mapping[str, Record], drafter: str) -> Table:
 class _SamplingCost(NamedTuple):
     step_s: float  # of one row
     tree_s: float  # choosing for all nodes of a tree
+
+
+_DRY: dict[str, dict[str, Any]] = {"without": {}, "allowed 2": _CHAT, "allowed 4": _LONG}
 
 
 def measure_cost(engine: Engine, prompt: Sequence[int], positions: int) -> list[Record]:
@@ -112,7 +116,7 @@ def measure_cost(engine: Engine, prompt: Sequence[int], positions: int) -> list[
 
     cases: dict[str, Callable[[], _SamplingCost]] = {
         name: partial(one_step, Sampler(SamplingParams(seed=1, **BASE, **settings)))
-        for name, settings in {"without": {}, "allowed 2": _CHAT, "allowed 4": _LONG}.items()}
+        for name, settings in _DRY.items()}
     return [{"dry": name, "nodes": len(tree), "step_ms": 1e3 * statistics.median(cost.step_s for cost in costs),
              "tree_us": 1e6 * statistics.median(cost.tree_s for cost in costs)}
             for name, costs in ((name, costs[_WARM_UP_ROUNDS:]) for name, costs in in_rounds(cases, _ROUNDS).items())]

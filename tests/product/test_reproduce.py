@@ -13,9 +13,9 @@ import pytest
 from helpers.checkpoints import make_checkpoint, make_heads, released
 from helpers.sentencepiece_files import original_files
 from longdraft.__main__ import run
-from longdraft.system.machine import Limits
 from longdraft.train.presets import PRESETS
 from longdraft_bench import document
+from longdraft_bench.machine.limits import Limits
 from longdraft_bench.paper import experiment as experiments
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"

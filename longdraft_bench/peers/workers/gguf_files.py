@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import llama_cpp as llama
-from with_llama_cpp import convert
+from with_llama_cpp import convert  # type: ignore[import-not-found]  # a module of this folder
 
 
 def quantise(source: Path, target: Path, kind: int, threads: int) -> None:

@@ -126,7 +126,8 @@ def _written(engine: TextEngine, request: dict[str, Any]) -> dict[str, Any]:
         if isinstance(tokens, Iterator) and not written:
             answer["first_s"] = time.perf_counter() - began
         written.append(int(token))
-    return answer | {"seconds": time.perf_counter() - began, "tokens": written, "peak_memory_bytes": _peak_memory_bytes()}
+    return answer | {"seconds": time.perf_counter() - began, "tokens": written,
+                     "peak_memory_bytes": _peak_memory_bytes()}
 
 
 def _peak_memory_bytes() -> int:

@@ -163,7 +163,8 @@ def _pieces(sample: bytes, cells: int, length: int, streams: int) -> Iterator[by
         yield None
         return
     yield sample[:start]
-    yield struct.pack("<II", streams, length) + b"".join(struct.pack("<iIi", position, 1, 0) for position in range(length))
+    yield struct.pack("<II", streams, length)
+    yield b"".join(struct.pack("<iIi", position, 1, 0) for position in range(length))
     at = start + 8 + 12 * cells
     transposed, layers = struct.unpack_from("<II", sample, at)
     yield sample[at : at + 8]
