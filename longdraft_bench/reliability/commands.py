@@ -3,7 +3,8 @@
     longdraft bench soak kills --count 100
     longdraft bench server load --clients 128 --seconds 180
 
-Each command of `soak` ends with exit status 1 after any failure. They need longdraft[dev].
+Each command of `soak` ends with exit status 1 after any failure. They need longdraft[bench]; `soak fuzz`
+needs a checkout with longdraft[dev].
 """
 
 from __future__ import annotations
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 
 soak = typer.Typer(no_args_is_help=True, help="Kills, damaged inputs, long texts, an hour of hostile clients.")
 server = typer.Typer(no_args_is_help=True, help="A server under load, with faulty clients, and under attack.")
+
+
+@soak.callback()
+@server.callback()
+def _group() -> None:
+    """... whose packages are checked here."""
+    from longdraft.report import require_packages
+
+    require_packages("this command", ("httpx", "psutil"))
+
+
 _Seed = Annotated[int, typer.Option(help="Of the random choices.")]
 
 

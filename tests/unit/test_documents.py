@@ -17,11 +17,11 @@ from longdraft.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md",
-                                      "tests/promise/README.md")]
+                                      "benchmarks/results/README.md", "tests/promise/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "longdraft" / "bundled").glob("*/README.md"))
 LOG = ROOT / "docs" / "notebook.md"  # names files as they were
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
-SOURCE = re.compile(r"(?<![\w/.])((?:longdraft|benchmarks|tests|csrc|examples)/[\w./*$-]*[\w/])")
+SOURCE = re.compile(r"(?<![\w/.])((?:longdraft|longdraft_bench|benchmarks|tests|csrc|examples)/[\w./*$-]*[\w/])")
 
 
 def name_of(document: Path) -> str:
