@@ -71,7 +71,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/lint
 
-DOCUMENTS := README.md Dockerfile CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md examples/kubernetes.yaml $(wildcard tests/promise/*.md tests/promise/*.py) \
+DOCUMENTS := README.md Dockerfile CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md benchmarks/results/README.md examples/kubernetes.yaml $(wildcard tests/promise/*.md tests/promise/*.py) \
              $(wildcard longdraft/bundled/*/README.md longdraft/bundled/*/*.svg)
 
 docs: $(VENV)/.installed-dev
@@ -94,10 +94,10 @@ cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m cluster tests/product/test_ray.py
 
 soak: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/soak.py kills --count 100
-	$(BIN)/python benchmarks/soak.py kills --count 20 --command-line
-	$(BIN)/python benchmarks/soak.py fuzz --count 200000
-	$(BIN)/python benchmarks/soak.py server --seconds 3600
+	$(BIN)/longdraft bench soak kills --count 100
+	$(BIN)/longdraft bench soak kills --count 20 --command-line
+	$(BIN)/longdraft bench soak fuzz --count 200000
+	$(BIN)/longdraft bench soak server --seconds 3600
 
 # As cibuildwheel does it on every platform: build, take in foreign libraries, install, check.
 PACKED := $(VENV)-wheel

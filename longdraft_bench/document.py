@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from longdraft import kernels
-from longdraft.errors import check
+from longdraft.errors import UsageError, check
 from longdraft.kernels import Kernels
 from longdraft.system import machine
 from longdraft.system.files import open_outputs
-from longdraft_bench import limits
-from longdraft_bench.limits import Limits
+from longdraft_bench.machine.limits import Limits
+from longdraft_bench.machine.limits import limits as limits_of_machine
+
+ROOT = Path(__file__).resolve().parents[1]  # of a checkout
+RESULTS = ROOT / "benchmarks" / "results"
+EXAMPLE = ROOT / "examples" / "chapter.txt"
+
+
+def in_checkout(path: Path) -> Path:
+    """A file that only a checkout has. Raises UsageError if it is missing."""
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist; run this command with a checkout of longdraft "
+                         "(pip install --editable '.[bench]')")
+    return path
 
 
 def prepare_run(threads: int | None, repeats: int, memory: float = 1.0) -> int:
@@ -76,18 +88,19 @@ def status(what: str) -> Iterator[None]:
 def measure_limits(memory: int, repeats: int, filled: dict[str, Any] | None = None) -> Limits:
     """Measure and print the machine's limits, and add them to the document's description of the machine."""
     with status("the limits of this machine"):
-        found = limits.measure(memory, repeats)
+        limits = limits_of_machine(memory, repeats)
     if filled is not None:
-        filled["machine"] |= found.details
-    peaks = ", ".join(f"{name} {rate:,.0f} GFLOP/s" for name, rate in found.details["peak_gflop_per_s"].items())
-    print(f"measured limits: read {found.read_bandwidth / 1e9:.1f} GB/s, {peaks}\n")
-    return found
+        filled["machine"] |= limits.details
+    peaks = ", ".join(f"{name} {rate:,.0f} GFLOP/s" for name, rate in limits.details["peak_gflop_per_s"].items())
+    print(f"measured limits: read {limits.read_bandwidth / 1e9:.1f} GB/s, {peaks}\n")
+    return limits
 
 
 def peers_document(path: Path) -> Mapping[str, Any] | None:
     """The document that `bench peers --prompt-file ... --output` wrote, or None for any other file."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("bench") == "peers" and found.get("texts") else None
+    is_peers = isinstance(content, dict) and content.get("bench") == "peers" and bool(content.get("texts"))
+    return content if is_peers else None

@@ -15,7 +15,7 @@ from longdraft.engine.engine import Engine
 from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import check
 from longdraft.parts.heads import load_heads
-from longdraft_bench import published, weak_loop
+from longdraft_bench.paper import published, weak_loop
 
 RULES = ("keyed", "independent", "per-path")
 VERSIONS = ("ours", "published", "weak")
@@ -23,10 +23,10 @@ VERSIONS = ("ours", "published", "weak")
 
 @dataclass(frozen=True)
 class System:
-    """A drafter with its options, and the verification rule (longdraft_bench/rules.py).
+    """A drafter with its options, and the verification rule (paper/rules.py).
 
-    version   ours; published: drafting as in TokenSwift's code (longdraft_bench/published.py); weak: plain decoding
-              without our kernels (longdraft_bench/weak_loop.py)
+    version   ours; published: drafting as in TokenSwift's code (paper/published.py); weak: plain decoding
+              without our kernels (paper/weak_loop.py)
     sampling  settings of all texts that it writes, such as the published code's smallest number of tokens
     heads     medusa: drafts with the heads that --medusa-heads gives; "": with the model's
     """
@@ -70,8 +70,8 @@ def systems_named(settings: Sequence[str]) -> dict[str, System]:
     """The system of each setting. The same setting again is a control, whose ratio to the first shows the noise: its
     name is then "plain (2)". Raises UsageError."""
     systems: dict[str, System] = {}
-    for place, setting in enumerate(settings):
-        again = settings[: place + 1].count(setting)
+    for index, setting in enumerate(settings):
+        again = settings[: index + 1].count(setting)
         systems[setting if again == 1 else f"{setting} ({again})"] = System.named(setting)
     return systems
 

@@ -1,6 +1,8 @@
-"""The runner: several drafting systems write one text in turns, so that a slow moment of the machine affects all.
+"""The runner of texts: several drafting systems write one text in turns, so that a slow moment of the machine affects
+all of them.
 
-`longdraft bench length` and all experiments (`paper`, `ablation`, `run`) use it.
+Experiments (`paper`, `ablation`, `run`), `bench length` and `bench samplers` use it. `longdraft_bench/timing.py` is the
+runner of calls.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from longdraft.report.turns import MeasuredText, Record, StepCounts, pack_tokens
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.text.stream import stop_ids
-from longdraft_bench import rules
-from longdraft_bench.results import require_one_text
-from longdraft_bench.systems import Engines, System
+from longdraft_bench.paper import rules
+from longdraft_bench.results import Results, require_one_text
+from longdraft_bench.systems import Engines, System, systems_named
 
 SAMPLERS = {"independent": rules.IndependentSampler, "per-path": rules.PathSampler}  # "keyed" is the engine's own
 
@@ -63,13 +65,14 @@ def write_turn(generation: Generation, end: int) -> Record:
 
 def write_in_turns(engines: Engines, systems: Mapping[str, System], prompt: Sequence[int], params: SamplingParams,
                    ends: Sequence[int], text: MeasuredText, emit: Callable[[Record], None], *,
-                   holds_all: bool = True) -> None:
+                   holds_all: bool = True, prepare: Callable[[Generation], None] | None = None) -> None:
     """Write a text with each system up to each of `ends`, in rounds of turns. The first system is the reference.
 
     text  its description, and the turns that an earlier process wrote; complete rounds are not measured again
     emit  is called with the record of each turn and of each finished system, and must add it to `text`
     holds_all  the caches of all systems are held together; else one at a time, and each turn reads its text again. A
                turn's seconds never include reading
+    prepare    is called with each new generation before its first step
 
     Raises UsageError if two systems write different texts.
     """
@@ -79,12 +82,15 @@ def write_in_turns(engines: Engines, systems: Mapping[str, System], prompt: Sequ
     written = {name: text.tokens(name)[: text.turns[name][rounds - 1]["until"]] if rounds else () for name in systems}
     generations: dict[str, Generation] = {}
     stats: dict[str, Record] = {}
-    key, reference = text.about["text"], next(iter(systems))
+    key = text.about["text"]
+    reference = next(iter(systems))
     for turn, end in enumerate(ends[rounds:], rounds):
         for name, system in systems.items():
             is_new = name not in generations
             if is_new:
                 generations[name] = start(engines.of(system), system, prompt, params, written[name])
+                if prepare:
+                    prepare(generations[name])
             generation = generations[name]
             record = write_turn(generation, end) | {
                 "kind": "turn", "text": key, "system": name, "turn": turn, "end": end,
@@ -99,7 +105,35 @@ def write_in_turns(engines: Engines, systems: Mapping[str, System], prompt: Sequ
                 generations.pop(name).close()
                 del generation
         require_one_text(text)
-    for name, found in stats.items():
-        emit({"kind": "stats", "text": key, "system": name, "stats": found})
+    for name, record in stats.items():
+        emit({"kind": "stats", "text": key, "system": name, "stats": record})
     for generation in generations.values():
         generation.close()
+
+
+def write_text(engine: Engine, settings: Sequence[str], prompt: Sequence[int], params: SamplingParams, turn: int,
+               on_round: Callable[[MeasuredText], None] | None = None,
+               prepare: Callable[[Generation], None] | None = None) -> MeasuredText:
+    """One text by the drafters that `settings` name, in turns of `turn` new tokens; the first one is the reference.
+
+    on_round  is called with the text so far after each round of turns
+    prepare   is called with each new generation before its first step
+
+    Raises UsageError if prompt and new tokens exceed the model's context, or if two drafters write different texts.
+    """
+    systems = systems_named(settings)
+    engine.check_request(list(prompt), params)
+    results = Results()
+    results.add({"kind": "text", "text": "", "reference": settings[0],
+                 "systems": {name: {"own_text": False} for name in systems}})
+    text = results.texts[""]
+    last = list(systems)[-1]
+
+    def emit(record: Record) -> None:
+        results.add(record)
+        if on_round and record["system"] == last:
+            on_round(text)
+
+    ends = [*range(turn, params.max_new_tokens, turn), params.max_new_tokens]
+    write_in_turns(Engines(engine), systems, prompt, params, ends, text, emit, prepare=prepare)
+    return text

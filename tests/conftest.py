@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -72,21 +69,6 @@ def restore_log_level() -> Iterator[None]:
     before = logging.getLogger("longdraft").level
     yield
     logging.getLogger("longdraft").setLevel(before)
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import a script of benchmarks/ by its name."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    asked: list[str] = []
-
-    def named(name: str) -> ModuleType:
-        asked.append(name)
-        return importlib.import_module(name)
-
-    yield named
-    for name in asked:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="session")

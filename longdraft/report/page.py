@@ -19,7 +19,6 @@ CAPTIONS = {
     "step": "Time of a step: drafting, one forward, sampling. The grey line is the floor: reading weights and cache "
             "once at the measured bandwidth.",
     "sources": "The drafter that each token came from. Every verification adds one token of the model itself.",
-    "engines": "Each engine's own generation of one text, plain and drafted; blue: longdraft.",
     "lengths": "Tokens per step, along the text.",
 }
 _SHOWN_SAMPLING = ("temperature", "min_p", "top_p", "repetition_penalty", "penalty_window", "seed")
@@ -53,12 +52,12 @@ def render_page(title: str, sections: Iterable[Section]) -> str:
 
 def text_sections(texts: Iterable[MeasuredText], session: Record) -> list[Section]:
     """The figures of the main texts of a run."""
-    found = []
+    sections = []
     for text in figures.main_texts(texts):
         sampling = ", ".join(f"{name} {text.about['sampling'][name]}" for name in _SHOWN_SAMPLING)
-        found.append(Section(f"After {text.about['prefill']:,} tokens of prompt", f"Sampling: {sampling}.",
-                             [(CAPTIONS[name], figure) for name, figure in figures.of_text(text, session)]))
-    return found
+        sections.append(Section(f"After {text.about['prefill']:,} tokens of prompt", f"Sampling: {sampling}.",
+                                [(CAPTIONS[name], figure) for name, figure in figures.of_text(text, session)]))
+    return sections
 
 
 def provenance_section(sessions: Sequence[Record]) -> Section:

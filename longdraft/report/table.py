@@ -85,8 +85,8 @@ class Table(NamedTuple):
 
     def _alignment(self) -> list[Any]:
         """"left" or "right" for each column."""
-        return ["right" if all(_is_numeric(row[place]) for row in self.rows) else "left"
-                for place in range(len(self.columns))]
+        return ["right" if all(_is_numeric(row[column]) for row in self.rows) else "left"
+                for column in range(len(self.columns))]
 
 
 def _is_numeric(cell: str) -> bool:

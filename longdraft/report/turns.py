@@ -85,5 +85,5 @@ def pack_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> str:
 
 
 def unpack_tokens(text: str) -> NDArray[np.int32]:
-    found: NDArray[np.int32] = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="<i4").astype(np.int32)
-    return found
+    tokens: NDArray[np.int32] = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="<i4").astype(np.int32)
+    return tokens

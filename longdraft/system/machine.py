@@ -1,52 +1,67 @@
-"""This machine: a description for reports, its memory, and its measured read bandwidth."""
+"""This machine: a description for reports, its read bandwidth, and its memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import datetime
+import math
 import mmap
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.kernels import Kernels
-from longdraft.system.timing import interleaved
 from longdraft.version import __version__
 
-MIN_ROUNDS = 9  # a limit is the fastest round, and other processes may disturb some rounds
+_ROUNDS = 9  # the bandwidth is that of the fastest round; other processes may disturb some rounds
+_SHORTEST_S = 1e-9  # a clock may not see a shorter time
 
 
 def read_bandwidth(memory: int) -> float:
     """Measure only the read bandwidth, in bytes/s. This takes one or two seconds."""
-    return max(read_rates(affordable(memory), MIN_ROUNDS).values())
+    return max(read_rates(affordable(memory), _ROUNDS).values())
 
 
-def read_rates(memory: int, repeats: int) -> dict[str, float]:
-    """Method -> bytes/s of its fastest round."""
-    methods = read_methods(memory)
-    timings = interleaved([call for call, _ in methods.values()], repeats)
-    return {name: size / timing.low_s for (name, (_, size)), timing in zip(methods.items(), timings, strict=True)}
+def read_rates(memory: int, rounds: int) -> dict[str, float]:
+    """Method of reading -> bytes/s of its fastest round. In a round all methods take turns, on `memory` bytes."""
+    methods = _read_methods(memory)
+    fastest_s = dict.fromkeys(methods, math.inf)
+    for turn in range(rounds + 1):
+        for name, method in methods.items():
+            began = time.perf_counter()
+            method.read()
+            seconds = time.perf_counter() - began
+            if turn:  # the first round warms up
+                fastest_s[name] = min(fastest_s[name], seconds)
+    return {name: method.nbytes / max(fastest_s[name], _SHORTEST_S) for name, method in methods.items()}
 
 
-def read_methods(memory: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """Ways of reading: name -> a function, and the bytes that it reads."""
+class _ReadMethod(NamedTuple):
+    """A function that reads memory, and the bytes that it reads."""
+
+    read: Callable[[], object]
+    nbytes: int
+
+
+def _read_methods(memory: int) -> dict[str, _ReadMethod]:
     data = _zeroed_bytes(memory)
     floats = data.view(torch.float32)
     half = len(floats) // 2
     width = min(4096, len(floats))
     matrix, vector = floats[: len(floats) // width * width].view(-1, width), torch.ones(width)
     return {
-        "sum of float32": (floats.sum, len(data)),
-        "maximum of bytes": (data.max, len(data)),
-        "dot product": (lambda: torch.dot(floats[:half], floats[half : 2 * half]), half * 8),
-        "matrix times vector": (lambda: matrix @ vector, matrix.numel() * 4),
+        "sum of float32": _ReadMethod(floats.sum, len(data)),
+        "maximum of bytes": _ReadMethod(data.max, len(data)),
+        "dot product": _ReadMethod(lambda: torch.dot(floats[:half], floats[half : 2 * half]), half * 8),
+        "matrix times vector": _ReadMethod(lambda: matrix @ vector, matrix.numel() * 4),
     }
 
 

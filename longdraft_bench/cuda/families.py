@@ -24,9 +24,9 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 from longdraft_bench.cuda.models import Bench, device_ms, switched
 from longdraft_bench.cuda.plan import CudaPlan
-from longdraft_bench.cuda.random_models import random_eagle, random_glide
 from longdraft_bench.cuda.speed import SAMPLING
 from longdraft_bench.cuda.switches import CHAIN, chains_of_texts, self_drafting, self_drafts
+from longdraft_bench.models.random_weights import random_eagle, random_glide
 
 _ROOM = 256  # positions after a context
 _WINDOW, _SINKS = 2048, 4  # rows that an EAGLE head sees

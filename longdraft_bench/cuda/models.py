@@ -1,7 +1,7 @@
 """Models on the device without checkpoint files, their texts, and timing by the device's own clock.
 
 Random weights cost what trained ones cost, but predict nothing. A stretched model has the cost of a large shape and
-the predictions of the bundled `novelist-gqa` (longdraft_bench/stretched.py).
+the predictions of the bundled `novelist-gqa` (longdraft_bench/models/stretched.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from longdraft.parts.eagle import Eagle
 from longdraft.parts.eagle_config import EagleConfig, canonical_names, read_eagle_config
 from longdraft.system import machine
 from longdraft_bench.cuda.plan import CudaPlan
-from longdraft_bench.cuda.random_models import random_model
 from longdraft_bench.cuda.visit import is_fatal
-from longdraft_bench.shapes import SHAPES
-from longdraft_bench.stretched import Places, Stretch, fill, read_by, stretched_settings
-from longdraft_bench.stretched_eagle import stretched_eagle
+from longdraft_bench.models.random_weights import random_model
+from longdraft_bench.models.shapes import SHAPES
+from longdraft_bench.models.stretched import Correspondence, Stretch, fill, read_by, stretched_settings
+from longdraft_bench.models.stretched_eagle import stretched_eagle
 
 _ROOM = 2048  # positions that are reserved after a text
 
@@ -208,7 +208,7 @@ class Bench:
             small, rows = self.small(), max(length, *self.plan.contexts)
             cache = model.new_cache()
             cache.reserve(rows + _ROOM)
-            fill(cache, read_by(small, self.tokens(rows)), model, Places(small.config, model.config))
+            fill(cache, read_by(small, self.tokens(rows)), model, Correspondence(small.config, model.config))
             self._filled = shape, cache
         self._filled[1].truncate(length)
         return self._filled[1]

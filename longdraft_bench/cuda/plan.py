@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from longdraft_bench.shapes import HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, cut
+from longdraft_bench.models.shapes import HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, cut
 
 LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "families": 480.0, "whole": 540.0}
 SLICES = tuple(LIMITS_S)

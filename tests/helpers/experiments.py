@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from longdraft.__main__ import run
-from longdraft_bench import experiment as experiments
-from longdraft_bench import runner
+from longdraft_bench.paper import experiment as experiments
+from longdraft_bench.paper import run as runner
 from longdraft_bench.systems import Engines
 
 GOLDEN = Path(__file__).parents[1] / "product" / "golden"

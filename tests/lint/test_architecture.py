@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -110,12 +109,35 @@ def test_no_two_public_types_share_a_name():
     assert not {name for name, places in count.items() if places > 1}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
-def test_benchmarks_find_what_they_import(path, monkeypatch):
-    if path.name == "serving.py":
-        pytest.importorskip("httpx", reason="needs httpx; pip install '.[dev]'")
-    monkeypatch.syspath_prepend(path.parent)  # as Python does for a script
-    runpy.run_path(str(path), run_name="imported")
+MEASUREMENTS = ROOT / "longdraft_bench"
+
+
+def packages_imported_by(path: Path) -> set[str]:
+    """Names of the packages that a file imports, anywhere in its text."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_the_product_imports_nothing_of_the_measurements():
+    """... which are a package of their own, and are found by an entry point."""
+    assert MEASUREMENTS.is_dir()
+    assert [path for path in modules() if "longdraft_bench" in packages_imported_by(path)] == []
+
+
+def test_measurements_find_what_they_import():
+    """... except the programs of other engines, whose packages another environment has."""
+    pytest.importorskip("httpx", reason="needs httpx; pip install '.[dev]'")
+    pytest.importorskip("matplotlib", reason="needs matplotlib; pip install '.[bench]'")
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(MEASUREMENTS.rglob("*.py"))
+             if "workers" not in path.parts and "cuda" not in path.parts]
+    code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_help_does_not_wait_for_heavy_imports():

@@ -16,9 +16,10 @@ from longdraft.__main__ import run
 from longdraft.cache.full import FullCache
 from longdraft.model.transformer import chain_rows
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.system import timing
 from longdraft.text.tokenizer import Tokenizer
-from longdraft_bench import batch, peers
+from longdraft_bench import timing
+from longdraft_bench.peers import process as peers
+from longdraft_bench.texts import batch
 
 pytestmark = pytest.mark.full
 
@@ -125,9 +126,9 @@ def group(tiny):
     engine = longdraft.load(str(tiny["gqa"]), drafter="plain")
     ids = engine.encode("It was a dark and stormy night. " * 4)
     plan = batch.BatchPlan(ids, [20], [1, 2], ["plain"], 4, 3, {}, "", 1)
-    found = batch.TextGroup(engine, plan, 20, "plain")
-    yield lambda slots: batch.measure_texts(engine, plan, found, 2, SimpleNamespace(read_bandwidth=1e9), slots)
-    found.batch.close()
+    texts = batch.TextGroup(engine, "plain", plan.prompts(20), plan.num_new)
+    yield lambda slots: batch.measure_texts(engine, plan, texts, 2, SimpleNamespace(read_bandwidth=1e9), slots)
+    texts.batch.close()
 
 
 def test_a_peer_that_fails_between_turns_is_compared_up_to_its_failure(group):

@@ -19,9 +19,11 @@ from longdraft.drafters.plain import PlainDrafter
 from longdraft.engine.loading import load
 from longdraft.errors import UsageError
 from longdraft.sampling.sampler import Sampler
-from longdraft_bench import device, measures, turns
-from longdraft_bench import experiment as experiments
 from longdraft_bench import results as stored
+from longdraft_bench import turns
+from longdraft_bench.machine import device
+from longdraft_bench.paper import experiment as experiments
+from longdraft_bench.paper import measures
 
 pytestmark = pytest.mark.full
 

@@ -16,13 +16,15 @@ from helpers import gguf_files
 from helpers.checkpoints import make_checkpoint
 from helpers.experiments import TEXT, bench
 from longdraft.__main__ import run
-from longdraft_bench import peers, peers_text
+from longdraft_bench.peers import process as peers
+from longdraft_bench.peers import steps
+from longdraft_bench.peers import texts as peers_text
 
 pytestmark = pytest.mark.full
 
 
 def texts_of(model, names, draft=None, **changes):
-    plan = peers.PeersPlan(str(model), model, peers.named(names), peers.interpreter(None), [20], 0, 1, 2, 600, 128)
+    plan = steps.PeersPlan(str(model), model, peers.named(names), peers.interpreter(None), [20], 0, 1, 2, 600, 128)
     report = {"repeats": 2}
     peers_text.write_texts(plan._replace(**changes), report, list(range(5, 65)), 12, draft, contextlib.nullcontext)
     return report
@@ -63,12 +65,12 @@ def gguf_file(tmp_path_factory):
 
 
 def test_a_gguf_file_is_given_to_the_engines_as_it_is(gguf_file, tmp_path):
-    plan = peers.PeersPlan("x", gguf_file, peers.named("longdraft", "file"), peers.interpreter(None), [20], 0, 1, 2,
+    plan = steps.PeersPlan("x", gguf_file, peers.named("longdraft", "file"), peers.interpreter(None), [20], 0, 1, 2,
                            600, 128, ["plain"], "file")
     assert peers.portable_model(gguf_file, tmp_path) == gguf_file
-    steps = {}
-    peers.measure_peers(plan, steps, contextlib.nullcontext)
-    assert "file" in steps["engines"][0]["version"] and steps["steps"][0]["ms"] > 0
+    measured = {}
+    steps.measure_peers(plan, measured, contextlib.nullcontext)
+    assert "file" in measured["engines"][0]["version"] and measured["steps"][0]["ms"] > 0
     texts = {"repeats": 2}
     peers_text.write_texts(plan, texts, list(range(5, 65)), 12, None, contextlib.nullcontext)
     (plain,) = texts["texts"]

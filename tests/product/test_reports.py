@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ from helpers.experiments import TEXT, bench, measured
 from longdraft.__main__ import run
 from longdraft.engine.loading import load
 from longdraft.errors import UsageError
-from longdraft.report import figures, repeats
+from longdraft.report import figures
 from longdraft.report.table import Table
-from longdraft_bench import experiment as experiments
-from longdraft_bench import measures
+from longdraft_bench import figures as bench_figures
 from longdraft_bench import results as stored
+from longdraft_bench.paper import experiment as experiments
+from longdraft_bench.paper import extrapolate, measures, repeats
 
 pytestmark = pytest.mark.full
 
@@ -139,17 +139,15 @@ def test_repeated_passages_are_found():
 
 def test_a_sweep_has_a_panel_for_each_measure_and_leaves_out_what_is_missing():
     pytest.importorskip("matplotlib")
-    figure = figures.sweep(["k = 0", "k = 5"], {"α": [(0.4, 0.1), None], "×": [(1.2, 0.0), (1.4, 0.2)]})
+    figure = bench_figures.sweep(["k = 0", "k = 5"], {"α": [(0.4, 0.1), None], "×": [(1.2, 0.0), (1.4, 0.2)]})
     first, second = figure.axes
     assert [axes.get_ylabel() for axes in figure.axes] == ["α", "×"]
     assert [len(axes.lines[0].get_xdata()) for axes in (first, second)] == [1, 2]
     assert [label.get_text() for label in second.get_xticklabels()] == ["k = 0", "k = 5"]
 
 
-def test_tables_in_the_documents_match_the_stored_results(script, monkeypatch):
-    tables = script("tables")
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
-    assert tables.main() == 0
+def test_tables_in_the_documents_match_the_stored_results():
+    assert run(["bench", "tables", "--check"]) == 0
 
 
 def test_stored_results_can_be_compared_and_name_their_model():
@@ -161,7 +159,7 @@ def test_stored_results_can_be_compared_and_name_their_model():
             assert not session["commit"].endswith("-dirty")
 
 
-def test_the_time_of_a_whole_text_is_extrapolated_from_segments(script):
+def test_the_time_of_a_whole_text_is_extrapolated_from_segments():
     """A piecewise linear time per token is summed exactly, between the measured segments and beyond them."""
     bend = 5000
 
@@ -169,10 +167,10 @@ def test_the_time_of_a_whole_text_is_extrapolated_from_segments(script):
         return 0.001 + 2e-7 * context + 5e-7 * max(0.0, context - bend)
 
     points = [(context, pace(context)) for context in (1000, bend, 30_000)]
-    found = script("extrapolate").seconds(points, 500, 40_000)
+    found = extrapolate.seconds(points, 500, 40_000)
     assert found == pytest.approx(sum(pace(500 + i + 0.5) for i in range(40_000)))
 
 
-def test_extrapolation_from_a_single_context_is_refused(script):
+def test_extrapolation_from_a_single_context_is_refused():
     with pytest.raises(UsageError, match="no system at two contexts"):
-        script("extrapolate").table(stored.read_results(GOLDEN / "results.jsonl"), 4096, 100_000)
+        extrapolate.table(stored.read_results(GOLDEN / "results.jsonl"), 4096, 100_000)

@@ -15,11 +15,10 @@ from helpers.sentencepiece_files import original_files
 from longdraft.__main__ import run
 from longdraft.train.presets import PRESETS
 from longdraft_bench import document
-from longdraft_bench import experiment as experiments
-from longdraft_bench.limits import Limits
+from longdraft_bench.machine.limits import Limits
+from longdraft_bench.paper import experiment as experiments
 
 pytestmark = pytest.mark.full
-
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 20
 # What makes a training or a table small. The named options are the document's.

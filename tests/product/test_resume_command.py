@@ -115,8 +115,8 @@ def test_running_out_of_memory_raises_memory_error_and_leaves_a_journal_that_res
 
 
 def test_the_text_is_unchanged_after_sigkill_at_random_moments(tmp_path):
-    """A short run of `benchmarks/soak.py`."""
-    code = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'soak.py')!r}, run_name='__main__')"
+    """A short run of `longdraft bench soak kills`."""
+    code = "import sys; from longdraft.__main__ import run; sys.exit(run(['bench', 'soak', *sys.argv[1:]]))"
     work = Fork(tmp_path / "work", run_code, code, "kills", "--count", 12, "--tokens", 250)
     assert work.wait() == 0, work.stderr
     figures = json.loads(work.stdout.splitlines()[-1])

@@ -333,7 +333,7 @@ def test_a_stream_ends_when_its_client_stops_reading():
 
 
 def test_malformed_requests_do_not_harm_the_server(server):
-    """A sample; `benchmarks/serving.py malformed` sends thousands."""
+    """A sample; `longdraft bench server malformed` sends thousands."""
     import random
 
     from longdraft.engine.run_statistics import peak_memory_bytes

@@ -1,4 +1,4 @@
-"""A stretched model has a large model's shape and a small model's predictions (benchmarks/stretched_model.py)."""
+"""A stretched model has a large model's shape and a small model's predictions (longdraft_bench/models)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.eagle_config import canonical_names
-from longdraft_bench.stretched import Places
-from longdraft_bench.stretched_eagle import stretched_eagle
+from longdraft_bench.models.stretched import Correspondence, fill, read_by
+from longdraft_bench.models.stretched_eagle import stretched_eagle
+from longdraft_bench.models.stretched_model import stretch
 
 pytestmark = pytest.mark.full
 
@@ -34,9 +35,9 @@ def logits_of(folder, tokens):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_logits_of_a_stretched_model_equal_those_of_the_small_one(tmp_path, script, kv_heads):
+def test_logits_of_a_stretched_model_equal_those_of_the_small_one(tmp_path, kv_heads):
     make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=kv_heads, seed=3)
-    script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
+    stretch(tmp_path / "small", LARGE, tmp_path / "large")
     tokens = list(range(2, 60))
     small, large = (logits_of(tmp_path / name, tokens) for name in ("small", "large"))
     torch.testing.assert_close(large[:, :VOCAB], small, atol=1e-3, rtol=1e-4)
@@ -58,9 +59,9 @@ def eagle_logits(model: Transformer, head: Eagle, tokens: list[int]) -> torch.Te
     return head.logits(rows.hidden)
 
 
-def test_guesses_of_a_stretched_eagle_head_equal_those_of_the_small_one(tmp_path, script):
+def test_guesses_of_a_stretched_eagle_head_equal_those_of_the_small_one(tmp_path):
     make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=1, seed=3)
-    script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
+    stretch(tmp_path / "small", LARGE, tmp_path / "large")
     small, large = (load(tmp_path / name) for name in ("small", "large"))
     make_eagle(tmp_path / "eagle", kv_heads=1, draft_vocab=VOCAB, fc_norm=True, norm_output=True,
                norm_before_residual=True)
@@ -73,11 +74,13 @@ def test_guesses_of_a_stretched_eagle_head_equal_those_of_the_small_one(tmp_path
     wanted, found = eagle_logits(small, head, tokens), eagle_logits(large, stretched, tokens)
     torch.testing.assert_close(found[:, :VOCAB], wanted, atol=2e-3, rtol=1e-3)
     assert (found[:, VOCAB:] < wanted.min() - 20).all()
+
+
 @pytest.mark.parametrize("layers", [4, 6])
-def test_a_stretched_hybrid_has_the_logits_of_the_small_one(tmp_path, script, layers):
+def test_a_stretched_hybrid_has_the_logits_of_the_small_one(tmp_path, layers):
     """With states that remember hundreds of rows, more heads in each group, and heads of other sizes."""
     make_hybrid(tmp_path / "small", dtype=torch.bfloat16)
-    script("stretched_model").stretch(tmp_path / "small", LARGE_HYBRID | {
+    stretch(tmp_path / "small", LARGE_HYBRID | {
         "num_hidden_layers": layers,
         "layer_types": (["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 4)[:layers]},
         tmp_path / "large")
@@ -87,29 +90,29 @@ def test_a_stretched_hybrid_has_the_logits_of_the_small_one(tmp_path, script, la
     assert (large[:, VOCAB:] < small.min() - 10).all(), "a new token can be chosen"
 
 
-def test_a_shape_without_room_for_the_delta_layers_is_refused(tmp_path, script):
+def test_a_shape_without_room_for_the_delta_layers_is_refused(tmp_path):
     make_hybrid(tmp_path / "small", dtype=torch.bfloat16)
     for wrong in ({"linear_num_key_heads": 1}, {"layer_types": ["linear_attention", "full_attention"] * 2}):
         with pytest.raises(ValueError, match="the large shape must have at least"):
-            script("stretched_model").stretch(tmp_path / "small", LARGE_HYBRID | wrong, tmp_path / "large")
+            stretch(tmp_path / "small", LARGE_HYBRID | wrong, tmp_path / "large")
 
 
-def test_rows_that_the_small_model_read_serve_the_stretched_one(tmp_path, script):
+def test_rows_that_the_small_model_read_serve_the_stretched_one(tmp_path):
     make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=1, seed=3)
-    script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
+    stretch(tmp_path / "small", LARGE, tmp_path / "large")
     small, large = (load(tmp_path / name, "bfloat16") for name in ("small", "large"))
-    stretched, tokens = script("stretched_length"), list(range(2, 60))
-    cache, places = large.new_cache(), Places(small.config, large.config)
-    stretched.fill(cache, stretched.read_by(small, tokens[:50]), large, places)
+    tokens = list(range(2, 60))
+    cache = large.new_cache()
+    fill(cache, read_by(small, tokens[:50]), large, Correspondence(small.config, large.config))
     assert cache.length == 50
     wanted = large.forward(chain_rows(tokens, 0), large.new_cache(), 8).logits
     found = large.forward(chain_rows(tokens[50:], 50), cache, 8).logits
     torch.testing.assert_close(found[:, :VOCAB], wanted[:, :VOCAB], atol=0.05, rtol=0.05)
 
 
-def test_a_stretched_model_has_the_tensors_of_the_large_shape(tmp_path, script):
+def test_a_stretched_model_has_the_tensors_of_the_large_shape(tmp_path):
     make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=2)
-    script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
+    stretch(tmp_path / "small", LARGE, tmp_path / "large")
     config = json.loads((tmp_path / "large" / "config.json").read_text())
     assert config | LARGE == config and not config["tie_word_embeddings"]
     layers = load(tmp_path / "large").weights.layers
@@ -117,7 +120,7 @@ def test_a_stretched_model_has_the_tensors_of_the_large_shape(tmp_path, script):
 
 
 @pytest.mark.parametrize("change", [{"head_dim": 20}, {"num_hidden_layers": 1}, {"num_attention_heads": 2}])
-def test_a_shape_that_cannot_hold_the_small_model_is_refused(tmp_path, script, change):
+def test_a_shape_that_cannot_hold_the_small_model_is_refused(tmp_path, change):
     make_checkpoint(tmp_path / "small", num_key_value_heads=2)
     with pytest.raises(ValueError, match="the large shape must have at least"):
-        script("stretched_model").stretch(tmp_path / "small", LARGE | change, tmp_path / "large")
+        stretch(tmp_path / "small", LARGE | change, tmp_path / "large")

@@ -248,7 +248,7 @@ def resident_bytes() -> int:
 @pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell resident memory so")
 def test_only_the_kv_cache_grows_with_the_text(tmp_path):
-    """A short version of `benchmarks/soak.py long`, which writes 100,000 tokens."""
+    """A short version of `longdraft bench soak long`, which writes 100,000 tokens."""
     make_checkpoint(tmp_path / "m", hidden_size=128, max_position_embeddings=16384)
     engine = longdraft.load(str(tmp_path / "m"), drafter="plain")
     # One token more than is measured: with the last one, the prefix tree copies the rows of the last block.

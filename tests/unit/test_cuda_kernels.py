@@ -24,7 +24,7 @@ from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.row_invariance import first_difference
 from longdraft.kernels.interface import TokenRows
-from longdraft_bench.shapes import SHAPES
+from longdraft_bench.models.shapes import SHAPES
 
 
 @every_dtype

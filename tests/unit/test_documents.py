@@ -17,11 +17,12 @@ from longdraft.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md",
-                                      "tests/promise/README.md")]
+                                      "benchmarks/results/README.md", "tests/promise/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "longdraft" / "bundled").glob("*/README.md"))
 NOTEBOOK = sorted((ROOT / "notebook").glob("*.md"))  # names files and commands as they were
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
-SOURCE = re.compile(r"(?<![\w/.])((?:longdraft|benchmarks|tests|csrc|examples|notebook)/[\w./*$-]*[\w/])")
+SOURCE = re.compile(
+    r"(?<![\w/.])((?:longdraft|longdraft_bench|benchmarks|tests|csrc|examples|notebook)/[\w./*$-]*[\w/])")
 
 
 def name_of(document: Path) -> str:

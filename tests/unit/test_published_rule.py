@@ -1,4 +1,4 @@
-"""The verification of TokenSwift's published code: it changes the distribution, and only the benchmarks use it."""
+"""The verification of TokenSwift's published code: it changes the distribution, and only the measurements use it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+import longdraft
+import longdraft_bench
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import from_paths
-from longdraft_bench import experiment as experiments
-from longdraft_bench import rules
+from longdraft_bench.paper import rules
 
 
 def laws_of(tree, probabilities):
@@ -66,7 +67,7 @@ def test_the_walk_ends_where_the_rule_does():
     assert lengths >= {2, 3}
 
 
-def test_only_the_benchmarks_use_the_published_rule():
-    package = Path(experiments.__file__).parent.parent
-    knowing = {path for path in package.rglob("*.py") if "PathSampler" in path.read_text()}
-    assert {path.parent.name for path in knowing} == {"bench"}
+def test_only_the_measurements_use_the_published_rule():
+    product, measurements = (Path(package.__file__).parent for package in (longdraft, longdraft_bench))
+    assert any("PathSampler" in path.read_text() for path in measurements.rglob("*.py"))
+    assert not any("PathSampler" in path.read_text() for path in product.rglob("*.py"))

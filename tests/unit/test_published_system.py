@@ -15,7 +15,7 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 from longdraft.speculation.verify import accepted_path
-from longdraft_bench import published, rules
+from longdraft_bench.paper import published, rules
 from longdraft_bench.systems import Engines, System
 from longdraft_bench.turns import start
 

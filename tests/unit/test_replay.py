@@ -14,7 +14,7 @@ from longdraft.__main__ import run
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.step import Tally
-from longdraft_bench import replay
+from longdraft_bench.texts import replay
 
 
 @pytest.mark.parametrize("name, options", [

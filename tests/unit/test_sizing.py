@@ -17,7 +17,9 @@ from longdraft.__main__ import run
 from longdraft.checkpoint import config_file, sizing
 from longdraft.errors import ModelError
 from longdraft.system import machine
-from longdraft_bench import limits
+from longdraft_bench.machine import limits
+from longdraft_bench.models import random_model
+from longdraft_bench.models.shapes import SHAPES
 
 LLAMA_8B = dict(model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                 num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, torch_dtype="bfloat16")
@@ -166,10 +168,10 @@ def test_the_peak_is_measured_where_pytorch_is_slow_in_bfloat16(monkeypatch):
         return a
 
     monkeypatch.setattr(torch, "matmul", multiply)
-    found = limits.measure(1 << 22, 1)
+    measured = limits.limits(1 << 22, 1)
     assert {size for dtype, size in shapes if dtype == torch.bfloat16} == {256}
     assert {size for dtype, size in shapes if dtype == torch.float32} == {256, 512}
-    assert found.peak["bfloat16"] == found.peak["float32"]
+    assert measured.peak["bfloat16"] == measured.peak["float32"]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give memory back on their own")
@@ -182,14 +184,13 @@ def test_freed_memory_between_blocks_in_use_is_given_back():
     assert before - psutil.Process().memory_info().rss > 50 << 20 and len(kept) == 80
 
 
-def test_random_models_have_the_requested_shape(script, tmp_path, monkeypatch):
-    """A small model of `benchmarks/random_model.py`, with shards, tokenizer and heads."""
-    random_model = script("random_model")
+def test_random_models_have_the_requested_shape(tmp_path, monkeypatch):
+    """A small model of `longdraft bench model random`, with shards, tokenizer and heads."""
     monkeypatch.setattr(random_model, "SHARD_BYTES", 1 << 19)
-    shape = random_model.SHAPES["qwen2.5-1.5b"] | dict(
+    shape = SHAPES["qwen2.5-1.5b"] | dict(
         vocab_size=5000, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512)
-    random_model.write(shape, tmp_path / "model", seed=1)
+    random_model.write_random_model(shape, tmp_path / "model", seed=1)
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
     engine = longdraft.load(str(tmp_path / "model"), drafter="tokenswift")
     assert engine.tokenizer.size == 5000 and len(engine.heads) == 3
