@@ -36,7 +36,7 @@ from longdraft.parts.glide import Glide
 from longdraft.parts.heads import Heads
 from longdraft.request.context import Prompt
 from longdraft.request.sampling_params import BREAKERS, SamplingParams
-from longdraft.sampling.grammar import GrammarRules
+from longdraft.sampling.grammar import CompiledGrammars, GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
 from longdraft.speculation.drafter import Drafter
 from longdraft.text.thinking import TAG_TOKENS, closed_thinking
@@ -96,6 +96,7 @@ class LoadedModel:
     quantized_cache    folder of cached quantised weights; None: nothing is cached
     ranks              the processes that share the model
     prefixes           keys and values of former texts, for texts that begin alike; None: none are kept
+    grammars           of requests for structured output
     """
 
     name: str
@@ -117,6 +118,7 @@ class LoadedModel:
     quantized_cache: Path | None = None
     ranks: parallel.SingleProcess = field(default_factory=parallel.SingleProcess)
     prefixes: PrefixTree | None = None
+    grammars: CompiledGrammars = field(default_factory=CompiledGrammars)
 
     @classmethod
     def load_parts(cls, name: str, files: TensorFiles, target: Transformer, tokenizer: Tokenizer,
@@ -213,11 +215,11 @@ class LoadedModel:
         if total > limit:
             raise UsageError(f"prompt ({len(ids)} tokens) + max_new_tokens ({params.max_new_tokens}) is {total}; "
                              f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
-        self.check_settings(params)
+        self.check_settings(params, ids)
         return ids
 
-    def check_settings(self, params: SamplingParams) -> None:
-        """UsageError if the model cannot serve these settings: for token ids, breakers and grammars."""
+    def check_settings(self, params: SamplingParams, prompt: Sequence[int]) -> None:
+        """UsageError if the model cannot serve these settings after `prompt`: for token ids, breakers and grammars."""
         vocabulary = self.target.config.vocab_size
         bad = next((i for i in params.stop_token_ids if i >= vocabulary), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {vocabulary - 1}")
@@ -227,7 +229,7 @@ class LoadedModel:
             unknown = next((text for text in params.dry_sequence_breakers
                             if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)
             check(unknown is None, "dry_sequence_breakers", unknown, "texts that are part of a token of this model")
-        self.grammar_rules(params)
+        self.grammar_rules(params, prompt)
 
     def marked_tokens(self, params: SamplingParams) -> MarkedTokens:
         """The tokens that DRY and XTC treat by their text."""
@@ -252,8 +254,8 @@ class LoadedModel:
         kind, text = params.structured_outputs
         ids = tuple(config.eos_token_ids)
         after = params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
-        return GrammarRules.compile((kind, text), self.tokenizer.for_grammars(config.vocab_size, ids[0]), ids,
-                                    config.vocab_size, after)
+        return self.grammars.rules((kind, text), self.tokenizer.for_grammars(config.vocab_size, ids[0]), ids,
+                                   config.vocab_size, after)
 
     @property
     def arithmetic(self) -> dict[str, str]:
