@@ -24,6 +24,7 @@ from longdraft.request.settings import (
     ValueKind,
     WholeNumber,
     check_settings,
+    described,
     names_of,
     setting,
     settings_of,
@@ -277,5 +278,6 @@ def _check_left_out(params: SamplingParams, samplers: Sequence[str]) -> None:
                              f"{name} out", "samplers")
 
 
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n{described(settings_of(SamplingParams).values())}"
 # Every name of a setting, longdraft's and other tools' -> longdraft's.
 ALIASES = {name: each.name for name, each in names_of(SamplingParams).items()}

@@ -340,6 +340,13 @@ def parse_pairs(name: str, pairs: Iterable[str], shape: str = "KEY=VALUE, such a
     return parsed
 
 
+def described(table: Iterable[Setting]) -> str:
+    """The settings of a table as lines of a docstring."""
+    lines = [f"    {each.name:22} {each.help}{f' Allowed: {each.kind.allowed}.' if each.kind.allowed else ''}"
+             for each in table]
+    return "\n".join(lines) + "\n"
+
+
 def markdown_table(table: Iterable[Setting]) -> str:
     """The settings of a table as a table of a document, with their other names."""
     lines = ["| setting | default | allowed | meaning |", "|---|---|---|---|"]
@@ -352,7 +359,9 @@ def markdown_table(table: Iterable[Setting]) -> str:
 def options_table(table: Iterable[Setting]) -> str:
     """The options of a table as a table of a document."""
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{each.flag}` | {each.shown_default} | {each.help} |" for each in table]
+    for each in table:
+        is_shown = each.shown or each.option_default not in (None, "")  # otherwise the help says what the default is
+        lines.append(f"| `{each.flag}` | {each.shown_default if is_shown else ''} | {each.help} |")
     return _escaped(lines)
 
 
