@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.request.settings import markdown_table, options_table, settings_of
+from longdraft.request.settings import Setting, settings_of
 from longdraft.server.settings import SERVE_OPTIONS
+
+
+def sampling_table(settings: Iterable[Setting]) -> str:
+    """The settings with their ranges and other names."""
+    lines = ["| setting | default | allowed | meaning |", "|---|---|---|---|"]
+    for each in settings:
+        others = f" Also {', '.join(f'`{name}`' for name in each.aliases)}." if each.aliases else ""
+        lines.append(f"| `{each.name}` | {each.shown_default} | {each.allowed_words} | {each.help}{others} |")
+    return "\n".join(lines).replace("*", r"\*") + "\n"
+
+
+def options_table(settings: Iterable[Setting]) -> str:
+    """The options of the command line."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for each in settings:
+        is_shown = each.shown or each.option_default not in (None, "")  # otherwise the help says what the default is
+        lines.append(f"| `{each.flag}` | {each.shown_default if is_shown else ''} | {each.help} |")
+    return "\n".join(lines) + "\n"
+
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 TABLES = {
-    "sampling.md": lambda: markdown_table(settings_of(SamplingParams).values()),
+    "sampling.md": lambda: sampling_table(settings_of(SamplingParams).values()),
     "server.md": lambda: options_table(SERVE_OPTIONS),
 }
 _TABLE = re.compile(r"(<!-- settings: [^>]*-->\n).*?(<!-- end of the settings -->\n)", re.DOTALL)

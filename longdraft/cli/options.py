@@ -16,24 +16,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from longdraft.engine.settings import LOADING
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.request.settings import (
-    FilePath,
-    Pairs,
-    Setting,
-    SettingScope,
-    TokenBias,
-    Truth,
-    ValueKind,
-    parse_pairs,
-    settings_of,
-)
+from longdraft.request.settings import Setting, SettingScope, parse_pairs, settings_of
 from longdraft.system.files import read_text
 
 SAMPLING, RUNNING, FILES = "Sampling and stopping", "Model, drafter and machine", "Input and output"
@@ -55,14 +45,13 @@ Quiet = Annotated[bool, option("Print no progress, summary or remarks on stderr.
 
 # The three ways to give `structured_outputs`.
 _STRUCTURES = (
-    Setting("json_schema", ValueKind(), None,
-            "The text is JSON that matches this JSON schema: a file, or the schema itself, an object (extra: "
-            "structured).", shown="any text"),
-    Setting("regex", ValueKind(), None,
-            "The text matches this regular expression as a whole (extra: structured).", shown="any text"),
-    Setting("grammar", FilePath(), None,
-            "The text matches this grammar, a file in Lark's or llama.cpp's notation (extra: structured).",
-            shown="any text"),
+    Setting("json_schema", str, None, shown="any text",
+            help="The text is JSON that matches this JSON schema: a file, or the schema itself, an object (extra: "
+                 "structured)."),
+    Setting("regex", str, None, shown="any text",
+            help="The text matches this regular expression as a whole (extra: structured)."),
+    Setting("grammar", Path, None, shown="any text",
+            help="The text matches this grammar, a file in Lark's or llama.cpp's notation (extra: structured)."),
 )
 
 
@@ -78,16 +67,22 @@ class OptionGroup:
     convert: Callable[[OptionValues], OptionValues]
 
 
+def _parameter_name(each: Setting) -> str:
+    return each.flag.removeprefix("--").replace("-", "_")
+
+
 def _parameter(each: Setting, panel: str, default: Any) -> inspect.Parameter:
     """The parameter of an option. default: None where the setting's own applies later, and is only shown."""
-    is_flag = isinstance(each.kind, Truth)
+    name = _parameter_name(each)
     shown: Any = True
     if default is None:
-        shown = False if is_flag else each.shown or (each.shown_default if each.default is not None else True)
+        shown = False if each.type is bool else each.shown or (True if each.default is None else each.shown_default)
     declared = option(each.help, each.panel or panel, each.flag, show_default=shown,
-                      envvar=f"LONGDRAFT_{each.parameter.upper()}" if each.has_env else None)
-    kind = each.kind.option_type
-    return inspect.Parameter(each.parameter, inspect.Parameter.KEYWORD_ONLY, default=default,
+                      envvar=f"LONGDRAFT_{name.upper()}" if each.has_env else None)
+    # Lists and mappings are options that may be repeated; token ids are whole numbers, all other items are texts.
+    items = get_args(each.type)
+    kind = list[int] if items[:1] == (int,) else list[str] if items else each.type if each.unit == 1 else float
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,
                              annotation=Annotated[kind if default is not None else kind | None, declared])
 
 
@@ -106,8 +101,8 @@ def engine_options(table: Iterable[Setting] = LOADING, panel: str = RUNNING, **c
     settings = _changed(table, changes)
 
     def convert(given: OptionValues) -> OptionValues:
-        return {each.name: parse_pairs(each.flag, given[each.parameter] or ()) if isinstance(each.kind, Pairs)
-                else given[each.parameter] for each in settings}
+        return {each.name: parse_pairs(each.flag, given[_parameter_name(each)] or ()) if get_origin(each.type) is dict
+                else given[_parameter_name(each)] for each in settings}
 
     return OptionGroup(tuple(_parameter(each, panel, each.option_default) for each in settings), convert)
 
@@ -129,11 +124,11 @@ def sampling_options(owner: type = SamplingParams, *, without: Iterable[str] = (
     def convert(given: OptionValues) -> OptionValues:
         chosen = dict(defaults)
         for each in settings:
-            if (value := given[each.parameter]) in (None, []):
+            if (value := given[_parameter_name(each)]) in (None, []):
                 continue
             if each.name == "banned_strings":
                 value = [phrase for text in value for phrase in _phrases(text)]
-            chosen[each.name] = _parse_bias(value) if isinstance(each.kind, TokenBias) else value
+            chosen[each.name] = _parse_bias(value) if each.name == "logit_bias" else value
         structures = {each.name: given[each.name] for each in _STRUCTURES if given[each.name] is not None}
         return chosen | _structure(structures)
 

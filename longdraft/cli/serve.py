@@ -6,7 +6,7 @@ from typing import Annotated
 
 from longdraft.cli.options import RUNNING, OptionValues, engine_options, option, with_option_groups
 from longdraft.errors import UsageError
-from longdraft.server.settings import SERVE_OPTIONS, MiB, ServerSettings, cache_budget
+from longdraft.server.settings import LOGGING, SERVE_OPTIONS, MiB, ServerSettings, cache_budget
 
 
 @with_option_groups
@@ -17,9 +17,8 @@ def serve(
     quiet: Annotated[bool, option("Show no progress bar while the model is loaded.", RUNNING, "--quiet")] = False,
 ) -> int:
     """Serve a model with OpenAI's completions and chat API, streams, journals, metrics, and a page at /."""
-    for each in SERVE_OPTIONS:
-        if each.name in ("log_format", "log_level"):
-            each.kind.check(each.flag, serving[each.name])
+    for each in LOGGING:
+        each.require(serving[each.name], each.flag)
     try:
         from longdraft.server import logs, run
     except ImportError as error:

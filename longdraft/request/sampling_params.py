@@ -7,33 +7,19 @@ A new setting is one field of `SamplingParams` and its arithmetic in longdraft/s
 
 from __future__ import annotations
 
+import json
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longdraft.errors import UsageError, check
-from longdraft.request.settings import (
-    EVERYWHERE,
-    Number,
-    OneOf,
-    SettingScope,
-    TextList,
-    TokenBias,
-    TokenIdList,
-    Truth,
-    ValueKind,
-    WholeNumber,
-    check_settings,
-    described,
-    names_of,
-    setting,
-    settings_of,
-)
+from longdraft.request.settings import Range, SettingScope, is_whole, names_of, setting, settings_of
 from longdraft.request.structured import SPELLINGS, check_structure, structured_outputs
 
 MAX_SEED = 2**64 - 1
 LONGEST_REPEAT = 50  # tokens: DRY penalises longer repeats like this one; the largest dry_allowed_length
-MAX_PHRASE = 200  # characters of a banned phrase, and of structured_after
+MAX_PHRASES, MAX_PHRASE = 1000, 200  # banned phrases, characters of each
 BREAKERS = ("\n", ":", '"', "*")  # the usual sequence breakers of DRY
 
 # llama.cpp's names of samplers, in its own order, where temperature comes last; longdraft's usual order has it first.
@@ -45,37 +31,79 @@ _OF_SAMPLER = {
     "top_n_sigma": ("top_n_sigma",), "top_k": ("top_k",), "typ_p": ("typical_p",), "top_p": ("top_p",),
     "min_p": ("min_p",), "xtc": ("xtc_probability",)}
 
-# Places: OpenAI's own parameters are at the top level of a body; a few rare settings under `longdraft` only.
+# Scopes: OpenAI's own parameters are at the top level of a body; a few rare settings under `longdraft` only.
 _OPENAI = SettingScope.OPTION | SettingScope.BODY
 _RARE = SettingScope.OPTION | SettingScope.EXTENSION
 _MODEL = SettingScope.MODEL
+_MODEL_OR_REQUEST = SettingScope.MODEL | SettingScope.ANY_REQUEST
+
+_ANY_COUNT = Range(1)
+_OFF_AT_0 = "0 turns it off"
+_OPENAI_PENALTY = Range(-2, 2, cure=_OFF_AT_0)
+_PROBABILITY = Range(0, 1, cure=_OFF_AT_0)
 
 
-class TemperatureLast(Truth):
-    """True or false; `samplers`, llama.cpp's list, says it by its order."""
-
-    def convert(self, name: str, value: Any) -> Any:
-        return _has_temperature_last(value) if name == "samplers" else value
-
-
-class StructureKind(ValueKind):
-    """What a text must match, by the names of several tools; see longdraft/request/structured.py."""
-
-    def check(self, name: str, value: Any) -> None:
-        check_structure(value)
-
-    def convert(self, name: str, value: Any) -> Any:
-        return structured_outputs(name, value)
+def _check_texts(name: str, texts: Any) -> None:
+    check(isinstance(texts, tuple), name, texts, "a tuple of non-empty texts")
+    for text in texts:
+        check(isinstance(text, str) and bool(text), name, text, "non-empty texts")
 
 
-class StructureMark(ValueKind):
-    """The text before a structure."""
+def _check_phrases(name: str, phrases: Any) -> None:
+    _check_texts(name, phrases)
+    too_long = next((text for text in phrases if len(text) > MAX_PHRASE), None)
+    check(len(phrases) <= MAX_PHRASES and too_long is None, name, too_long or f"a list of {len(phrases)}",
+          f"{MAX_PHRASES} texts of {MAX_PHRASE} characters")
 
-    def check(self, name: str, value: Any) -> None:
-        check(isinstance(value, str) and len(value) <= MAX_PHRASE, name, value, _MARK_WORDS)
+
+def _check_ids(name: str, ids: Any) -> None:
+    check(isinstance(ids, tuple) and all(is_whole(token) and token >= 0 for token in ids), name, ids,
+          "a tuple of token ids, 0 or more")
 
 
-_MARK_WORDS = f"a text of at most {MAX_PHRASE} characters, with structured_outputs"
+def _check_bias(name: str, pairs: Any) -> None:
+    is_pairs = isinstance(pairs, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    check(is_pairs, name, pairs, "pairs of a token id and a number")
+    for token, bias in pairs:
+        check(is_whole(token) and token >= 0, name, token, "token ids, 0 or more")
+        is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        check(is_number and -100 <= bias <= 100, name, bias, "-100 to 100")
+    check(len({token for token, _ in pairs}) == len(pairs), name, pairs, "each token id once")
+
+
+def _check_mark(name: str, text: Any, *, has_structure: bool = True) -> None:
+    is_short = isinstance(text, str) and len(text) <= MAX_PHRASE
+    check(is_short and (has_structure or not text), name, text,
+          f"a text of at most {MAX_PHRASE} characters, with structured_outputs")
+
+
+def _to_texts(name: str, value: Any) -> tuple[str, ...]:
+    """A single text is a list of one."""
+    if isinstance(value, Mapping):
+        raise TypeError("a list of texts is needed")
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _to_texts_or_json(name: str, value: Any) -> tuple[str, ...]:
+    """A text that begins with [ is a list in JSON, as SillyTavern sends it."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"{name} is {value!r}; allowed: texts, or a JSON list of them", name) from error
+    return _to_texts(name, value)
+
+
+def _to_pairs(name: str, value: Any) -> Any:
+    """Pairs of a mapping. In JSON its keys, token ids, are texts."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((int(token) if isinstance(token, str) else token, bias) for token, bias in value.items()))
+    return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
+
+
+def _to_temperature_last(name: str, value: Any) -> Any:
+    """`samplers`, llama.cpp's list, says it by its order."""
+    return _has_temperature_last(value) if name == "samplers" else value
 
 
 @dataclass(frozen=True)
@@ -85,122 +113,101 @@ class SamplingParams:
     docs/sampling.md has the range and the meaning of each setting, and the order in which they act.
     """
 
-    max_new_tokens: int = setting(
-        1024, WholeNumber(1), "Maximum number of new tokens.",
-        aliases=("max_tokens", "max_completion_tokens"), scopes=_OPENAI)
-    min_new_tokens: int = setting(
-        0, WholeNumber(0), "Minimum number of new tokens before the text may end.", aliases=("min_tokens",))
-    seed: int | None = setting(
-        None, WholeNumber(0, MAX_SEED, range_words="0 to 2**64-1"), "0 to 2**64-1.", scopes=_OPENAI,
-        shown="random, see --stats")
-    temperature: float = setting(
-        1.0, Number(1e-3, others=(0,), range_words="0, or 0.001 and more", cure="0 is greedy"),
-        "Sampling temperature; 0 takes the likeliest token.", scopes=_OPENAI | _MODEL)
-    top_k: int = setting(
-        0, WholeNumber(0, cure="0 keeps every token"), "Keep the K likeliest tokens; 0: all.",
-        scopes=EVERYWHERE | _MODEL)
-    top_p: float = setting(
-        1.0, Number(0, 1, above=True, cure="1 keeps every token"),
-        "Keep the likeliest tokens with this total probability.", scopes=_OPENAI | _MODEL)
-    min_p: float = setting(
-        0.0, Number(0, 1, below=True, cure="0 keeps every token"),
-        "Keep tokens with at least this fraction of the highest probability.", scopes=EVERYWHERE | _MODEL)
-    eta_cutoff: float = setting(  # Hewitt et al. 2022
-        0.0, Number(0, 1, below=True, cure="0 turns it off"), "Entropy-dependent probability cutoff; 0: off.",
-        scopes=_RARE | _MODEL)
+    max_new_tokens: int = setting(1024, "Maximum number of new tokens.", _ANY_COUNT, scopes=_OPENAI,
+                                  aliases=("max_tokens", "max_completion_tokens"))
+    min_new_tokens: int = setting(0, "Minimum number of new tokens before the text may end.", Range(0),
+                                  aliases=("min_tokens",))
+    seed: int | None = setting(None, "0 to 2**64-1.", Range(0, MAX_SEED, words="0 to 2**64-1"), scopes=_OPENAI,
+                               shown="random, see --stats")
+    temperature: float = setting(1.0, "Sampling temperature; 0 takes the likeliest token.", Range(
+        1e-3, others=(0,), words="0, or 0.001 and more", cure="0 is greedy"), scopes=_OPENAI | _MODEL)
+    top_k: int = setting(0, "Keep the K likeliest tokens; 0: all.", Range(0, cure="0 keeps every token"),
+                         scopes=_MODEL_OR_REQUEST)
+    top_p: float = setting(1.0, "Keep the likeliest tokens with this total probability.",
+                           Range(0, 1, above=True, cure="1 keeps every token"), scopes=_OPENAI | _MODEL)
+    min_p: float = setting(0.0, "Keep tokens with at least this fraction of the highest probability.",
+                           Range(0, 1, below=True, cure="0 keeps every token"), scopes=_MODEL_OR_REQUEST)
+    eta_cutoff: float = setting(0.0, "Entropy-dependent probability cutoff; 0: off.",  # Hewitt et al. 2022
+                                Range(0, 1, below=True, cure=_OFF_AT_0), scopes=_RARE | _MODEL)
     min_tokens_to_keep: int = setting(  # TokenSwift's code: 20
-        1, WholeNumber(1), "Smallest number of tokens that --min-p and --eta-cutoff keep.", scopes=_RARE)
-    repetition_penalty: float = setting(
-        1.0, Number(1e-3, 1e3, cure="1 turns it off"), "Penalty on tokens in the penalty window; 1: off.",
-        scopes=EVERYWHERE | _MODEL)
+        1, "Smallest number of tokens that --min-p and --eta-cutoff keep.", _ANY_COUNT, scopes=_RARE)
+    repetition_penalty: float = setting(1.0, "Penalty on tokens in the penalty window; 1: off.",
+                                        Range(1e-3, 1e3, cure="1 turns it off"), scopes=_MODEL_OR_REQUEST)
     penalty_window: int = setting(
-        1024, WholeNumber(1, cure="to turn the penalty off set repetition_penalty to 1"),
-        "Number of latest tokens that are penalised.", scopes=EVERYWHERE | _MODEL,
+        1024, "Number of latest tokens that are penalised.",
+        Range(1, cure="to turn the penalty off set repetition_penalty to 1"), scopes=_MODEL_OR_REQUEST,
         aliases=("repeat_last_n", "repetition_context_size", "penalty_length", "penalty_range",
                  "repetition_penalty_range", "rep_pen_range"))
     presence_penalty: float = setting(
-        0.0, Number(-2, 2, cure="0 turns it off"),
-        "Subtracted from the logits of new tokens in the penalty window, -2 to 2.", scopes=_OPENAI)
-    frequency_penalty: float = setting(
-        0.0, Number(-2, 2, cure="0 turns it off"), "The same, times the number of their occurrences there, -2 to 2.",
+        0.0, "Subtracted from the logits of new tokens in the penalty window, -2 to 2.", _OPENAI_PENALTY,
         scopes=_OPENAI)
+    frequency_penalty: float = setting(
+        0.0, "The same, times the number of their occurrences there, -2 to 2.", _OPENAI_PENALTY, scopes=_OPENAI)
     dry_multiplier: float = setting(
-        0.0, Number(0, 100, cure="0 turns it off"),
-        "DRY: penalty on tokens that would lengthen a repeated passage; 0: off, usual 0.8.")
-    dry_base: float = setting(
-        1.75, Number(1, 10, cure="to turn DRY off set dry_multiplier to 0"),
-        "DRY: the penalty grows by this factor with each repeated token.")
+        0.0, "DRY: penalty on tokens that would lengthen a repeated passage; 0: off, usual 0.8.",
+        Range(0, 100, cure=_OFF_AT_0))
+    dry_base: float = setting(1.75, "DRY: the penalty grows by this factor with each repeated token.",
+                              Range(1, 10, cure="to turn DRY off set dry_multiplier to 0"))
     dry_allowed_length: int = setting(
-        2, WholeNumber(1, LONGEST_REPEAT, cure="to turn DRY off set dry_multiplier to 0"),
-        "DRY: repeated tokens from which the penalty begins: 2 for chats, 4 for long prose.")
-    dry_penalty_last_n: int = setting(
-        0, WholeNumber(-1, range_words="1 or more; 0 or -1 for the whole text"),
-        "DRY: latest tokens in which repeats are searched; 0: the whole text.", aliases=("dry_range",))
+        2, "DRY: repeated tokens from which the penalty begins: 2 for chats, 4 for long prose.",
+        Range(1, LONGEST_REPEAT, cure="to turn DRY off set dry_multiplier to 0"))
+    dry_penalty_last_n: int = setting(0, "DRY: latest tokens in which repeats are searched; 0: the whole text.",
+                                      Range(-1, words="1 or more; 0 or -1 for the whole text"), aliases=("dry_range",))
     dry_sequence_breakers: tuple[str, ...] = setting(
-        BREAKERS, TextList(may_be_json=True), "DRY: text that ends a repeated passage. Repeatable.",
-        option="dry-sequence-breaker", shown="line break, colon, quote and asterisk")
-    no_repeat_ngram_size: int = setting(
-        0, WholeNumber(0, LONGEST_REPEAT + 1, cure="0 turns it off"),
-        "No passage of this many tokens may occur twice; 0: off.", scopes=EVERYWHERE | _MODEL)
+        BREAKERS, "DRY: text that ends a repeated passage. Repeatable.", option="dry-sequence-breaker",
+        shown="line break, colon, quote and asterisk", check=_check_texts, convert=_to_texts_or_json,
+        has_json_lists=True)
+    no_repeat_ngram_size: int = setting(0, "No passage of this many tokens may occur twice; 0: off.",
+                                        Range(0, LONGEST_REPEAT + 1, cure=_OFF_AT_0), scopes=_MODEL_OR_REQUEST)
     typical_p: float = setting(
-        1.0, Number(0, 1, above=True, cure="1 turns it off"),
-        "Keep the tokens whose surprise is closest to the entropy, with this total probability; 1: off.",
-        aliases=("typical", "typ_p"), scopes=EVERYWHERE | _MODEL)
-    top_n_sigma: float = setting(
-        0.0, Number(0, others=(-1,), cure="0 or -1 turns it off"),
-        "Keep logits within this many standard deviations of the highest; 0: off.", aliases=("nsigma", "top_nsigma"))
-    xtc_probability: float = setting(
-        0.0, Number(0, 1, cure="0 turns it off"), "XTC: how often the top choices are excluded, 0 to 1; 0: off.")
-    xtc_threshold: float = setting(
-        0.1, Number(0, 1, cure="above 0.5 turns it off"),
-        "XTC: probability from which a token is a top choice; above 0.5: off.")
-    temperature_last: bool = setting(
-        False, TemperatureLast(), "Apply the temperature after the filters, as llama.cpp does.",
-        aliases=("temp_last", "samplers"))
+        1.0, "Keep the tokens whose surprise is closest to the entropy, with this total probability; 1: off.",
+        Range(0, 1, above=True, cure="1 turns it off"), aliases=("typical", "typ_p"), scopes=_MODEL_OR_REQUEST)
+    top_n_sigma: float = setting(0.0, "Keep logits within this many standard deviations of the highest; 0: off.",
+                                 Range(0, others=(-1,), cure="0 or -1 turns it off"), aliases=("nsigma", "top_nsigma"))
+    xtc_probability: float = setting(0.0, "XTC: how often the top choices are excluded, 0 to 1; 0: off.", _PROBABILITY)
+    xtc_threshold: float = setting(0.1, "XTC: probability from which a token is a top choice; above 0.5: off.",
+                                   Range(0, 1, cure="above 0.5 turns it off"))
+    temperature_last: bool = setting(False, "Apply the temperature after the filters, as llama.cpp does.",
+                                     aliases=("temp_last", "samplers"), convert=_to_temperature_last)
     dynatemp_range: float = setting(
-        0.0, Number(0, 100, cure="0 turns it off"),
-        "Temperature plus or minus this, by the entropy; needs --temperature-last; 0: off.")
-    dynatemp_exponent: float = setting(
-        1.0, Number(0, 100, above=True), "Exponent of the entropy in dynamic temperature.")
+        0.0, "Temperature plus or minus this, by the entropy; needs --temperature-last; 0: off.",
+        Range(0, 100, cure=_OFF_AT_0))
+    dynatemp_exponent: float = setting(1.0, "Exponent of the entropy in dynamic temperature.",
+                                       Range(0, 100, above=True))
     banned_strings: tuple[str, ...] = setting(
-        (), TextList(1000, MAX_PHRASE, may_be_json=True),
-        "Phrase that the text must not contain, in any letter case, or a UTF-8 file with one on each line. Repeatable.",
-        option="ban", shown="none", aliases=("banned_phrases",))
+        (), "Phrase that the text must not contain, in any letter case, or a UTF-8 file with one on each line. "
+        "Repeatable.", option="ban", aliases=("banned_phrases",), limits=(MAX_PHRASES, MAX_PHRASE),
+        check=_check_phrases, convert=_to_texts_or_json, has_json_lists=True)
     structured_outputs: tuple[str, ...] = setting(
-        (), StructureKind(), "What the text must match: a JSON schema, a regular expression or a grammar.",
-        aliases=SPELLINGS, scopes=SettingScope.BODY | SettingScope.EXTENSION, shown="any text")
+        (), "What the text must match: a JSON schema, a regular expression or a grammar.", aliases=SPELLINGS,
+        scopes=SettingScope.BODY | SettingScope.EXTENSION, shown="any text", check=check_structure,
+        convert=structured_outputs)
     structured_after: str = setting(
-        "", StructureMark(), "Text after which --json-schema, --regex or --grammar begins, such as </think>.",
-        shown="the end of thinking that the prompt opens")
-    stop: tuple[str, ...] = setting(
-        (), TextList(), "Text that ends the generation. Repeatable.", aliases=("stop_strings",),
-        scopes=_OPENAI | _MODEL)
-    stop_token_ids: tuple[int, ...] = setting(
-        (), TokenIdList(), "Token id that ends the generation. Repeatable.", option="stop-token-id")
+        "", "Text after which --json-schema, --regex or --grammar begins, such as </think>.", check=_check_mark,
+        shown="the end of thinking that the prompt opens", limits=(1, MAX_PHRASE))
+    stop: tuple[str, ...] = setting((), "Text that ends the generation. Repeatable.", aliases=("stop_strings",),
+                                    scopes=_OPENAI | _MODEL, check=_check_texts, convert=_to_texts)
+    stop_token_ids: tuple[int, ...] = setting((), "Token id that ends the generation. Repeatable.", check=_check_ids,
+                                              option="stop-token-id", convert=lambda name, ids: tuple(ids))
     logit_bias: tuple[tuple[int, float], ...] = setting(
-        (), TokenBias(100), "ID=VALUE: add VALUE, -100 to 100, to a token's logit. Repeatable.", scopes=_OPENAI)
-    ignore_eos: bool = setting(False, Truth(), "Continue after the model's end-of-text token.")
-    on_loop: str = setting(
-        "warn", OneOf(("warn", "stop", "off")),
-        "If the text repeats itself: warn, stop (finish reason 'loop') or off.", scopes=_RARE)
+        (), "ID=VALUE: add VALUE, -100 to 100, to a token's logit. Repeatable.", scopes=_OPENAI, check=_check_bias,
+        convert=_to_pairs)
+    ignore_eos: bool = setting(False, "Continue after the model's end-of-text token.")
+    on_loop: str = setting("warn", "If the text repeats itself: warn, stop (finish reason 'loop') or off.",
+                           ("warn", "stop", "off"), scopes=_RARE)
     from_model: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Names of the settings above that come from the model's own defaults; informational."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        for name, each in settings_of(type(self)).items():
+            each.require(getattr(self, name))
         check(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens,
               f"at most max_new_tokens ({self.max_new_tokens})")
         check(self.dynatemp_range == 0 or self.temperature_last, "dynatemp_range", self.dynatemp_range,
               "0 without temperature_last", "dynamic temperature depends on what the filters leave")
-        if self.structured_outputs:
-            for name, allowed, reason in (
-                    ("ignore_eos", "false", "the grammar ends the text"),
-                    ("min_new_tokens", "0", "the grammar ends the text"),
-                    ("no_repeat_ngram_size", "off", "it could ban what the grammar demands"),
-                    ("banned_strings", "off", "it could ban what the grammar demands")):
-                check(not getattr(self, name), name, getattr(self, name), f"{allowed} with structured_outputs", reason)
-        else:
-            check(not self.structured_after, "structured_after", self.structured_after, _MARK_WORDS)
+        _check_mark("structured_after", self.structured_after, has_structure=bool(self.structured_outputs))
+        for name, allowed, reason in _OFF_WITH_STRUCTURE if self.structured_outputs else ():
+            check(not getattr(self, name), name, getattr(self, name), f"{allowed} with structured_outputs", reason)
 
     @classmethod
     def from_names(cls, settings: Mapping[str, Any]) -> SamplingParams:
@@ -218,9 +225,9 @@ class SamplingParams:
             if name not in names:
                 raise UsageError(f"unknown sampling setting {name!r}; known: {', '.join(sorted(settings_of(cls)))}",
                                  name)
-            target = names[name].name
+            target, convert = names[name].name, names[name].convert
             try:
-                value = names[name].kind.convert(name, value)
+                value = convert(name, value) if convert else value
             except (TypeError, ValueError) as error:  # such as a number in place of a list
                 shown = repr(value)[:80]
                 raise UsageError(f"{name} is {shown}, which is of the wrong kind: {error}", target) from error
@@ -278,6 +285,11 @@ def _check_left_out(params: SamplingParams, samplers: Sequence[str]) -> None:
                              f"{name} out", "samplers")
 
 
-SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n{described(settings_of(SamplingParams).values())}"
+_OFF_WITH_STRUCTURE = (
+    ("ignore_eos", "false", "the grammar ends the text"), ("min_new_tokens", "0", "the grammar ends the text"),
+    ("no_repeat_ngram_size", "off", "it could ban what the grammar demands"),
+    ("banned_strings", "off", "it could ban what the grammar demands"))
 # Every name of a setting, longdraft's and other tools' -> longdraft's.
 ALIASES = {name: each.name for name, each in names_of(SamplingParams).items()}
+SamplingParams.__doc__ = "\n".join([SamplingParams.__doc__ or "", *(
+    f"    {name:22} {each.help}" for name, each in settings_of(SamplingParams).items())])

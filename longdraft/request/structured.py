@@ -41,7 +41,7 @@ def structured_outputs(name: str, value: Any) -> Structure | None:
     return _by_kind(name, {name.removeprefix("guided_"): value})
 
 
-def check_structure(structure: object) -> None:
+def check_structure(name: str, structure: object) -> None:
     """Raise UsageError unless it is a pair of a kind and a text, or empty."""
     if structure == ():
         return

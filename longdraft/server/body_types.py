@@ -25,18 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.request.settings import (
-    Number,
-    OneOf,
-    SettingScope,
-    TextList,
-    TokenBias,
-    TokenIdList,
-    Truth,
-    ValueKind,
-    WholeNumber,
-    names_of,
-)
+from longdraft.request.settings import Range, Setting, SettingScope, names_of
 from longdraft.request.structured import MAX_STRUCTURE
 from longdraft.system.files import require_text
 
@@ -132,7 +121,7 @@ class StrictModel(BaseModel):
         for name, member in resolved.get("properties", {}).items():
             if name not in resolved.get("required", ()) and _NULL not in member.get("anyOf", ()):
                 about = {key: member.pop(key) for key in ("title", "description", "default") if key in member}
-                resolved["properties"][name] = {"anyOf": [member, _NULL], **about}
+                resolved["properties"][name] = {"anyOf": [*member.get("anyOf", [member]), _NULL], **about}
         return schema
 
 
@@ -153,38 +142,33 @@ def settings_body(name: str, scope: SettingScope, owner: type = SamplingParams) 
     """A class with a field for each name of the sampling settings that may be given in `scope`. The fields check types
     and sizes; `owner` checks ranges."""
     members: dict[str, Any] = {
-        spelling: (_type_of(spelling, each.kind), Field(default=None, description=each.help,
-                                                        json_schema_extra=_range_of(each.kind)))
+        spelling: (_FORMS.get(spelling) or _type_of(each),
+                   Field(default=None, description=each.help, json_schema_extra=_range_of(each)))
         for spelling, each in names_of(owner).items() if scope in each.scopes}
     return create_model(name, __base__=SettingsBody, **members)
 
 
-def _type_of(name: str, kind: ValueKind) -> Any:
+def _type_of(each: Setting) -> Any:
     """The type of a setting's values in a body."""
-    if name in _FORMS:
-        return _FORMS[name]
-    if isinstance(kind, TextList):
-        return _texts(kind.max_texts or MAX_STOPS, kind.max_length or MAX_STOP_LENGTH, kind.may_be_json)
-    if isinstance(kind, OneOf):
-        return Literal[kind.words]
-    types = ((WholeNumber, int), (Number, float), (Truth, bool), (TokenIdList, TokenIds), (TokenBias, LogitBias))
-    return next((found for each, found in types if isinstance(kind, each)), StopString)
+    if isinstance(each.allowed, tuple):
+        return Literal[each.allowed]
+    count, length = each.limits
+    text: Any = Annotated[Utf8Text, Field(max_length=length)]
+    if each.type == tuple[str, ...]:
+        one: Any = Annotated[Utf8Text, Field(max_length=count * length)] if each.has_json_lists else text
+        several: Any = Annotated[list[text], Field(fail_fast=True, max_length=count)]
+        return Annotated[one | several, one_of(f"a text or a list of at most {count:,} texts, of {length:,} characters "
+                                               "each")]
+    return {str: text, tuple[int, ...]: TokenIds, tuple[tuple[int, float], ...]: LogitBias}.get(each.type, each.type)
 
 
-def _texts(most: int, longest: int, may_be_json: bool) -> Any:
-    one: Any = Annotated[Utf8Text, Field(max_length=longest * (most if may_be_json else 1))]
-    several: Any = Annotated[list[Annotated[Utf8Text, Field(max_length=longest)]],
-                             Field(fail_fast=True, max_length=most)]
-    words = f"a text or a list of at most {most:,} texts, of {longest:,} characters each"
-    return Annotated[one | several, one_of(words)]
-
-
-def _range_of(kind: ValueKind) -> dict[str, Any]:
+def _range_of(each: Setting) -> dict[str, Any]:
     """The range of a number as members of a JSON schema."""
-    if not isinstance(kind, Number) or kind.others:
+    allowed = each.allowed
+    if not isinstance(allowed, Range) or allowed.others:
         return {}
-    ends = {"exclusiveMinimum" if kind.above else "minimum": kind.low,
-            "exclusiveMaximum" if kind.below else "maximum": kind.high}
+    ends = {"exclusiveMinimum" if allowed.above else "minimum": allowed.low,
+            "exclusiveMaximum" if allowed.below else "maximum": allowed.high}
     return {name: end for name, end in ends.items() if math.isfinite(end)}
 
 

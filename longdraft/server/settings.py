@@ -6,125 +6,104 @@ import ipaddress
 import os
 import re
 import ssl
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from longdraft.engine.settings import CACHE_RAM, SNAPSHOT, SNAPSHOT_MAX
 from longdraft.errors import UsageError, check
 from longdraft.journal.snapshot_folder import SnapshotOptions
-from longdraft.request.settings import (
-    FilePath,
-    Number,
-    OneOf,
-    Setting,
-    TextList,
-    Truth,
-    ValueKind,
-    WholeNumber,
-    setting,
-    settings_of,
-)
+from longdraft.request.settings import Range, Setting, setting, settings_of
 
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*?#\s]+")
 _USABLE_SHARE = 0.8  # of the memory that is free once the model is loaded
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-# The two panels of `longdraft serve --help` besides those of other commands.
-_SERVING: dict[str, Any] = dict(panel="Serving", has_env=True)
-_LIMITS: dict[str, Any] = dict(panel="Limits", has_env=True)
+_QUOTA = Range(0, cure="0 sets no limit")
+_INTERVAL = Range(0, above=True, words="more than 0 seconds")
+T = TypeVar("T")
+
+
+def _serving(default: T, help: str, allowed: Range | tuple[str, ...] | None = None, **about: Any) -> T:
+    return setting(default, help, allowed, **{"panel": "Serving", "has_env": True, **about})
+
+
+def _limit(default: T, help: str, allowed: Range | tuple[str, ...] | None = None, **about: Any) -> T:
+    return setting(default, help, allowed, panel="Limits", has_env=True, **about)
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Address, access rules and limits of a server. Each is an option of `longdraft serve`, in the option's unit there:
-    sizes that are bytes here are MiB, for example.
+    """Address, access rules and limits of a server. Fields with a help are options of `longdraft serve`, in units of
+    their own there: MiB for bytes, for example.
 
-    api_keys      each of these grants full access; none: no key is required
-    key_labels    a label for each key, for logs, metrics and quotas; none: key-1, key-2, ...
-    journals      folder of the journals; None: nothing is kept on disk
-    memory_bytes  budget for the caches of all running texts
-    snapshots     of the texts with journals; max_bytes is the size of all of them together
+    api_keys     each of these grants full access; none: no key is required
+    key_labels   a label for each key, for logs, metrics and quotas; none: key-1, key-2, ...
+    journals     folder of the journals; None: nothing is kept on disk
+    snapshots    of the texts with journals; max_bytes is the size of all of them together
     """
 
-    host: str = setting("127.0.0.1", ValueKind(), "Address to listen on; 0.0.0.0: all. Give a key then.", **_SERVING)
-    port: int = setting(8000, WholeNumber(0, 65535, cure="0 takes a free port"), "Port; 0: any free one.", **_SERVING)
+    host: str = _serving("127.0.0.1", "Address to listen on; 0.0.0.0: all. Give a key then.")
+    port: int = _serving(8000, "Port; 0: any free one.", Range(0, 65535, cure="0 takes a free port"))
     api_keys: tuple[str, ...] = ()
     key_labels: tuple[str, ...] = ()
-    certfile: Path | None = setting(
-        None, FilePath(), "TLS certificate chain (PEM); the server then speaks HTTPS.", **_SERVING)
-    keyfile: Path | None = setting(
-        None, FilePath(), "Private key of --certfile (PEM), if that file does not hold it.", **_SERVING)
-    model_name: str = setting(
-        "novelist", ValueKind(), "The model's name for clients; default: --model.", option="served-model-name",
-        **_SERVING)
+    certfile: Path | None = _serving(None, "TLS certificate chain (PEM); the server then speaks HTTPS.")
+    keyfile: Path | None = _serving(None, "Private key of --certfile (PEM), if that file does not hold it.")
+    model_name: str = _serving("novelist", "The model's name for clients; default: --model.",
+                               option="served-model-name")
     journals: Path | None = None
-    cors_origins: tuple[str, ...] = setting(
-        (), TextList(), "Web origin that may call this server. Repeatable.", option="cors-origin", panel="Serving")
-    allowed_hosts: tuple[str, ...] = setting(
-        (), TextList(), "Host name that requests to a server without keys may use. Repeatable.", option="allowed-host",
-        panel="Serving")
-    allows_no_key: bool = setting(
-        False, Truth(), "Let anyone who can reach --host use the server, without a key.", option="no-key",
-        panel="Serving")
-    reasoning_format: str = setting(
-        "auto", OneOf(("auto", "none")),
-        "The thinking of models that mark it, in chat replies: auto: reasoning_content; none: part of content.",
-        **_SERVING)
-    key_requests: int = setting(
-        0, WholeNumber(0, cure="0 sets no limit"), "Requests per minute of each API key; 0: no limit.", **_LIMITS)
-    key_tokens: int = setting(
-        0, WholeNumber(0, cure="0 sets no limit"), "Tokens per hour, read and written, of each API key; 0: no limit.",
-        **_LIMITS)
-    max_running: int = setting(8, WholeNumber(1), "Texts written at the same time, at most.", **_LIMITS)
-    max_queued: int = setting(64, WholeNumber(0), "Waiting texts, at most; more get status 429.", **_LIMITS)
-    memory_bytes: int = setting(
-        1 << 30, WholeNumber(1),
-        "Memory in MiB for the KV caches of running texts; default: 80 % of the memory that is free after loading the "
-        "model.", option="memory-mib", unit=MiB, **_LIMITS)
-    unknown_parameters: str = setting(
-        "refuse", OneOf(("refuse", "warn")),
-        "Unknown parameters of a body: refuse (status 400), or warn: log their names and leave them out.", **_LIMITS)
+    cors_origins: tuple[str, ...] = _serving((), "Web origin that may call this server. Repeatable.",
+                                             option="cors-origin", has_env=False)
+    allowed_hosts: tuple[str, ...] = _serving(
+        (), "Host name that requests to a server without keys may use. Repeatable.", option="allowed-host",
+        has_env=False)
+    allows_no_key: bool = _serving(False, "Let anyone who can reach --host use the server, without a key.",
+                                   option="no-key", has_env=False)
+    reasoning_format: str = _serving(
+        "auto", "The thinking of models that mark it, in chat replies: auto: reasoning_content; none: part of content.",
+        ("auto", "none"))
+    key_requests: int = _limit(0, "Requests per minute of each API key; 0: no limit.", _QUOTA)
+    key_tokens: int = _limit(0, "Tokens per hour, read and written, of each API key; 0: no limit.", _QUOTA)
+    max_running: int = _limit(8, "Texts written at the same time, at most.", Range(1))
+    max_queued: int = _limit(64, "Waiting texts, at most; more get status 429.", Range(0))
+    memory_bytes: int = _limit(
+        1 << 30, "Memory in MiB for the KV caches of running texts; default: 80 % of the memory that is free after "
+        "loading the model.", Range(1), option="memory-mib", unit=MiB)
+    unknown_parameters: str = _limit(
+        "refuse", "Unknown parameters of a body: refuse (status 400), or warn: log their names and leave them out.",
+        ("refuse", "warn"))
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
-    max_body_bytes: int = setting(
-        8 * MiB, Number(1 / 1024, 1 << 20, range_words="above 0 (1 KiB or more), at most 1048576"),
-        "Largest request body in MiB; larger ones get status 413.", option="max-body-mib", unit=MiB, **_LIMITS)
-    max_choices: int = setting(32, WholeNumber(1), "Maximum number of texts per request.", **_LIMITS)
-    max_connections: int = setting(1024, WholeNumber(1), "Open connections, at most.", **_LIMITS)
-    max_connections_per_address: int = setting(  # of an IPv4 address, or of an IPv6 network of 64 bits
-        512, WholeNumber(1), "Open connections of one client address, at most.", **_LIMITS)
-    timeout_s: float = setting(
-        0.0, Number(0), "Time limit of a request in seconds; 0: none.", option="timeout", **_LIMITS)
-    stall_s: float = setting(
-        60.0, Number(0, above=True, range_words="more than 0 seconds"),
-        "Seconds for a client to read the next part of a stream, or to send a body.", option="stall", **_LIMITS)
-    drain_s: float = setting(
-        30.0, Number(0), "Seconds that running texts get after SIGTERM.", option="drain", **_LIMITS)
-    journal_from: int = setting(
-        1024, WholeNumber(1), "Texts of at least this many tokens always have a journal.", **_LIMITS)
-    keep_finished: int = setting(200, WholeNumber(0), "Number of finished journals to keep.", **_LIMITS)
-    keep_cut_s: float = setting(
-        30 * 86400.0, Number(0), "Days to keep journals of unfinished texts.", option="keep-cut-days", unit=86400,
-        **_LIMITS)
-    journals_bytes: int = setting(
-        10 << 30, WholeNumber(0), "MiB of all journals; beyond it the oldest are removed.", option="journals-mib",
-        unit=MiB, **_LIMITS)
-    disk_floor_bytes: int = setting(
-        256 * MiB, WholeNumber(0), "Free MiB of the disk below which no journal begins.", option="disk-floor-mib",
-        unit=MiB, **_LIMITS)
-    progress_s: float = setting(
-        5.0, Number(0, above=True, range_words="more than 0 seconds"),
-        "Seconds between progress comments in a stream.", option="progress", **_LIMITS)
+    max_body_bytes: int = _limit(
+        8 * MiB, "Largest request body in MiB; larger ones get status 413.",
+        Range(1 / 1024, 1 << 20, words="above 0 (1 KiB or more), at most 1048576"), option="max-body-mib", unit=MiB)
+    max_choices: int = _limit(32, "Maximum number of texts per request.", Range(1))
+    max_connections: int = _limit(1024, "Open connections, at most.", Range(1))
+    # An address is one of IPv4, or a network of 64 bits of IPv6.
+    max_connections_per_address: int = _limit(512, "Open connections of one client address, at most.", Range(1))
+    timeout_s: float = _limit(0.0, "Time limit of a request in seconds; 0: none.", Range(0), option="timeout")
+    stall_s: float = _limit(60.0, "Seconds for a client to read the next part of a stream, or to send a body.",
+                            _INTERVAL, option="stall")
+    drain_s: float = _limit(30.0, "Seconds that running texts get after SIGTERM.", Range(0), option="drain")
+    journal_from: int = _limit(1024, "Texts of at least this many tokens always have a journal.", Range(1))
+    keep_finished: int = _limit(200, "Number of finished journals to keep.", Range(0))
+    keep_cut_s: float = _limit(30 * 86400.0, "Days to keep journals of unfinished texts.", Range(0),
+                               option="keep-cut-days", unit=86400)
+    journals_bytes: int = _limit(10 << 30, "MiB of all journals; beyond it the oldest are removed.", Range(0),
+                                 option="journals-mib", unit=MiB)
+    disk_floor_bytes: int = _limit(256 * MiB, "Free MiB of the disk below which no journal begins.", Range(0),
+                                   option="disk-floor-mib", unit=MiB)
+    progress_s: float = _limit(5.0, "Seconds between progress comments in a stream.", _INTERVAL, option="progress")
 
     def __post_init__(self) -> None:
         for name, each in settings_of(ServerSettings).items():
             value = getattr(self, name)
-            if isinstance(each.kind, Number):
-                each.kind.check_range(each.flag, value / each.unit if each.unit != 1 else value)
-            elif isinstance(each.kind, OneOf):
-                each.kind.check(each.flag, value)
+            if isinstance(each.allowed, Range):
+                each.allowed.check(each.flag, value if each.unit == 1 else value / each.unit)
+            elif each.allowed:
+                each.require(value, each.flag)
         if not self.is_local and not self.api_keys and not self.allows_no_key:
             raise UsageError(f"--host {self.host} is open to other machines, and there is no key; set "
                              "LONGDRAFT_API_KEY or --api-key-file, or confirm with --no-key that anyone may use it")
@@ -152,10 +131,11 @@ class ServerSettings:
         for name, each in settings_of(cls).items():
             if (value := given[name]) is None:
                 continue
-            if isinstance(each.kind, Number) and each.unit != 1:
-                each.kind.check_range(each.flag, value)  # before it becomes a whole number of bytes
-                value = type(each.default)(value * each.unit)
-            chosen[name] = tuple(value) if isinstance(each.kind, TextList) else value
+            if isinstance(each.allowed, Range) and each.unit != 1:
+                each.allowed.check(each.flag, value)  # before it becomes a whole number
+                value *= each.unit
+                value = int(min(value, sys.maxsize)) if each.type is int else value
+            chosen[name] = tuple(value) if isinstance(value, list) else value
         return cls(**chosen)
 
     def _check_keys(self) -> None:
@@ -194,32 +174,31 @@ class ServerSettings:
             return False
 
 
-def _serve_options() -> tuple[Setting, ...]:
-    """The options of `longdraft serve`: those of `ServerSettings`, and those from which it follows."""
-    own = settings_of(ServerSettings)
-    # None: the default depends on the model.
-    options = own | {name: replace(own[name], default=None) for name in ("model_name", "memory_bytes")}
-    keys = (
-        Setting("api_keys", TextList(), None, "Key required for everything except /health. Repeatable. Also "
-                                              "LONGDRAFT_API_KEY.", option="api-key", panel="Serving"),
-        Setting("api_key_file", FilePath(), None, "File of keys, one per line, each followed by an optional label.",
-                **_SERVING))
-    others = (
-        Setting("journals", ValueKind(), "", "Folder of journals; 'none': no journals; default: longdraft/journals in "
-                                        "XDG_STATE_HOME.", **_SERVING),
-        Setting("log_format", OneOf(("json", "text")), "text", "json or text.", **_SERVING),
-        Setting("log_level", OneOf(("debug", "info", "warning", "error")), "info", "debug, info, warning or error.",
-                **_SERVING),
-        replace(CACHE_RAM, help="MiB of that memory for the prefix tree: keys and values of earlier texts, for texts "
-                                "that begin alike; 0: off; default: a quarter, at most 8192, and 0 on CUDA.", shown="",
-                **_LIMITS),
-        replace(SNAPSHOT, help="Keep keys and values beside journals, so that resuming reads a file instead of the "
-                               "text: auto (on the CPU), never or always.", **_LIMITS),
-        replace(SNAPSHOT_MAX, help="GiB of all snapshots together; beyond it the oldest are removed.", **_LIMITS))
-    return *keys, *options.values(), *others
-
-
-SERVE_OPTIONS = _serve_options()
+LOGGING = (
+    Setting("log_format", str, "text", "json or text.", ("json", "text"), panel="Serving", has_env=True),
+    Setting("log_level", str, "info", "debug, info, warning or error.", ("debug", "info", "warning", "error"),
+            panel="Serving", has_env=True))
+_OWN = settings_of(ServerSettings)
+SERVE_OPTIONS = (
+    Setting("api_keys", tuple[str, ...], None, option="api-key", panel="Serving",
+            help="Key required for everything except /health. Repeatable. Also LONGDRAFT_API_KEY."),
+    Setting("api_key_file", Path, None, "File of keys, one per line, each followed by an optional label.",
+            panel="Serving", has_env=True),
+    Setting("journals", str, "", panel="Serving", has_env=True,
+            help="Folder of journals; 'none': no journals; default: longdraft/journals in XDG_STATE_HOME."),
+    *LOGGING,
+    # None: the default of these depends on the model.
+    *(_OWN | {name: replace(_OWN[name], default=None) for name in ("model_name", "memory_bytes")}).values(),
+    replace(CACHE_RAM, shown="", panel="Limits", has_env=True,
+            help="MiB of that memory for the prefix tree: keys and values of earlier texts, for texts that begin "
+                 "alike; 0: off; default: a quarter, at most 8192, and 0 on CUDA."),
+    replace(SNAPSHOT, panel="Limits", has_env=True,
+            help="Keep keys and values beside journals, so that resuming reads a file instead of the text: auto (on "
+                 "the CPU), never or always."),
+    replace(SNAPSHOT_MAX, panel="Limits", has_env=True,
+            help="GiB of all snapshots together; beyond it the oldest are removed."),
+)
+"""The options of `longdraft serve`: those of `ServerSettings`, and those from which it follows."""
 
 
 def _no_password() -> str:

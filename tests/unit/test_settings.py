@@ -21,16 +21,7 @@ from longdraft.cli.options import OptionValues, sampling_options, with_option_gr
 from longdraft.engine.settings import JOURNALING, SETTINGS
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.request.settings import (
-    EVERYWHERE,
-    Number,
-    SettingScope,
-    described,
-    markdown_table,
-    names_of,
-    setting,
-    settings_of,
-)
+from longdraft.request.settings import Range, SettingScope, names_of, setting, settings_of
 
 TABLES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "packaging" / "settings_tables.py"))
 
@@ -39,8 +30,8 @@ TABLES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "packaging" / 
 class MoreParams(SamplingParams):
     """One setting more."""
 
-    sparkle: float = setting(0.5, Number(0, 2), "Sparkle of the prose; 0: off.", aliases=("glitter",),
-                             scopes=EVERYWHERE | SettingScope.MODEL)
+    sparkle: float = setting(0.5, "Sparkle of the prose; 0: off.", Range(0, 2), aliases=("glitter",),
+                             scopes=SettingScope.ANY_REQUEST | SettingScope.MODEL)
 
 
 def parse_options(*arguments: str) -> OptionValues:
@@ -92,9 +83,9 @@ def test_a_new_setting_may_be_in_rows_of_a_batch_and_in_a_book(monkeypatch):
 
 def test_a_new_setting_is_in_the_tables_of_the_documents():
     row = "| `sparkle` | 0.5 | 0 to 2 | Sparkle of the prose; 0: off. Also `glitter`. |\n"
-    assert row in markdown_table(settings_of(MoreParams).values())
-    assert "    sparkle                Sparkle" in described(settings_of(MoreParams).values())
-    assert "sparkle" not in markdown_table(settings_of(SamplingParams).values())
+    assert row in TABLES["sampling_table"](settings_of(MoreParams).values())
+    assert row not in TABLES["TABLES"]["sampling.md"]()
+    assert "Keep the K likeliest tokens" in SamplingParams.__doc__
 
 
 @pytest.mark.parametrize("name", TABLES["TABLES"])
