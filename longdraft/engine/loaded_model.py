@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,16 @@ from longdraft.parts.glide import Glide
 from longdraft.parts.heads import Heads
 from longdraft.request.context import Prompt
 from longdraft.request.sampling_params import BREAKERS, SamplingParams
-from longdraft.sampling.grammar import CompiledGrammars, GrammarRules
+from longdraft.request.structured import Structure
+from longdraft.sampling import grammar
+from longdraft.sampling.grammar import GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
 from longdraft.speculation.drafter import Drafter
 from longdraft.text.thinking import TAG_TOKENS, closed_thinking
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
+
+_MAX_GRAMMARS = 16  # compiled grammars of a model that are kept; each has up to a megabyte of text
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,6 @@ class LoadedModel:
     quantized_cache    folder of cached quantised weights; None: nothing is cached
     ranks              the processes that share the model
     prefixes           keys and values of former texts, for texts that begin alike; None: none are kept
-    grammars           of requests for structured output
     """
 
     name: str
@@ -118,7 +121,6 @@ class LoadedModel:
     quantized_cache: Path | None = None
     ranks: parallel.SingleProcess = field(default_factory=parallel.SingleProcess)
     prefixes: PrefixTree | None = None
-    grammars: CompiledGrammars = field(default_factory=CompiledGrammars)
 
     @classmethod
     def load_parts(cls, name: str, files: TensorFiles, target: Transformer, tokenizer: Tokenizer,
@@ -251,11 +253,22 @@ class LoadedModel:
         if not config.eos_token_ids:
             raise UsageError("structured_outputs needs a model with an end-of-text token, which this one has not",
                              "structured_outputs")
+        grammar.version()  # raises if llguidance is not installed
         kind, text = params.structured_outputs
-        ids = tuple(config.eos_token_ids)
         after = params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
-        return self.grammars.rules((kind, text), self.tokenizer.for_grammars(config.vocab_size, ids[0]), ids,
-                                   config.vocab_size, after)
+        return self._compile_grammar((kind, text), after)
+
+    @cached_property
+    def _compile_grammar(self) -> Callable[[Structure, str], GrammarRules]:
+        """Compiles a grammar. It keeps the latest ones: a request needs its grammar to be refused early and to be
+        written, and clients send the same one again and again."""
+        tokenizer, vocabulary = self.tokenizer, self.target.config.vocab_size
+        ids = tuple(self.target.config.eos_token_ids)
+
+        def compile_grammar(structure: Structure, after: str) -> GrammarRules:
+            return GrammarRules.compile(structure, tokenizer.for_grammars(vocabulary, ids[0]), ids, vocabulary, after)
+
+        return lru_cache(_MAX_GRAMMARS)(compile_grammar)
 
     @property
     def arithmetic(self) -> dict[str, str]:

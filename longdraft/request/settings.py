@@ -67,42 +67,25 @@ class Range:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting.
+    """One setting."""
 
-    name      in Python, in rows and in bodies
-    type      of its values
-    default   without it; None: it depends, see `shown`
-    help      one line, for --help and the documents
-    allowed   numbers of a range, or some words; None: `check` decides, or the code that uses the value
-    aliases   names that other tools use for it
-    scopes    where it may be given
-    convert   (spelling, value from JSON or another tool) -> value, or None if it asks for nothing; default: as it is
-    check     raises UsageError for (name, a wrong value)
-    limits    of a list of texts in a request: number of texts, characters of each
-    has_json_lists  a text may be a list of texts in JSON
-    option    the option's name; default: `name` with hyphens
-    shown     the default in words
-    panel     the part of --help; default: that of the command's group
-    has_env   LONGDRAFT_OPTION sets it too
-    unit      one unit of the option in units of the field, such as 1048576 for bytes that are given in MiB
-    """
-
-    name: str
-    type: Any
-    default: Any
-    help: str
-    allowed: Range | tuple[str, ...] | None = None
-    aliases: tuple[str, ...] = ()
+    name: str  # in Python, in rows and in bodies
+    type: Any  # of its values
+    default: Any  # without it; None: it depends, see `shown`
+    help: str  # one line, for --help and the documents
+    allowed: Range | tuple[str, ...] | None = None  # numbers or words; None: `check` decides, or the setting's user
+    aliases: tuple[str, ...] = ()  # names that other tools use for it
     scopes: SettingScope = SettingScope.ANY_REQUEST
+    # (spelling, value from JSON or another tool) -> value, or None if it asks for nothing. Default: as it is.
     convert: Callable[[str, Any], Any] | None = None
-    check: Callable[[str, Any], None] | None = None
-    limits: tuple[int, int] = (16, 1024)
-    has_json_lists: bool = False
-    option: str = ""
-    shown: str = ""
-    panel: str = ""
-    has_env: bool = False
-    unit: float = 1
+    check: Callable[[str, Any], None] | None = None  # raises UsageError for (name, a wrong value)
+    limits: tuple[int, int] = (16, 1024)  # texts of a list in a request, characters of each
+    has_json_lists: bool = False  # a text may be a list of texts in JSON
+    option: str = ""  # its name, if it is not `name` with hyphens
+    shown: str = ""  # the default in words
+    panel: str = ""  # the part of --help, if it is not that of the command's group
+    has_env: bool = False  # LONGDRAFT_OPTION sets it too
+    unit: float = 1  # one unit of the option in units of the field: 1048576 for bytes that are given in MiB
 
     @property
     def flag(self) -> str:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Mask = NDArray[np.bool_]  # [V]: the tokens that are allowed
 FORCED = "grammar"  # the source of forced tokens in the statistics
 _MAX_FORCED = 32  # forced tokens that a step adds to a tree at most
-_MAX_GRAMMARS = 16  # of a model that are kept; each has up to a megabyte of text
 _TAG = re.compile(r"<[^<>\s]+>")
 _WHITESPACE = r"[ \n]{0,2}"  # between the parts of JSON: unbounded white space can go on for ever
 
@@ -100,26 +99,6 @@ class GrammarRules:
         mask = np.zeros(self.vocabulary, dtype=bool)
         mask[list(self.eos_ids)] = True
         return mask
-
-
-class CompiledGrammars:
-    """The grammars of one model. A request needs its grammar several times (to refuse a wrong one before it waits, and
-    to write), and clients send the same one again and again: it is compiled once."""
-
-    def __init__(self) -> None:
-        self._rules: dict[tuple[Structure, str], GrammarRules] = {}
-
-    def rules(self, structure: Structure, tokenizer: LLTokenizer, eos_ids: tuple[int, ...], vocabulary: int, after: str
-              ) -> GrammarRules:
-        """See `GrammarRules.compile`. All arguments but `structure` and `after` are always the same."""
-        key = structure, after
-        rules = self._rules.get(key)
-        if rules is None:
-            rules = GrammarRules.compile(structure, tokenizer, eos_ids, vocabulary, after)
-            for oldest in list(self._rules)[: max(0, len(self._rules) - _MAX_GRAMMARS + 1)]:
-                self._rules.pop(oldest, None)  # another thread may have removed it
-            self._rules[key] = rules
-        return rules
 
 
 _WORDS = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
