@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 from longdraft.errors import UsageError
 from longdraft.request.openai_body import UNSUPPORTED, unsupported
 from longdraft.request.sampling_params import ALIASES, SamplingParams
-from longdraft.request.structured import NAMES as STRUCTURE_NAMES
 from longdraft.system.files import require_text
 from longdraft.text.harmony import ChannelText
 
@@ -160,14 +159,9 @@ def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, checked, by longdraft's names: `max_tokens` becomes `max_new_tokens`."""
-    try:
-        if isinstance(bias := given.get("logit_bias"), dict):  # keys of a JSON object are texts
-            given = {**given, "logit_bias": tuple(sorted((int(token), value) for token, value in bias.items()))}
-        structure = SamplingParams.from_names(given).structured_outputs
-    except (TypeError, ValueError) as error:  # such as a number in place of a list
-        raise UsageError(f"a sampling setting is of the wrong kind: {error}") from error
-    settings = {ALIASES.get(name, name): value for name, value in given.items()
-                if value is not None and name not in STRUCTURE_NAMES}
+    structure = SamplingParams.from_names(given).structured_outputs
+    settings = {ALIASES.get(name, name): value for name, value in given.items() if value is not None}
+    settings.pop("structured_outputs", None)
     return settings | ({"structured_outputs": structure} if structure else {})
 
 

@@ -115,9 +115,7 @@ class Book:
         options  variables of the chat template
         """
         check(params.seed is not None, "seed", None, "a number", "each part of a book derives its own from it")
-        settings = {name: value for name, value in asdict(params).items()
-                    if name not in ("max_new_tokens", "min_new_tokens", "from_model")}
-        state = BookState(asdict(plan), json.loads(json.dumps(settings)), engine.name, engine.fingerprint)
+        state = BookState(asdict(plan), _settings_of(params), engine.name, engine.fingerprint)
         path = folder / STATE
         if path.exists():
             state_of_folder = _read_state(path)
@@ -307,12 +305,21 @@ def _most_tokens(chapter: OutlinedChapter) -> int:
     return chapter.words * _TOKENS_PER_WORD
 
 
+def _settings_of(params: SamplingParams) -> dict[str, Any]:
+    """The settings that all parts of a book share, as JSON has them."""
+    shared = {name: value for name, value in asdict(params).items()
+              if name not in ("max_new_tokens", "min_new_tokens", "from_model")}
+    settings: dict[str, Any] = json.loads(json.dumps(shared))
+    return settings
+
+
 def _read_state(path: Path) -> BookState:
     try:
         content = json.loads(path.read_bytes())
         chapters = [OutlinedChapter(str(each["title"]), str(each["brief"]), int(each["words"]))
                     for each in content["chapters"]]
-        state = BookState(**{**content, "chapters": chapters})
+        settings = _settings_of(SamplingParams()) | content["settings"]  # books of older versions lack the newest ones
+        state = BookState(**{**content, "chapters": chapters, "settings": settings})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise JournalError(f"{path} cannot be read: {error!r}; repair it, or choose another --folder") from error
     for chapter in state.chapters:

@@ -18,10 +18,11 @@ from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.checkpoint.gguf.metadata import sampling_of
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import ALIASES, SamplingParams
+from longdraft.request.settings import SettingScope, names_of
 
 GENERATION_CONFIG = "generation_config.json"
-_SUPPORTED = ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "repetition_penalty", "penalty_window",
-              "typical_p", "no_repeat_ngram_size", "stop_strings")
+# Names in the file of the settings that it may have.
+_SUPPORTED = [name for name, each in names_of(SamplingParams).items() if SettingScope.MODEL in each.scopes]
 # Settings that would change the text and that longdraft does not have, with the values that turn them off.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": (), "begin_suppress_tokens": (), "constraints": (), "diversity_penalty": (0,),
@@ -103,10 +104,6 @@ def describe_defaults(params: SamplingParams) -> str:
 
 def _validated(name: str, value: Any) -> Any:
     """The value as SamplingParams takes it. Raises UsageError if it is out of range or of the wrong type."""
-    if name == "stop_strings":
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list):
-            raise UsageError(f"{name} is {value!r}; allowed: texts")
     return getattr(SamplingParams.from_names({name: value}), ALIASES.get(name, name))
 
 

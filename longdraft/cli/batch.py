@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperCommand
 
 from longdraft.cli import options
-from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
-from longdraft.cli.options import FILES, RUNNING, SAMPLING, option
+from longdraft.cli.options import FILES, OptionValues, engine_options, option, sampling_options, with_option_groups
+from longdraft.engine.settings import CACHE_RAM, FSYNC, LOADING, TENSOR_PARALLEL
 from longdraft.errors import UsageError, check
 
 if TYPE_CHECKING:
@@ -57,24 +57,19 @@ def batch(
     served_model_name: Annotated[str | None, option("The model's name in requests and records.", JOB,
                                                     show_default="--model")] = None,
     stats: Annotated[Path | None, option("Write the job's totals to this JSON file.", FILES)] = None,
-    fsync: options.Fsync = "1",
     quiet: options.Quiet = False,
     *,
-    loading: Loading,
-    tensor_parallel: options.TensorParallel = 1,
-    cache_ram: options.CacheRam = None,
-    threads: Annotated[int | None, option("CPU threads of each worker.", RUNNING, "--threads",
-                                          show_default="the cores divided by the workers")] = None,
-    max_new_tokens: Annotated[int | None, option("Maximum number of new tokens per text.", SAMPLING,
-                                                 show_default="1024")] = None,
-    min_new_tokens: Annotated[int | None, option("Minimum number of new tokens before a text may end.", SAMPLING,
-                                                 show_default="0")] = None,
-    seed: Annotated[int, option("Seed of the job. A row without a seed derives its own from this one and its id.",
-                                SAMPLING)] = 0,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
-    on_loop: options.OnLoop = "warn",
-    sampling: Sampling,
+    journaling: Annotated[OptionValues, engine_options((FSYNC,), FILES)],
+    loading: Annotated[OptionValues, engine_options(
+        (*LOADING, TENSOR_PARALLEL, CACHE_RAM),
+        threads=dict(help="CPU threads of each worker.", shown="the cores divided by the workers"))],
+    sampling: Annotated[OptionValues, sampling_options(
+        without=("stop_token_ids", "logit_bias"),
+        max_new_tokens=dict(help="Maximum number of new tokens per text."),
+        min_new_tokens=dict(help="Minimum number of new tokens before a text may end."),
+        seed=dict(help="Seed of the job. A row without a seed derives its own from this one and its id.", default=0,
+                  shown=""),
+        on_loop=dict(default="warn"))],
 ) -> int:
     """Write a text for every row of IN into OUT. Start the same command again to resume after any interruption.
 
@@ -86,22 +81,21 @@ def batch(
     from longdraft.journal import parse_fsync
     from longdraft.request.sampling_params import SamplingParams
 
-    given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "stop": stop or None,
-             "ignore_eos": ignore_eos or None, "on_loop": on_loop, **sampling}
-    SamplingParams.from_names({**given, "seed": seed})  # fail before any file is read
-    parse_fsync(fsync)
+    SamplingParams.from_names(sampling)  # fail before any file is read
+    seed = sampling.pop("seed")
+    parse_fsync(journaling["fsync"])
     check(workers is None or 1 <= workers <= 4096, "--workers", workers, "1 to 4096")
     check(1 <= batch_size <= 1024, "--batch-size", batch_size, "1 to 1024")
     check(0 <= retries <= 1000, "--retries", retries, "0 to 1000")
     if ray is None and workers and workers > 1 and _is_on_gpu(loading["device"]):
         raise UsageError("--workers would share one GPU; leave the option out, or use --ray, which gives "
                          "each worker its own GPU")
-    if ray is None and threads is None and workers:
-        threads = max(1, (os.cpu_count() or 1) // workers)
-    model, file, cache_dir = (loading.pop(name) for name in ("model", "file", "cache_dir"))
-    load = {"model": from_anywhere(with_file(model, file)), **loading, "cache_dir": cache_dir and str(cache_dir),
-            **{name: loading[name] and from_anywhere(loading[name]) for name in ("tokenizer", "heads")},
-            "threads": threads, "tensor_parallel": tensor_parallel, "cache_ram": cache_ram}
+    if ray is None and loading["threads"] is None and workers:
+        loading["threads"] = max(1, (os.cpu_count() or 1) // workers)
+    threads, tensor_parallel, cache_dir = loading["threads"], loading["tensor_parallel"], loading["cache_dir"]
+    model, file = loading["model"], loading.pop("file")
+    load = {**loading, "model": from_anywhere(with_file(model, file)), "cache_dir": cache_dir and str(cache_dir),
+            **{name: loading[name] and from_anywhere(loading[name]) for name in ("tokenizer", "heads")}}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
         raise UsageError("--tensor-parallel writes one text at a time on all ranks; leave --workers and --ray out")
@@ -110,12 +104,10 @@ def batch(
         from longdraft.engine.loading import load as load_engine
 
         return follow(lambda: load_engine(**load))
-    defaults = {name: list(value) if isinstance(value, list) else value for name, value in given.items()
-                if value is not None}
     from longdraft.batch.worker import BatchJob
 
-    job = BatchJob(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model,
-                   fsync, retries, batch_size=1 if tensor_parallel > 1 else batch_size)
+    job = BatchJob(Path(os.path.abspath(work or f"{output}.work")), load, sampling, seed, served_model_name or model,
+                   journaling["fsync"], retries, batch_size=1 if tensor_parallel > 1 else batch_size)
     return _run(rows, output, job, _executor(workers, ray, threads, loading["device"]), retry_errors, stats, quiet)
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longdraft.cli import options
-from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
-from longdraft.cli.options import FILES, SAMPLING, option
+from longdraft.cli.options import FILES, OptionValues, engine_options, option, sampling_options, with_option_groups
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.system.console import Interrupt, Interrupted
@@ -33,10 +32,11 @@ def book(
     chat_option: options.ChatOption = None,
     quiet: options.Quiet = False,
     *,
-    loading: Loading,
-    seed: Annotated[int, option("0 to 2**64-1. Each chapter has a seed of its own, which follows from this one.",
-                                SAMPLING)] = 0,
-    sampling: Sampling,
+    loading: Annotated[OptionValues, engine_options()],
+    sampling: Annotated[OptionValues, sampling_options(
+        without=("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "logit_bias", "ignore_eos", "on_loop"),
+        seed=dict(help="0 to 2**64-1. Each chapter has a seed of its own, which follows from this one.", default=0,
+                  shown=""))],
 ) -> int:
     """Write a book from PREMISE. Start the same command again to continue after an interruption.
 
@@ -46,21 +46,20 @@ def book(
     from longdraft.book.book import Book, BookPlan
     from longdraft.cli.display import load_with_bar
 
-    given = {"seed": seed, **sampling}
-    if SamplingParams.from_names(given).structured_outputs:
+    if SamplingParams.from_names(sampling).structured_outputs:
         raise UsageError("a book is prose; leave --json-schema, --regex and --grammar out")
     plan = BookPlan(read_prompt(premise, premise_file), chapters, words)
     chat_options = options.chat_options(chat_option or ())
     engine = load_with_bar(loading, quiet=quiet)
-    params = engine.params(**given)
+    params = engine.params(**sampling)
     options.print_model_defaults(params, quiet=quiet)
     with engine, Interrupt() as interrupt:
-        found = Book.open(folder, engine, plan, params, chat_options)
+        written = Book.open(folder, engine, plan, params, chat_options)
         follow = _Follower(interrupt, quiet)
         try:
-            for progress in (found.outline if outline_only else found.write)(follow):
+            for progress in (written.outline if outline_only else written.write)(follow):
                 if not quiet and progress.state == "outlined":
-                    print(f"longdraft: outline of {len(found.state.chapters)} chapters in {folder / 'BOOK.json'}",
+                    print(f"longdraft: outline of {len(written.state.chapters)} chapters in {folder / 'BOOK.json'}",
                           file=sys.stderr)
         except Interrupted:
             print(f"longdraft: interrupted; the same command continues the book in {folder}", file=sys.stderr)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from longdraft.cli import options
-from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
-from longdraft.cli.options import FILES, SAMPLING, option
+from longdraft.cli.options import FILES, OptionValues, engine_options, option, sampling_options, with_option_groups
+from longdraft.engine.settings import CACHE_RAM, LOADING
 from longdraft.errors import OutputError, UsageError, check
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.system.console import Interrupt, Interrupted, replace_unencodable, stdout_lost
@@ -43,26 +43,21 @@ def chat(
                                             FILES)] = "auto",
     quiet: options.Quiet = False,
     *,
-    loading: Loading,
-    cache_ram: options.CacheRam = None,
-    max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", SAMPLING)] = 4096,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    sampling: Sampling,
+    loading: Annotated[OptionValues, engine_options((*LOADING, CACHE_RAM))],
+    sampling: Annotated[OptionValues, sampling_options(
+        without=("min_new_tokens", "logit_bias", "ignore_eos", "on_loop"),
+        max_new_tokens=dict(help="Maximum number of tokens per answer.", default=4096))],
 ) -> int:
     """Chat with a model that has a chat template. Messages are lines of stdin; /help lists the commands."""
-    given = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop or None,
-             "stop_token_ids": stop_token_id or None, **sampling}
-    SamplingParams.from_names(given)  # fail before the model is loaded
+    SamplingParams.from_names(sampling)  # fail before the model is loaded
     check(reasoning_format in ("auto", "none"), "--reasoning-format", reasoning_format, "auto or none")
     require_text(system or "", "--system", "give it in UTF-8")
     chat_options = options.chat_options(chat_option or ())
     from longdraft.cli.display import load_with_bar
     from longdraft.text.thinking import find_format
 
-    engine = load_with_bar({**loading, "cache_ram": cache_ram}, quiet=quiet)
-    params = engine.params(**given)
+    engine = load_with_bar(loading, quiet=quiet)
+    params = engine.params(**sampling)
     form = find_format(engine.tokenizer) if reasoning_format == "auto" else None
     conversation = Conversation(engine, params, system, chat_options, form)
     conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option

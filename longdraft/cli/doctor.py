@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from longdraft.cli.options import OptionValues, engine_options, with_option_groups
+from longdraft.engine.settings import SETTINGS
 from longdraft.errors import UsageError
 
 _CONTEXTS = (4096, 100_000)  # tokens, for the estimated time per token
@@ -16,15 +18,16 @@ _MAX_WIDTH = 400  # characters of a table
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+@with_option_groups
 def models(
+    *,
+    loading: Annotated[OptionValues, engine_options([SETTINGS["cache_dir"]], "Options")],
     as_json: _Json = False,
-    cache_dir: Annotated[Path | None, typer.Option(help="Cache folder for files from the hub; default: that of "
-                                                        "HF_HOME.")] = None,
 ) -> None:
     """List the models on this machine: bundled, in the hub's cache, of Ollama and of LM Studio."""
     from longdraft.checkpoint import config_file, inventory
 
-    entries = inventory.models_here(cache_dir)
+    entries = inventory.models_here(loading["cache_dir"])
     if as_json:
         print(json.dumps([model._asdict() | {"runs": not model.problem} for model in entries], indent=2))
         return
@@ -38,20 +41,21 @@ def models(
           "--model FILE.gguf, or --model owner/name from the hub.")
 
 
+@with_option_groups
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Show what this model (bundled name, folder, GGUF file or hub id) "
-                                              "needs and how fast it can be here, or why it does not run; from its "
-                                              "config.json or header alone.")] = None,
-    file: Annotated[str | None, typer.Option(help="GGUF file to take from the folder or the hub id.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Cache folder for files from the hub; default: that of "
-                                                        "HF_HOME.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use files from the hub's cache only.")] = False,
+    *,
+    loading: Annotated[OptionValues, engine_options(
+        [SETTINGS[name] for name in ("model", "file", "cache_dir", "offline")], "Options",
+        model=dict(default=None, help="Show what this model (bundled name, folder, GGUF file or hub id) needs and how "
+                                      "fast it can be here, or why it does not run; from its config.json or header "
+                                      "alone."))],
     as_json: _Json = False,
 ) -> None:
     """Show versions, hardware and kernels, with what is missing; or what a model needs."""
-    if model is None and (file or cache_dir or offline):
+    model = loading.pop("model")
+    if model is None and any(loading.values()):
         raise UsageError("--file, --cache-dir and --offline apply to a model; give --model with them")
-    report = _report() if model is None else _needs(model, file, cache_dir, offline)
+    report = _report() if model is None else _needs(model, **loading)
     if as_json:
         print(json.dumps(report, indent=2))
         return

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from longdraft.cli import options
-from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
-from longdraft.cli.options import FILES, SAMPLING, option
+from longdraft.cli.options import FILES, OptionValues, engine_options, option, sampling_options, with_option_groups
+from longdraft.engine.settings import JOURNALING, LOADING, TENSOR_PARALLEL
 from longdraft.errors import JournalError, UsageError
 from longdraft.request.sampling_params import SamplingParams
 
@@ -28,22 +28,11 @@ def generate(
                                           FILES)] = None,
     journal: Annotated[Path | None, option("Keep a crash-safe journal in this new folder. `longdraft resume` continues "
                                            "from it.", FILES)] = None,
-    fsync: options.Fsync = "1",
-    snapshot: options.SnapshotMode = "auto",
-    snapshot_max: options.SnapshotMax = 8,
     quiet: options.Quiet = False,
     *,
-    loading: Loading,
-    tensor_parallel: options.TensorParallel = 1,
-    max_new_tokens: Annotated[int, option("Maximum number of new tokens.", SAMPLING)] = SamplingParams.max_new_tokens,
-    min_new_tokens: Annotated[int, option("Minimum number of new tokens before the text may end.", SAMPLING)] = 0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    logit_bias: options.LogitBiasPairs = None,
-    ignore_eos: options.IgnoreEos = False,
-    on_loop: options.OnLoop = SamplingParams.on_loop,
-    sampling: Sampling,
+    journaling: Annotated[OptionValues, engine_options(JOURNALING, FILES)],
+    loading: Annotated[OptionValues, engine_options((*LOADING, TENSOR_PARALLEL))],
+    sampling: Annotated[OptionValues, sampling_options()],
 ) -> int:
     """Continue PROMPT and stream the text to stdout.
 
@@ -56,20 +45,16 @@ def generate(
     from longdraft.journal.snapshot_folder import SnapshotOptions
     from longdraft.system.files import open_outputs, read_prompt
 
-    given = {
-        "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed, "stop": stop or None,
-        "stop_token_ids": stop_token_id or None, "logit_bias": options.parse_bias(logit_bias or ()),
-        "ignore_eos": ignore_eos, "on_loop": on_loop, **sampling}
-    SamplingParams.from_names(given)  # fail before the model is loaded
+    SamplingParams.from_names(sampling)  # fail before the model is loaded
     chat_options = options.chat_options(chat_option or ())
     if chat_options and not chat:
         raise UsageError("--chat-option is a variable of the chat template; give --chat with it")
-    parse_fsync(fsync)
-    SnapshotOptions.parse(snapshot, snapshot_max)
-    if not journal and (fsync, snapshot, snapshot_max) != ("1", "auto", 8):
+    parse_fsync(journaling["fsync"])
+    SnapshotOptions.parse(journaling["snapshot"], journaling["snapshot_max"])
+    if not journal and any(journaling[each.name] != each.default for each in JOURNALING):
         raise UsageError("--fsync, --snapshot and --snapshot-max are settings of a journal; give --journal with them")
-    options.require_one_process(tensor_parallel)
-    loading = {**loading, "tensor_parallel": tensor_parallel, "cache_ram": 0}
+    options.require_one_process(loading["tensor_parallel"])
+    loading["cache_ram"] = 0  # one text has no earlier one to begin like
     if options.is_follower():
         return follow(lambda: load(**loading))
     if journal and journal_exists(journal):
@@ -83,13 +68,12 @@ def generate(
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats, "--report": report})
     try:
         engine = load_with_bar(loading, quiet=quiet)
-        params = engine.params(**given)
+        params = engine.params(**sampling)
         options.print_model_defaults(params, quiet=quiet)
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
         with engine:
             return write_generation(TextRun(
-                lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync, on_prefill=progress,
-                                                 snapshot=snapshot, snapshot_max=snapshot_max),
+                lambda progress: engine.generate(ids, params, journal=journal, on_prefill=progress, **journaling),
                 params.max_new_tokens, files, journal, quiet, engine))
     finally:
         for opened in files.values():

@@ -10,36 +10,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longdraft.cli import options
-from longdraft.cli.options import FILES, RUNNING, option, parse_pairs
+from longdraft.cli.options import FILES, RUNNING, OptionValues, engine_options, option, with_option_groups
+from longdraft.engine.settings import JOURNALING, SETTINGS
 
 if TYPE_CHECKING:
     from longdraft.journal import JournalContent, StepRecord
 
 Folder = Annotated[Path, typer.Argument(metavar="JOURNAL", help="The folder given as --journal.", show_default=False)]
-_Elsewhere = Annotated[str | None, option("Where the model is now.", RUNNING, "--model",
-                                          show_default="as in the journal")]
+_ELSEWHERE = dict(help="Where the model is now.", default=None, shown="as in the journal")
 _MAX_TABLE_ROWS = 12
 
 
+@with_option_groups
 def resume(
     journal: Folder,
     output: options.Output = None,
     tokens_out: options.TokensOut = None,
     stats: options.Stats = None,
-    fsync: options.Fsync = "1",
-    snapshot: options.SnapshotMode = "auto",
-    snapshot_max: options.SnapshotMax = 8,
     quiet: options.Quiet = False,
-    model: _Elsewhere = None,
-    tokenizer: options.TokenizerName = None,
-    cache_dir: options.CacheDir = None,
-    offline: options.Offline = False,
-    drafter: Annotated[str | None, option("As for generate.", RUNNING, "--drafter",
-                                          show_default="the journal's")] = None,
-    drafter_option: options.DrafterOption = None,
-    heads: options.HeadsSource = None,
-    threads: options.Threads = None,
-    quantized_cache: options.QuantizedCache = None,
+    *,
+    journaling: Annotated[OptionValues, engine_options(JOURNALING, FILES)],
+    loading: Annotated[OptionValues, engine_options(
+        [SETTINGS[name] for name in ("model", "tokenizer", "cache_dir", "offline", "drafter", "drafter_options",
+                                     "heads", "threads", "quantized_cache")],
+        model=_ELSEWHERE, drafter=dict(help="As for generate.", default=None, shown="the journal's"))],
     allow_different_kernels: Annotated[bool, option(
         "Continue with other kernels or versions than the journal's. The statistics say so.", RUNNING,
         "--allow-different-kernels")] = False,
@@ -55,54 +49,50 @@ def resume(
     from longdraft.journal.snapshot_folder import SnapshotOptions
     from longdraft.system.files import open_outputs
 
-    parse_fsync(fsync)
-    SnapshotOptions.parse(snapshot, snapshot_max)
-    drafting = parse_pairs("--drafter-option", drafter_option) if drafter_option else None
-    found = read_journal(journal)
-    loading: dict[str, Any] = {
-        "model": model, "tokenizer": tokenizer, "drafter": drafter, "drafter_options": drafting, "heads": heads,
-        "threads": threads, "cache_dir": cache_dir, "offline": offline, "quantized_cache": quantized_cache,
-        "cache_ram": 0}
-    options.require_one_process(int(found.header.arithmetic.get("tensor_parallel", "1")))
+    parse_fsync(journaling["fsync"])
+    SnapshotOptions.parse(journaling["snapshot"], journaling["snapshot_max"])
+    loading |= {"drafter_options": loading["drafter_options"] or None, "cache_ram": 0}
+    content = read_journal(journal)
+    options.require_one_process(int(content.header.arithmetic.get("tensor_parallel", "1")))
     if options.is_follower():
-        return follow(lambda: load_for(found.header, **loading))
+        return follow(lambda: load_for(content.header, **loading))
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
     try:
-        with LoadBar(quiet=quiet, quantises=found.header.quantize != "none") as bar:
-            engine = load_for(found.header, **loading, on_load=bar.show)
-        if found.finish and not quiet:
-            print(f"longdraft: the text is complete ({len(found.tokens):,} tokens, finish reason {found.finish})",
+        with LoadBar(quiet=quiet, quantises=content.header.quantize != "none") as bar:
+            engine = load_for(content.header, **loading, on_load=bar.show)
+        if content.finish and not quiet:
+            print(f"longdraft: the text is complete ({len(content.tokens):,} tokens, finish reason {content.finish})",
                   file=sys.stderr)
         with engine:
             return write_generation(TextRun(
-                lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress, snapshot=snapshot,
-                                               snapshot_max=snapshot_max,
+                lambda progress: engine.resume(journal, on_prefill=progress, **journaling,
                                                allow_different_kernels=allow_different_kernels),
-                found.header.params.max_new_tokens, files, journal, quiet))
+                content.header.params.max_new_tokens, files, journal, quiet))
     finally:
         for file in files.values():
             file.abandon()
 
 
+@with_option_groups
 def inspect(
     journal: Folder,
     as_json: Annotated[bool, option("Print JSON instead of tables.", FILES, "--json")] = False,
     text: Annotated[Path | None, option("Write the text so far to this file; '-' is stdout.", FILES)] = None,
     tokens_out: options.TokensOut = None,
-    model: _Elsewhere = None,
-    cache_dir: options.CacheDir = None,
-    offline: options.Offline = False,
+    *,
+    loading: Annotated[OptionValues, engine_options([SETTINGS[name] for name in ("model", "cache_dir", "offline")],
+                                              model=_ELSEWHERE)],
 ) -> None:
     """Show a journal: settings, progress, and speed and acceptance over the length. It may be in use."""
     from longdraft.journal import read_journal
     from longdraft.system.files import open_outputs
 
-    found = read_journal(journal)
+    content = read_journal(journal)
     is_stdout = text is not None and str(text) == "-"
     files = open_outputs({"--text": None if is_stdout else text, "--tokens-out": tokens_out})
     try:
         if text is not None:
-            shown = _text(found, model, cache_dir, offline)
+            shown = _text(content, **loading)
             if is_stdout:
                 sys.stdout.write(shown)
             else:
@@ -111,60 +101,60 @@ def inspect(
         if tokens_out is not None:
             from longdraft.cli.stream import npy
 
-            files["--tokens-out"].write(npy(found.tokens))
+            files["--tokens-out"].write(npy(content.tokens))
             files["--tokens-out"].finish()
     finally:
         for file in files.values():
             file.abandon()
-    report = describe(journal, found)
+    report = describe(journal, content)
     if as_json:
         print(json.dumps(report, indent=2))
     elif not is_stdout:
         _print(report)
 
 
-def _text(found: JournalContent, model: str | None, cache_dir: Path | None, offline: bool) -> str:
+def _text(content: JournalContent, model: str | None, cache_dir: Path | None, offline: bool) -> str:
     """The text of the tokens, by the journal's tokenizer."""
     from longdraft.checkpoint import hub
     from longdraft.errors import JournalError
     from longdraft.text.stream import TextStream
     from longdraft.text.tokenizer import Tokenizer
 
-    name = model or found.header.model
+    name = model or content.header.model
     tokenizer = Tokenizer(hub.resolve(name, hub.Hub(cache_dir=cache_dir, offline=offline)))
-    if tokenizer.sha256 != found.header.tokenizer:
+    if tokenizer.sha256 != content.header.tokenizer:
         raise JournalError(f"the tokenizer of {name} differs from the journal's; give the journal's model as --model")
-    writing = TextStream(tokenizer, found.header.params, found.header.eos_token_ids)
-    text = writing.push(found.tokens.tolist()).text
+    writing = TextStream(tokenizer, content.header.params, content.header.eos_token_ids)
+    text = writing.push(content.tokens.tolist()).text
     return text if writing.finish_reason else text + writing.flush()
 
 
-def describe(folder: Path, found: JournalContent) -> dict[str, Any]:
+def describe(folder: Path, content: JournalContent) -> dict[str, Any]:
     """The report of `inspect`, with the keys of the statistics."""
     from dataclasses import asdict
 
     from longdraft.engine import run_statistics
     from longdraft.journal import is_being_written
 
-    header = asdict(found.header)
+    header = asdict(content.header)
     prompt = header.pop("prompt")
-    runs = [asdict(run) for run in found.runs]
-    is_pure = all(run.arithmetic == found.header.arithmetic for run in found.runs)
-    state = "finished" if found.finish else "being written" if is_being_written(folder) else "unfinished"
+    runs = [asdict(run) for run in content.runs]
+    is_pure = all(run.arithmetic == content.header.arithmetic for run in content.runs)
+    state = "finished" if content.finish else "being written" if is_being_written(folder) else "unfinished"
     return {
         "journal": str(folder),
         "state": state,
-        "finish_reason": found.finish,
+        "finish_reason": content.finish,
         "prompt_tokens": len(prompt),
-        "new_tokens": len(found.tokens),
-        "max_new_tokens": found.header.params.max_new_tokens,
-        **_figures(found.steps),
-        **run_statistics.of_tokens(found.tokens),
-        "exactness": found.header.exactness if is_pure else "distribution",
-        "torn_bytes": 0 if state == "being written" else found.damaged_bytes,
+        "new_tokens": len(content.tokens),
+        "max_new_tokens": content.header.params.max_new_tokens,
+        **_figures(content.steps),
+        **run_statistics.of_tokens(content.tokens),
+        "exactness": content.header.exactness if is_pure else "distribution",
+        "torn_bytes": 0 if state == "being written" else content.damaged_bytes,
         "header": header,
         "runs": runs,
-        "over_length": _over_length(found.steps),
+        "over_length": _over_length(content.steps),
     }
 
 

@@ -1,127 +1,204 @@
-"""The options that commands share, and their conversion."""
+"""The options that commands share. Those of settings are made from the tables where the settings are declared.
+
+A command takes a whole group of settings as one dictionary:
+
+    @with_option_groups
+    def write(prompt: str, *, loading: Annotated[OptionValues, engine_options()],
+              sampling: Annotated[OptionValues, sampling_options()]) -> int: ...
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from longdraft.engine.settings import LOADING
 from longdraft.errors import UsageError
-
-if TYPE_CHECKING:
-    from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.settings import Setting, SettingScope, parse_pairs, settings_of
+from longdraft.system.files import read_text
 
 SAMPLING, RUNNING, FILES = "Sampling and stopping", "Model, drafter and machine", "Input and output"
+_MAX_NAME = 200  # characters of a file's name; a phrase may have as many
+
+OptionValues = dict[str, Any]
 
 
 def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
 
 
-def _of_model(text: str, built_in: str, name: str) -> Any:
-    """A sampling setting. Its default is that of the model's generation_config.json, else `built_in`."""
-    return option(text, SAMPLING, name, show_default=f"the model's, else {built_in}")
-
-
-ModelName = Annotated[str, option("Bundled name, folder, GGUF file, or hub id (owner/model or owner/model@revision).",
-                                  RUNNING, "--model")]
-FileName = Annotated[str | None, option("GGUF file to take from the folder or the hub id.", RUNNING, "--file",
-                                        show_default="the only one")]
-TokenizerName = Annotated[str | None, option("Folder, GGUF file or hub id of another tokenizer and chat template.",
-                                             RUNNING, "--tokenizer", show_default="the model's")]
-Revision = Annotated[str | None, option("Branch, tag or commit of a hub id.", RUNNING, "--revision",
-                                        show_default="main")]
-CacheDir = Annotated[Path | None, option("Cache folder for files from the hub.", RUNNING, "--cache-dir",
-                                         show_default="that of HF_HOME")]
-Offline = Annotated[bool, option("Use files from the hub's cache only.", RUNNING, "--offline")]
-DrafterName = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide, "
-                                    "eagle or triforce.", RUNNING, "--drafter")]
-DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter (see docs/drafters.md). Repeatable.",
-                                                   RUNNING, "--drafter-option")]
-HeadsSource = Annotated[str | None, option("Folder or hub id of trained heads, an EAGLE head or a glide layer.",
-                                           RUNNING, "--heads", show_default="the model's")]
-Device = Annotated[str, option("auto (a GPU if there is one), cpu or cuda.", RUNNING, "--device")]
-Dtype = Annotated[str, option("auto (the checkpoint's; float16 becomes bfloat16 on the CPU), float32, bfloat16, or on "
-                              "CUDA float16.", RUNNING, "--dtype")]
-Quantize = Annotated[str, option("none, int8 or int4: weights in half or a third of the memory; file: keep the numbers "
-                                 "of a quantised file. The text differs from the unquantised model's.",
-                                 RUNNING, "--quantize")]
-QuantizedCache = Annotated[str | None, option("Folder that keeps quantised weights for the next start, or none.",
-                                              RUNNING, "--quantized-cache", envvar="LONGDRAFT_QUANTIZED_CACHE",
-                                              show_default="the user's cache folder")]
-CacheRam = Annotated[int | None, option("MiB for the prefix tree: keys and values of earlier texts, for texts that "
-                                        "begin alike; 0: off.", RUNNING, "--cache-ram",
-                                        show_default="a quarter of the free memory, at most 8192; 0 on CUDA")]
-Threads = Annotated[int | None, option("CPU threads.", RUNNING, "--threads", show_default="PyTorch's choice")]
-TensorParallel = Annotated[int, option("Number of ranks that share the model. Start them with `torchrun "
-                                       "--nproc-per-node N -m longdraft ...`.", RUNNING, "--tensor-parallel")]
 ChatOption = Annotated[list[str] | None, option("KEY=VALUE for the chat template, such as enable_thinking=false. "
                                                 "Repeatable.", FILES, "--chat-option")]
 Output = Annotated[Path | None, option("Write the text to this file.", FILES, "--output", show_default="stdout")]
 TokensOut = Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES, "--tokens-out")]
 Stats = Annotated[Path | None, option("Write statistics to this JSON file.", FILES, "--stats")]
 Quiet = Annotated[bool, option("Print no progress, summary or remarks on stderr.", FILES, "--quiet")]
-Seed = Annotated[int | None, option("0 to 2**64-1.", SAMPLING, "--seed", show_default="random, see --stats")]
-Temperature = Annotated[float | None, _of_model("Sampling temperature; 0 takes the likeliest token.", "1",
-                                                "--temperature")]
-TopK = Annotated[int | None, _of_model("Keep the K likeliest tokens; 0: all.", "0", "--top-k")]
-TopP = Annotated[float | None, _of_model("Keep the likeliest tokens with this total probability.", "1", "--top-p")]
-MinP = Annotated[float | None, _of_model("Keep tokens with at least this fraction of the highest probability.", "0",
-                                         "--min-p")]
-EtaCutoff = Annotated[float | None, _of_model("Entropy-dependent probability cutoff; 0: off.", "0", "--eta-cutoff")]
-MinTokensToKeep = Annotated[int | None, option("Smallest number of tokens that --min-p and --eta-cutoff keep.",
-                                               SAMPLING, "--min-tokens-to-keep", show_default="1")]
-RepetitionPenalty = Annotated[float | None, _of_model("Penalty on tokens in the penalty window; 1: off.", "1",
-                                                      "--repetition-penalty")]
-PenaltyWindowLength = Annotated[int | None, option("Number of latest tokens that are penalised.", SAMPLING,
-                                                   "--penalty-window", show_default="1024")]
-OnLoop = Annotated[str, option("If the text repeats itself: warn, stop (finish reason 'loop') or off.", SAMPLING,
-                               "--on-loop")]
-Fsync = Annotated[str, option("When the journal is synced to the disk, to survive a power cut: always, never, or an "
-                              "interval in seconds.", FILES, "--fsync")]
-SnapshotMode = Annotated[str, option("Keep keys and values beside the journal, so that resuming reads a file, not the "
-                                     "text: auto (on the CPU, after 10 seconds), never or always.", FILES,
-                                     "--snapshot")]
-SnapshotMax = Annotated[float, option("Largest size of a text's snapshot in GiB.", FILES, "--snapshot-max")]
-Stop = Annotated[list[str] | None, option("Text that ends the generation. Repeatable.", SAMPLING, "--stop")]
-StopTokenId = Annotated[list[int] | None, option("Token id that ends the generation. Repeatable.", SAMPLING,
-                                                 "--stop-token-id")]
-IgnoreEos = Annotated[bool, option("Continue after the model's end-of-text token.", SAMPLING, "--ignore-eos")]
-LogitBiasPairs = Annotated[list[str] | None, option("ID=VALUE: add VALUE, -100 to 100, to a token's logit. Repeatable.",
-                                                    SAMPLING, "--logit-bias")]
+
+# The three ways to give `structured_outputs`.
+_STRUCTURES = (
+    Setting("json_schema", str, None, shown="any text",
+            help="The text is JSON that matches this JSON schema: a file, or the schema itself, an object (extra: "
+                 "structured)."),
+    Setting("regex", str, None, shown="any text",
+            help="The text matches this regular expression as a whole (extra: structured)."),
+    Setting("grammar", Path, None, shown="any text",
+            help="The text matches this grammar, a file in Lark's or llama.cpp's notation (extra: structured)."),
+)
 
 
-def parse_bias(pairs: Iterable[str]) -> dict[int, float] | None:
-    """Token id -> bias of its logit; None if there are none."""
-    found = {}
+@dataclass(frozen=True)
+class OptionGroup:
+    """The options of several settings.
+
+    parameters  of the command, one for each option
+    convert     from the options that were given, by parameter, to the command's dictionary
+    """
+
+    parameters: tuple[inspect.Parameter, ...]
+    convert: Callable[[OptionValues], OptionValues]
+
+
+def _parameter_name(each: Setting) -> str:
+    return each.flag.removeprefix("--").replace("-", "_")
+
+
+def _parameter(each: Setting, panel: str, default: Any) -> inspect.Parameter:
+    """The parameter of an option. default: None where the setting's own applies later, and is only shown."""
+    name = _parameter_name(each)
+    shown: Any = True
+    if default is None:
+        shown = False if each.type is bool else each.shown or (True if each.default is None else each.shown_default)
+    declared = option(each.help, each.panel or panel, each.flag, show_default=shown,
+                      envvar=f"LONGDRAFT_{name.upper()}" if each.has_env else None)
+    # Lists and mappings are options that may be repeated; token ids are whole numbers, all other items are texts.
+    items = get_args(each.type)
+    kind = list[int] if items[:1] == (int,) else list[str] if items else each.type if each.unit == 1 else float
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,
+                             annotation=Annotated[kind if default is not None else kind | None, declared])
+
+
+def _changed(table: Iterable[Setting], changes: Mapping[str, Mapping[str, Any]]) -> list[Setting]:
+    settings = [replace(each, **changes.get(each.name, {})) for each in table]
+    assert changes.keys() <= {each.name for each in settings}, f"unknown settings in {list(changes)}"
+    return settings
+
+
+def engine_options(table: Iterable[Setting] = LOADING, panel: str = RUNNING, **changes: Mapping[str, Any]
+                   ) -> OptionGroup:
+    """The options of settings of longdraft/engine/settings.py, by their names in Python.
+
+    changes  name -> fields of `Setting` that are others for this command
+    """
+    settings = _changed(table, changes)
+
+    def convert(given: OptionValues) -> OptionValues:
+        return {each.name: parse_pairs(each.flag, given[_parameter_name(each)] or ()) if get_origin(each.type) is dict
+                else given[_parameter_name(each)] for each in settings}
+
+    return OptionGroup(tuple(_parameter(each, panel, each.option_default) for each in settings), convert)
+
+
+def sampling_options(owner: type = SamplingParams, *, without: Iterable[str] = (), **changes: Mapping[str, Any]
+                     ) -> OptionGroup:
+    """The options of sampling settings; the command gets those that were given, as `SamplingParams.from_names` takes
+    them.
+
+    owner    the dataclass of the settings
+    without  names of settings that the command sets itself
+    changes  name -> fields of `Setting` that are others for this command; it gets a changed default if none is given
+    """
+    table = [each for each in settings_of(owner).values()
+             if SettingScope.OPTION in each.scopes and each.name not in without]
+    settings = _changed(table, changes)
+    defaults = {each.name: each.default for each in settings if "default" in changes.get(each.name, ())}
+
+    def convert(given: OptionValues) -> OptionValues:
+        chosen = dict(defaults)
+        for each in settings:
+            if (value := given[_parameter_name(each)]) in (None, []):
+                continue
+            if each.name == "banned_strings":
+                value = [phrase for text in value for phrase in _phrases(text)]
+            chosen[each.name] = _parse_bias(value) if each.name == "logit_bias" else value
+        structures = {each.name: given[each.name] for each in _STRUCTURES if given[each.name] is not None}
+        return chosen | _structure(structures)
+
+    parameters = [_parameter(_of_model(each), SAMPLING, None) for each in (*settings, *_STRUCTURES)]
+    return OptionGroup(tuple(parameters), convert)
+
+
+def _of_model(each: Setting) -> Setting:
+    """The default of some settings is that of the model's generation_config.json."""
+    return replace(each, shown=f"the model's, else {each.shown_default}") if SettingScope.MODEL in each.scopes else each
+
+
+def _structure(given: OptionValues) -> OptionValues:
+    """The setting `structured_outputs` from the options --json-schema, --regex and --grammar."""
+    if len(given) > 1:
+        raise UsageError(f"--{' and --'.join(given)} are given; give one of them".replace("_", "-"))
+    for name, value in given.items():
+        text = str(value)
+        is_file = name == "grammar" or (name == "json_schema" and not text.lstrip().startswith("{"))
+        content = read_text(text, f"--{name.replace('_', '-')}") if is_file else text
+        return {"structured_outputs": (name.removesuffix("_schema"), content)}
+    return {}
+
+
+def _phrases(text: str) -> list[str]:
+    """The phrases of one `--ban`: the lines of the file of that name, if there is one, else the text."""
+    is_name = len(text) <= _MAX_NAME and "\0" not in text
+    if not is_name or not Path(text).is_file():
+        return [text]
+    return [line for line in read_text(text, "--ban").splitlines() if line.strip()]
+
+
+def _parse_bias(pairs: Iterable[str]) -> dict[int, float]:
+    """Token id -> bias of its logit."""
+    bias = {}
     for token, value in parse_pairs("--logit-bias", pairs, "ID=VALUE, such as 42=-5").items():
         try:
-            found[int(token)] = float(value)
+            bias[int(token)] = float(value)
         except ValueError as error:
             raise UsageError(f"--logit-bias is '{token}={value}'; allowed: a token id and a number, such as 42=-5") \
                 from error
-    return found or None
+    return bias
 
 
-def parse_pairs(name: str, pairs: Iterable[str], shape: str = "KEY=VALUE, such as budget=256") -> dict[str, str]:
-    """A mapping of the option's KEY=VALUE texts. Raises UsageError for other shapes and repeated keys."""
-    parsed: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise UsageError(f"{name} is {pair!r}; allowed: {shape}")
-        if key in parsed:
-            raise UsageError(f"{name} {key} is given twice; give it once")
-        parsed[key] = value
-    return parsed
+def with_option_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with the options of its groups in their places."""
+    signature = inspect.signature(command, eval_str=True)
+    groups = {name: group for name, each in signature.parameters.items() if (group := _group_of(each))}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        parameters += groups[name].parameters if name in groups else [parameter]
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> Any:
+        grouped = {name: group.convert({each.name: given.pop(each.name) for each in group.parameters})
+                   for name, group in groups.items()}
+        return command(**given, **grouped)
+
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
+
+
+def _group_of(parameter: inspect.Parameter) -> OptionGroup | None:
+    metadata = getattr(parameter.annotation, "__metadata__", ())
+    return next((each for each in metadata if isinstance(each, OptionGroup)), None)
 
 
 def chat_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """Variables for the chat template. Values are JSON (`false`, 3) if they can be parsed, else text."""
+    """Variables for the chat template. OptionValues are JSON (`false`, 3) if they can be parsed, else text."""
     from longdraft.text.chat_template import parse_option
 
     given = parse_pairs("--chat-option", pairs, "KEY=VALUE, such as enable_thinking=false")

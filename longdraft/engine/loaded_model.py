@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,16 @@ from longdraft.parts.glide import Glide
 from longdraft.parts.heads import Heads
 from longdraft.request.context import Prompt
 from longdraft.request.sampling_params import BREAKERS, SamplingParams
+from longdraft.request.structured import Structure
+from longdraft.sampling import grammar
 from longdraft.sampling.grammar import GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
 from longdraft.speculation.drafter import Drafter
 from longdraft.text.thinking import TAG_TOKENS, closed_thinking
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
+
+_MAX_GRAMMARS = 16  # compiled grammars of a model that are kept; each has up to a megabyte of text
 
 
 @dataclass(frozen=True)
@@ -214,11 +218,11 @@ class LoadedModel:
         if total > limit:
             raise UsageError(f"prompt ({len(ids)} tokens) + max_new_tokens ({params.max_new_tokens}) is {total}; "
                              f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
-        self.check_settings(params)
+        self.check_settings(params, ids)
         return ids
 
-    def check_settings(self, params: SamplingParams) -> None:
-        """UsageError if the model cannot serve these settings: for token ids, breakers and grammars."""
+    def check_settings(self, params: SamplingParams, prompt: Sequence[int]) -> None:
+        """UsageError if the model cannot serve these settings after `prompt`: for token ids, breakers and grammars."""
         vocabulary = self.target.config.vocab_size
         bad = next((i for i in params.stop_token_ids if i >= vocabulary), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {vocabulary - 1}")
@@ -228,7 +232,7 @@ class LoadedModel:
             unknown = next((text for text in params.dry_sequence_breakers
                             if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)
             check(unknown is None, "dry_sequence_breakers", unknown, "texts that are part of a token of this model")
-        self.grammar_rules(params)
+        self.grammar_rules(params, prompt)
 
     def marked_tokens(self, params: SamplingParams) -> MarkedTokens:
         """The tokens that DRY and XTC treat by their text."""
@@ -250,11 +254,22 @@ class LoadedModel:
         if not config.eos_token_ids:
             raise UsageError("structured_outputs needs a model with an end-of-text token, which this one has not",
                              "structured_outputs")
+        grammar.version()  # raises if llguidance is not installed
         kind, text = params.structured_outputs
-        ids = tuple(config.eos_token_ids)
         after = params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
-        return GrammarRules.compile((kind, text), self.tokenizer.for_grammars(config.vocab_size, ids[0]), ids,
-                                    config.vocab_size, after)
+        return self._compile_grammar((kind, text), after)
+
+    @cached_property
+    def _compile_grammar(self) -> Callable[[Structure, str], GrammarRules]:
+        """Compiles a grammar. It keeps the latest ones: a request needs its grammar to be refused early and to be
+        written, and clients send the same one again and again."""
+        tokenizer, vocabulary = self.tokenizer, self.target.config.vocab_size
+        ids = tuple(self.target.config.eos_token_ids)
+
+        def compile_grammar(structure: Structure, after: str) -> GrammarRules:
+            return GrammarRules.compile(structure, tokenizer.for_grammars(vocabulary, ids[0]), ids, vocabulary, after)
+
+        return lru_cache(_MAX_GRAMMARS)(compile_grammar)
 
     @property
     def arithmetic(self) -> dict[str, str]:

@@ -20,9 +20,9 @@ from longdraft.errors import UsageError
 Structure = tuple[str, str]
 KINDS = ("json", "regex", "grammar")
 MAX_STRUCTURE = 1 << 20  # characters of a schema, an expression or a grammar
-# Names of the setting in requests: vLLM's, also the old ones, OpenAI's, and llama.cpp's.
-NAMES = ("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-         "json_schema", "grammar")
+# Other names of `structured_outputs` in requests: OpenAI's, vLLM's old ones, and llama.cpp's.
+SPELLINGS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema",
+             "grammar")
 _OBJECT = json.dumps({"type": "object"})
 
 
@@ -41,7 +41,7 @@ def structured_outputs(name: str, value: Any) -> Structure | None:
     return _by_kind(name, {name.removeprefix("guided_"): value})
 
 
-def check_structure(structure: object) -> None:
+def check_structure(name: str, structure: object) -> None:
     """Raise UsageError unless it is a pair of a kind and a text, or empty."""
     if structure == ():
         return

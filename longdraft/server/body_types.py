@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    create_model,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from longdraft.errors import UsageError
-from longdraft.request.sampling_params import MAX_PHRASE, MAX_PHRASES
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.settings import Range, Setting, SettingScope, names_of
 from longdraft.request.structured import MAX_STRUCTURE
 from longdraft.system.files import require_text
 
@@ -58,81 +64,117 @@ def one_of(words: str) -> WrapValidator:
 
 Utf8Text = Annotated[str, AfterValidator(check_utf8)]
 Name = Annotated[Utf8Text, Field(max_length=_MAX_NAME)]
-BreakerText = Annotated[Utf8Text, Field(max_length=MAX_STOPS * MAX_STOP_LENGTH)]
 StopString = Annotated[Utf8Text, Field(max_length=MAX_STOP_LENGTH)]
-Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
-Phrases = Annotated[list[Annotated[Utf8Text, Field(max_length=MAX_PHRASE)]],
-                    Field(fail_fast=True, max_length=MAX_PHRASES)]
 StructureText = Annotated[Utf8Text, Field(max_length=MAX_STRUCTURE)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_IDS)]
 AnyObject = Annotated[dict[str, Any], Field(max_length=MAX_MEMBERS)]
 
 
+def _check_bias(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_IDS:
+        raise PydanticCustomError("too_long", "has {count} entries; allowed: {limit}",
+                                  {"count": len(value), "limit": MAX_IDS})
+    return value
+
+
+# Checked before its values: pydantic would report an error for each of them.
+LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias), Field(max_length=MAX_IDS)]
+# Spellings of settings whose values have a form of their own.
+_FORMS: dict[str, Any] = {
+    "samplers": Annotated[list[Name], Field(fail_fast=True, max_length=MAX_STOPS)],
+    "response_format": Annotated[AnyObject, Field(description="OpenAI's: text, json_object, json_schema.")],
+    "structured_outputs": Annotated[AnyObject, Field(
+        description="vLLM's: an object with one of json, regex, choice, grammar.")],
+    "guided_json": Annotated[AnyObject | StructureText, one_of(
+        f"a JSON schema, as an object of at most {MAX_MEMBERS} members or as JSON")],
+    "guided_regex": StructureText,
+    "guided_choice": Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)],
+    "guided_grammar": StructureText,
+    "json_schema": Annotated[AnyObject, Field(description="llama.cpp's.")],
+    "grammar": Annotated[StructureText, Field(description="llama.cpp's GBNF, or Lark.")],
+}
+
+
 class StrictModel(BaseModel):
-    """A body without unknown fields. Values are not converted: "1" is not a number."""
+    """A body without unknown fields. Values are not converted: "1" is not a number. A member that may be left out may
+    be null, too, which means the same."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="wrap")
     @classmethod
-    def _refuse_many_members(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _check_members(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Before the other checks: pydantic would report an error for each unknown member."""
-        if isinstance(body, Mapping) and len(body) > MAX_MEMBERS:
+        if not isinstance(body, Mapping):
+            return handler(body)
+        if len(body) > MAX_MEMBERS:
             raise PydanticCustomError("too_long", "the object has {count} members; allowed: {limit}",
                                       {"count": len(body), "limit": MAX_MEMBERS})
-        return handler(body)
+        optional = {name for name, each in cls.model_fields.items() if not each.is_required()}
+        return handler({name: value for name, value in body.items() if value is not None or name not in optional})
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema, in which members that may be left out may be null."""
+        schema = handler(core_schema)
+        resolved = handler.resolve_ref_schema(schema)
+        for name, member in resolved.get("properties", {}).items():
+            if name not in resolved.get("required", ()) and _NULL not in member.get("anyOf", ()):
+                about = {key: member.pop(key) for key in ("title", "description", "default") if key in member}
+                resolved["properties"][name] = {"anyOf": [*member.get("anyOf", [member]), _NULL], **about}
+        return schema
 
 
-class SamplerFields(StrictModel):
-    """Settings beyond OpenAI's, by the names of llama.cpp and vLLM, and other names that clients send for them.
+_NULL = {"type": "null"}
 
-    They are the same at the top level of a body and in its `longdraft` object. longdraft/request/sampling_params.py
-    has their meaning.
-    """
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    penalty_window: int | None = None
-    penalty_range: int | None = None
-    repetition_penalty_range: int | None = None
-    rep_pen_range: int | None = None
-    repeat_last_n: int | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_range: int | None = None
-    dry_sequence_breakers: Annotated[BreakerText | Stops | None, one_of(
-        f"at most {MAX_STOPS} texts of {MAX_STOP_LENGTH:,} characters, as a list or as JSON")] = Field(
-            default=None, description="A list, or a list as JSON.")
-    no_repeat_ngram_size: int | None = None
-    typical_p: float | None = None
-    typical: float | None = None
-    typ_p: float | None = None
-    top_n_sigma: float | None = None
-    nsigma: float | None = None
-    top_nsigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    temperature_last: bool | None = None
-    temp_last: bool | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    samplers: Annotated[list[Name], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    banned_strings: Phrases | None = Field(default=None, description="Phrases that the text must not contain.")
-    banned_phrases: Phrases | None = None
-    response_format: AnyObject | None = Field(default=None, description="OpenAI's: text, json_object, json_schema.")
-    structured_outputs: AnyObject | None = Field(
-        default=None, description="vLLM's: an object with one of json, regex, choice, grammar.")
-    guided_json: Annotated[AnyObject | StructureText | None, one_of(
-        f"a JSON schema, as an object of at most {MAX_MEMBERS} members or as JSON")] = None
-    guided_regex: StructureText | None = None
-    guided_choice: Stops | None = None
-    guided_grammar: StructureText | None = None
-    json_schema: AnyObject | None = Field(default=None, description="llama.cpp's.")
-    grammar: StructureText | None = Field(default=None, description="llama.cpp's GBNF, or Lark.")
-    structured_after: Annotated[str, Field(max_length=MAX_PHRASE)] | None = Field(
-        default=None, description="The text after which the structure begins, such as </think>.")
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
+class SettingsBody(StrictModel):
+    """A body, or a part of one, with sampling settings. Subclasses have them as fields: see `settings_body`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that were given, by the names that they were given by."""
+        given = {name: getattr(self, name, None) for name in names_of(SamplingParams)}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def settings_body(name: str, scope: SettingScope, owner: type = SamplingParams) -> type[SettingsBody]:
+    """A class with a field for each name of the sampling settings that may be given in `scope`. The fields check types
+    and sizes; `owner` checks ranges."""
+    members: dict[str, Any] = {
+        spelling: (_FORMS.get(spelling) or _type_of(each),
+                   Field(default=None, description=each.help, json_schema_extra=_range_of(each)))
+        for spelling, each in names_of(owner).items() if scope in each.scopes}
+    return create_model(name, __base__=SettingsBody, **members)
+
+
+def _type_of(each: Setting) -> Any:
+    """The type of a setting's values in a body."""
+    if isinstance(each.allowed, tuple):
+        return Literal[each.allowed]
+    count, length = each.limits
+    text: Any = Annotated[Utf8Text, Field(max_length=length)]
+    if each.type == tuple[str, ...]:
+        one: Any = Annotated[Utf8Text, Field(max_length=count * length)] if each.has_json_lists else text
+        several: Any = Annotated[list[text], Field(fail_fast=True, max_length=count)]
+        return Annotated[one | several, one_of(f"a text or a list of at most {count:,} texts, of {length:,} characters "
+                                               "each")]
+    return {str: text, tuple[int, ...]: TokenIds, tuple[tuple[int, float], ...]: LogitBias}.get(each.type, each.type)
+
+
+def _range_of(each: Setting) -> dict[str, Any]:
+    """The range of a number as members of a JSON schema."""
+    allowed = each.allowed
+    if not isinstance(allowed, Range) or allowed.others:
+        return {}
+    ends = {"exclusiveMinimum" if allowed.above else "minimum": allowed.low,
+            "exclusiveMaximum" if allowed.below else "maximum": allowed.high}
+    return {name: end for name, end in ends.items() if math.isfinite(end)}
+
+
+if TYPE_CHECKING:
+    BodySettings = SettingsBody
+    ExtensionSettings = SettingsBody
+else:
+    BodySettings = settings_body("BodySettings", SettingScope.BODY)  # at the top level of a body
+    ExtensionSettings = settings_body("ExtensionSettings", SettingScope.EXTENSION)  # in its object `longdraft`

@@ -19,7 +19,6 @@ from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal import journal_exists, read_journal
 from longdraft.request.sampling_params import ALIASES, MAX_SEED, SamplingParams
-from longdraft.server.body_types import SamplerFields
 from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import has_space, prompt_excerpt
@@ -45,11 +44,6 @@ _FILE_OPTIONS = ("corpus", "model")  # drafter options that name files, which cl
 _SCRATCH_BYTES = 32 << 20  # memory of a text besides caches: scratch buffers, n-gram tables
 _LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 320, 160  # of a token in an event, and of each likeliest token beside it
 _GROWTH = 1.15  # caches grow by blocks, beyond the length in use
-# Sampling settings at a request's top level, and those of its `longdraft` object.
-_SAMPLERS = tuple(SamplerFields.model_fields)
-_TOP_LEVEL_SETTINGS = (*_SAMPLERS, "max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "temperature",
-                       "top_p", "presence_penalty", "frequency_penalty", "stop", "seed")
-_LONGDRAFT_SETTINGS = (*_SAMPLERS, "eta_cutoff", "min_tokens_to_keep", "min_new_tokens", "on_loop")
 
 
 class PreparedRequest(NamedTuple):
@@ -197,7 +191,7 @@ class Preparer:
               logprobs: int | None, events: EventQueue) -> list[GenerationJob]:
         """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i."""
         self.require_model(request.model)
-        params = self._params(request, default_tokens)
+        params = self._params(request, default_tokens, prompts)
         longest = max(len(ids) for ids in prompts)
         if longest + params.max_new_tokens > self.context_limit:
             raise ApiError(400, f"the prompt ({longest:,} tokens) and max_tokens ({params.max_new_tokens:,}) are "
@@ -223,25 +217,23 @@ class Preparer:
                 user=request.user, cache_salt=request.cache_salt if extension.cache else None))
         return jobs
 
-    def _params(self, request: SamplingRequest, default_tokens: int) -> SamplingParams:
+    def _params(self, request: SamplingRequest, default_tokens: int, prompts: list[list[int]]) -> SamplingParams:
         """Sampling parameters, from the request and the model's defaults."""
         extension = request.longdraft
-        given: dict[str, Any] = {name: getattr(request, name) for name in _TOP_LEVEL_SETTINGS}
-        for name in _LONGDRAFT_SETTINGS:
-            value, outer = getattr(extension, name), given.get(name)
-            if value is not None and outer not in (None, value):
-                raise ApiError(400, f"{name} is {outer!r} and longdraft.{name} is {value!r}; give one of them",
+        given = request.settings
+        for name, value in extension.settings.items():
+            if name in given and given[name] != value:
+                raise ApiError(400, f"{name} is {given[name]!r} and longdraft.{name} is {value!r}; give one of them",
                                param=name, code="invalid_value")
-            given[name] = value if outer is None else outer
-        given = {name: value for name, value in given.items() if value is not None}
+            given[name] = value
         if given.get("top_k") == -1:  # vLLM's spelling of 0
             given["top_k"] = 0
-        given["logit_bias"] = _logit_bias(request.logit_bias)
-        if not {ALIASES.get(name, name) for name in given} & {"max_new_tokens"}:
+        if "max_new_tokens" not in map(ALIASES.get, given):
             given["max_new_tokens"] = default_tokens
         try:
             params = self.engine.params(**given)
-            self.engine.loaded.check_settings(params)
+            for prompt in prompts:
+                self.engine.loaded.check_settings(params, prompt)
             return params
         except UsageError as error:
             param = _request_spelling(error.name, given, extension.model_fields_set)
@@ -309,18 +301,9 @@ def logprob_bytes(tokens: int, logprobs: int | None) -> int:
     return 0 if logprobs is None else tokens * (_LOGPROB_BYTES + logprobs * _TOP_LOGPROB_BYTES)
 
 
-def _logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-    """OpenAI's mapping, in which token ids are texts."""
-    try:
-        return tuple(sorted((int(token), float(value)) for token, value in (given or {}).items()))
-    except ValueError as error:
-        raise ApiError(400, "logit_bias: each key must be a token id", param="logit_bias",
-                       code="invalid_value") from error
-
-
 def _request_spelling(name: str | None, given: Mapping[str, Any], in_extension: set[str]) -> str | None:
     """The name by which the request gave the setting `name`."""
     if name is None:
         return None
-    param = next((key for key in given if ALIASES.get(key, key) == name), name)
+    param = next((key for key in given if ALIASES[key] == name), name)
     return f"longdraft.{param}" if param in in_extension else param

@@ -22,15 +22,11 @@ from pydantic_core import PydanticCustomError
 
 from longdraft.request.openai_body import UNSUPPORTED, unsupported
 from longdraft.server.body_types import (
-    MAX_IDS,
     MAX_MEMBERS,
-    MAX_STOP_LENGTH,
-    MAX_STOPS,
     AnyObject,
+    BodySettings,
+    ExtensionSettings,
     Name,
-    SamplerFields,
-    Stops,
-    StopString,
     StrictModel,
     Utf8Text,
     check_utf8,
@@ -43,17 +39,6 @@ MAX_LOGPROBS = 20
 _MAX_MESSAGES, _MAX_PARTS = 4096, 1024
 _EMPTY_MEMBERS = ("tool_calls", "annotations", "audio", "function_call", "refusal")
 _MAX_TOKENS = 1 << 24  # of /detokenize, within the limit for bodies
-
-
-def _check_bias(value: object) -> object:
-    if isinstance(value, dict) and len(value) > MAX_IDS:
-        raise PydanticCustomError("too_long", "has {count} entries; allowed: {limit}",
-                                  {"count": len(value), "limit": MAX_IDS})
-    return value
-
-
-# Checked before its values: pydantic would report an error for each of them.
-LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias), Field(max_length=MAX_IDS)]
 
 
 def _check_prompt(value: object) -> object:
@@ -77,15 +62,11 @@ PromptInput = Annotated[Any, BeforeValidator(_check_prompt), WithJsonSchema({"an
     {"type": "array", "items": _IDS, "minItems": 1}]})]
 
 
-class LongdraftOptions(SamplerFields):
-    """The `longdraft` object of a request: options for which OpenAI's API has no name."""
+class LongdraftOptions(ExtensionSettings):
+    """The `longdraft` object of a request: settings for which OpenAI's API has no name, and options of the server."""
 
     drafter: Name | None = Field(default=None, description="Drafter. Does not change the text.")
     drafter_options: AnyObject | None = Field(default=None, description="As --drafter-option of the command line.")
-    eta_cutoff: float | None = None
-    min_tokens_to_keep: int | None = None
-    min_new_tokens: int | None = None
-    on_loop: Literal["warn", "stop", "off"] | None = None
     journal: Annotated[bool | Annotated[str, Field(pattern=ID_PATTERN)] | None, one_of(
         "true, false or an id: 1 to 100 letters, digits, '_', '.' and '-', the first a letter or digit")] = Field(
             default=None, description="Keep the text on disk under this id (true: the response's id), to resume it.")
@@ -100,25 +81,13 @@ class StreamOptions(StrictModel):
     include_usage: bool = Field(default=False, description="Send one more chunk at the end, with the usage.")
 
 
-class SamplingRequest(SamplerFields):
+class SamplingRequest(BodySettings):
     """The parameters that completions and chat have in common."""
 
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, description="Number of texts per prompt. Text i has the seed `seed` + i.")
-    seed: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_new_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stop: Annotated[StopString | Stops | None, one_of(
-        f"a text or a list of at most {MAX_STOPS} texts, of {MAX_STOP_LENGTH:,} characters each")] = None
-    logit_bias: LogitBias | None = None
     user: Name | None = Field(default=None, description="Label for the server's log.")
     return_progress: bool = Field(default=False, description="A stream has chunks with `prompt_progress` while the "
                                                              "prompt is read.")

@@ -6,108 +6,104 @@ import ipaddress
 import os
 import re
 import ssl
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
+from longdraft.engine.settings import CACHE_RAM, SNAPSHOT, SNAPSHOT_MAX
 from longdraft.errors import UsageError, check
 from longdraft.journal.snapshot_folder import SnapshotOptions
+from longdraft.request.settings import Range, Setting, setting, settings_of
 
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*?#\s]+")
 _USABLE_SHARE = 0.8  # of the memory that is free once the model is loaded
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+_QUOTA = Range(0, cure="0 sets no limit")
+_INTERVAL = Range(0, above=True, words="more than 0 seconds")
+T = TypeVar("T")
+
+
+def _serving(default: T, help: str, allowed: Range | tuple[str, ...] | None = None, **about: Any) -> T:
+    return setting(default, help, allowed, **{"panel": "Serving", "has_env": True, **about})
+
+
+def _limit(default: T, help: str, allowed: Range | tuple[str, ...] | None = None, **about: Any) -> T:
+    return setting(default, help, allowed, panel="Limits", has_env=True, **about)
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Address, access rules and limits of a server. `longdraft serve --help` lists the matching options.
+    """Address, access rules and limits of a server. Fields with a help are options of `longdraft serve`, in units of
+    their own there: MiB for bytes, for example.
 
-    host, port         address to listen on; port 0 takes a free one
-    model_name         the model's name in the API
-    api_keys           each of these grants full access; none: no key is required
-    key_labels         a label for each key, for logs, metrics and quotas; none: key-1, key-2, ...
-    key_requests       requests per minute of each label; 0: no limit
-    key_tokens         tokens per hour, read and written, of each label; 0: no limit
-    certfile, keyfile  TLS certificate chain and private key (PEM); without a certificate the server speaks HTTP
-    journals           folder of the journals; None: nothing is kept on disk
-    journal_from       texts with at least this max_new_tokens have a journal even if the request asks for none
-    keep_finished      number of journals of finished texts to keep, newest first
-    keep_cut_s         time in seconds that journals of unfinished texts are kept after their last token
-    journals_bytes     size of all journals together; beyond it the oldest are removed, those of finished texts first
-    disk_floor_bytes   free space of the disk below which no journal begins
-    max_running        texts that are written at the same time
-    max_queued         texts that may wait; beyond that requests get 429
-    memory_bytes       budget for the caches of all running texts
-    max_body_bytes     largest request body; larger ones get 413
-    max_choices        texts of one request: number of prompts times n
-    max_connections    open connections
-    max_connections_per_address  of them, from one IPv4 address or one IPv6 network of 64 bits
-    timeout_s          limit for a request, including its time in the queue; 0: none
-    stall_s            limit for a client to read from a stream, or to send a whole body
-    drain_s            time that running texts get after SIGTERM
-    progress_s         interval of the progress comments in a stream
-    cors_origins       origins of other web pages that may call this server
-    allowed_hosts      host names that a server without a key accepts, besides its address and, if it is local, this
-                       machine's; none: a local server accepts this machine's, any other accepts all
-    snapshots          of the texts with journals; max_bytes is the size of all of them together
-    unknown_parameters  of a body: refuse | warn, which leaves them out and logs their names
-    reasoning_format   of chat replies: auto, which gives the thinking of models that mark it as `reasoning_content`, or
-                       none, which leaves it in `content`
-    allows_no_key      listen on an address that other machines can reach without a key
+    api_keys     each of these grants full access; none: no key is required
+    key_labels   a label for each key, for logs, metrics and quotas; none: key-1, key-2, ...
+    journals     folder of the journals; None: nothing is kept on disk
+    snapshots    of the texts with journals; max_bytes is the size of all of them together
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model_name: str = "novelist"
+    host: str = _serving("127.0.0.1", "Address to listen on; 0.0.0.0: all. Give a key then.")
+    port: int = _serving(8000, "Port; 0: any free one.", Range(0, 65535, cure="0 takes a free port"))
     api_keys: tuple[str, ...] = ()
     key_labels: tuple[str, ...] = ()
-    key_requests: int = 0
-    key_tokens: int = 0
-    certfile: Path | None = None
-    keyfile: Path | None = None
+    certfile: Path | None = _serving(None, "TLS certificate chain (PEM); the server then speaks HTTPS.")
+    keyfile: Path | None = _serving(None, "Private key of --certfile (PEM), if that file does not hold it.")
+    model_name: str = _serving("novelist", "The model's name for clients; default: --model.",
+                               option="served-model-name")
     journals: Path | None = None
-    journal_from: int = 1024
-    keep_finished: int = 200
-    keep_cut_s: float = 30 * 86400.0
-    journals_bytes: int = 10 << 30
-    disk_floor_bytes: int = 256 * MiB
-    max_running: int = 8
-    max_queued: int = 64
-    memory_bytes: int = 1 << 30
-    max_body_bytes: int = 8 * MiB
-    max_choices: int = 32
-    max_connections: int = 1024
-    max_connections_per_address: int = 512
-    timeout_s: float = 0.0
-    stall_s: float = 60.0
-    drain_s: float = 30.0
-    progress_s: float = 5.0
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = _serving((), "Web origin that may call this server. Repeatable.",
+                                             option="cors-origin", has_env=False)
+    allowed_hosts: tuple[str, ...] = _serving(
+        (), "Host name that requests to a server without keys may use. Repeatable.", option="allowed-host",
+        has_env=False)
+    allows_no_key: bool = _serving(False, "Let anyone who can reach --host use the server, without a key.",
+                                   option="no-key", has_env=False)
+    reasoning_format: str = _serving(
+        "auto", "The thinking of models that mark it, in chat replies: auto: reasoning_content; none: part of content.",
+        ("auto", "none"))
+    key_requests: int = _limit(0, "Requests per minute of each API key; 0: no limit.", _QUOTA)
+    key_tokens: int = _limit(0, "Tokens per hour, read and written, of each API key; 0: no limit.", _QUOTA)
+    max_running: int = _limit(8, "Texts written at the same time, at most.", Range(1))
+    max_queued: int = _limit(64, "Waiting texts, at most; more get status 429.", Range(0))
+    memory_bytes: int = _limit(
+        1 << 30, "Memory in MiB for the KV caches of running texts; default: 80 % of the memory that is free after "
+        "loading the model.", Range(1), option="memory-mib", unit=MiB)
+    unknown_parameters: str = _limit(
+        "refuse", "Unknown parameters of a body: refuse (status 400), or warn: log their names and leave them out.",
+        ("refuse", "warn"))
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
-    unknown_parameters: str = "refuse"
-    reasoning_format: str = "auto"
-    allows_no_key: bool = False
+    max_body_bytes: int = _limit(
+        8 * MiB, "Largest request body in MiB; larger ones get status 413.",
+        Range(1 / 1024, 1 << 20, words="above 0 (1 KiB or more), at most 1048576"), option="max-body-mib", unit=MiB)
+    max_choices: int = _limit(32, "Maximum number of texts per request.", Range(1))
+    max_connections: int = _limit(1024, "Open connections, at most.", Range(1))
+    # An address is one of IPv4, or a network of 64 bits of IPv6.
+    max_connections_per_address: int = _limit(512, "Open connections of one client address, at most.", Range(1))
+    timeout_s: float = _limit(0.0, "Time limit of a request in seconds; 0: none.", Range(0), option="timeout")
+    stall_s: float = _limit(60.0, "Seconds for a client to read the next part of a stream, or to send a body.",
+                            _INTERVAL, option="stall")
+    drain_s: float = _limit(30.0, "Seconds that running texts get after SIGTERM.", Range(0), option="drain")
+    journal_from: int = _limit(1024, "Texts of at least this many tokens always have a journal.", Range(1))
+    keep_finished: int = _limit(200, "Number of finished journals to keep.", Range(0))
+    keep_cut_s: float = _limit(30 * 86400.0, "Days to keep journals of unfinished texts.", Range(0),
+                               option="keep-cut-days", unit=86400)
+    journals_bytes: int = _limit(10 << 30, "MiB of all journals; beyond it the oldest are removed.", Range(0),
+                                 option="journals-mib", unit=MiB)
+    disk_floor_bytes: int = _limit(256 * MiB, "Free MiB of the disk below which no journal begins.", Range(0),
+                                   option="disk-floor-mib", unit=MiB)
+    progress_s: float = _limit(5.0, "Seconds between progress comments in a stream.", _INTERVAL, option="progress")
 
     def __post_init__(self) -> None:
-        for count, least in (("journal_from", 1), ("keep_finished", 0), ("max_running", 1), ("max_queued", 0),
-                             ("max_choices", 1), ("max_connections", 1), ("max_connections_per_address", 1)):
-            check(getattr(self, count) >= least, f"--{count.replace('_', '-')}", getattr(self, count),
-                  f"{least} or more")
-        for name, value, lowest in (("--memory-mib", self.memory_bytes / MiB, 1),
-                                    ("--max-body-mib", self.max_body_bytes / MiB, 1 / 1024),
-                                    ("--journals-mib", self.journals_bytes / MiB, 0),
-                                    ("--disk-floor-mib", self.disk_floor_bytes / MiB, 0),
-                                    ("--keep-cut-days", self.keep_cut_s / 86400, 0), ("--timeout", self.timeout_s, 0),
-                                    ("--drain", self.drain_s, 0)):
-            check(value >= lowest, name, value, f"{lowest:g} or more")
-        check(self.unknown_parameters in ("refuse", "warn"), "--unknown-parameters", self.unknown_parameters,
-              "refuse or warn")
-        check(self.reasoning_format in ("auto", "none"), "--reasoning-format", self.reasoning_format, "auto or none")
-        check(0 <= self.port <= 65535, "--port", self.port, "0 to 65535", "0 takes a free port")
-        for name, value in (("--stall", self.stall_s), ("--progress", self.progress_s)):
-            check(value > 0, name, value, "more than 0 seconds")
+        for name, each in settings_of(ServerSettings).items():
+            value = getattr(self, name)
+            if isinstance(each.allowed, Range):
+                each.allowed.check(each.flag, value if each.unit == 1 else value / each.unit)
+            elif each.allowed:
+                each.require(value, each.flag)
         if not self.is_local and not self.api_keys and not self.allows_no_key:
             raise UsageError(f"--host {self.host} is open to other machines, and there is no key; set "
                              "LONGDRAFT_API_KEY or --api-key-file, or confirm with --no-key that anyone may use it")
@@ -117,10 +113,33 @@ class ServerSettings:
             check(bool(_ORIGIN.fullmatch(origin)), "--cors-origin", origin, "an origin such as https://example.org",
                   "list each origin; wildcards would let any web page use the server")
 
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any], model: str, memory_bytes: int | None = None) -> ServerSettings:
+        """The settings of options, by their names in SERVE_OPTIONS. Raises UsageError for what cannot be used.
+
+        model         the name for clients, unless the options have one
+        memory_bytes  the budget for caches, unless the options have one
+        """
+        keys = read_keys(tuple(given["api_keys"] or ()), given["api_key_file"])
+        folder = given["journals"]
+        chosen: dict[str, Any] = {
+            "model_name": model, "api_keys": tuple(keys), "key_labels": tuple(keys.values()),
+            "journals": None if folder == "none" else Path(folder) if folder else default_journal_folder(),
+            "snapshots": SnapshotOptions.parse(given["snapshot"], given["snapshot_max"])}
+        if memory_bytes is not None:
+            chosen["memory_bytes"] = memory_bytes
+        for name, each in settings_of(cls).items():
+            if (value := given[name]) is None:
+                continue
+            if isinstance(each.allowed, Range) and each.unit != 1:
+                each.allowed.check(each.flag, value)  # before it becomes a whole number
+                value *= each.unit
+                value = int(min(value, sys.maxsize)) if each.type is int else value
+            chosen[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**chosen)
+
     def _check_keys(self) -> None:
         for name in ("key_requests", "key_tokens"):
-            check(getattr(self, name) >= 0, f"--{name.replace('_', '-')}", getattr(self, name), "0 or more",
-                  "0 sets no limit")
             if getattr(self, name) and not self.api_keys:
                 raise UsageError(f"--{name.replace('_', '-')} limits each API key, and there is none; set "
                                  "LONGDRAFT_API_KEY or --api-key-file")
@@ -153,6 +172,33 @@ class ServerSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+LOGGING = (
+    Setting("log_format", str, "text", "json or text.", ("json", "text"), panel="Serving", has_env=True),
+    Setting("log_level", str, "info", "debug, info, warning or error.", ("debug", "info", "warning", "error"),
+            panel="Serving", has_env=True))
+_OWN = settings_of(ServerSettings)
+SERVE_OPTIONS = (
+    Setting("api_keys", tuple[str, ...], None, option="api-key", panel="Serving",
+            help="Key required for everything except /health. Repeatable. Also LONGDRAFT_API_KEY."),
+    Setting("api_key_file", Path, None, "File of keys, one per line, each followed by an optional label.",
+            panel="Serving", has_env=True),
+    Setting("journals", str, "", panel="Serving", has_env=True,
+            help="Folder of journals; 'none': no journals; default: longdraft/journals in XDG_STATE_HOME."),
+    *LOGGING,
+    # None: the default of these depends on the model.
+    *(_OWN | {name: replace(_OWN[name], default=None) for name in ("model_name", "memory_bytes")}).values(),
+    replace(CACHE_RAM, shown="", panel="Limits", has_env=True,
+            help="MiB of that memory for the prefix tree: keys and values of earlier texts, for texts that begin "
+                 "alike; 0: off; default: a quarter, at most 8192, and 0 on CUDA."),
+    replace(SNAPSHOT, panel="Limits", has_env=True,
+            help="Keep keys and values beside journals, so that resuming reads a file instead of the text: auto (on "
+                 "the CPU), never or always."),
+    replace(SNAPSHOT_MAX, panel="Limits", has_env=True,
+            help="GiB of all snapshots together; beyond it the oldest are removed."),
+)
+"""The options of `longdraft serve`: those of `ServerSettings`, and those from which it follows."""
 
 
 def _no_password() -> str:

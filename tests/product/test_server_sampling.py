@@ -7,6 +7,7 @@ import re
 import pytest
 
 from helpers import serving
+from longdraft.sampling.grammar import GrammarRules
 
 engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
@@ -58,3 +59,19 @@ def test_banned_phrases_are_not_in_the_reply(post):
     reply = post("/v1/completions", body).json()
     assert " the" not in reply["choices"][0]["text"].lower()
     assert reply["usage"]["completion_tokens"] == 60
+
+
+def test_a_grammar_is_compiled_once_for_a_request(post, monkeypatch):
+    pytest.importorskip("llguidance")
+    compiled, compile_rules = [], GrammarRules.compile
+
+    def count(*arguments):
+        compiled.append(arguments)
+        return compile_rules(*arguments)
+
+    monkeypatch.setattr(GrammarRules, "compile", count)
+    body = {"prompt": "It was", "max_tokens": 9, "n": 2, "guided_regex": "[d-f]{5}"}
+    for _ in range(2):
+        assert re.fullmatch("[d-f]{5}", post("/v1/completions", body).json()["choices"][1]["text"])
+    assert len(compiled) == 1
+    assert post("/v1/completions", {**body, "guided_regex": "[d-f]{4}"}).status_code == 200 and len(compiled) == 2
