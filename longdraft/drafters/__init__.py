@@ -34,9 +34,9 @@ from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialCache
 from longdraft.drafters import options as drafter_options
-from longdraft.drafters.auto import costs
+from longdraft.drafters.auto import calibration, costs
 from longdraft.drafters.auto.drafter import AutoDrafter, AutoOptions
-from longdraft.drafters.auto.knowledge import Guesser, SharedKnowledge
+from longdraft.drafters.auto.shared import Guesser, SharedStatistics
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.eagle import EagleDrafter, EagleOptions
@@ -87,7 +87,7 @@ class Resources(NamedTuple):
     draft: Transformer | None = None
     partial: PartialCache | None = None
     clock: CostClock | None = None
-    knowledge: SharedKnowledge | None = None
+    knowledge: SharedStatistics | None = None
     draft_copy: Transformer | None = None
     eagle: Eagle | None = None
 
@@ -117,16 +117,16 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     resources = _with_shared_cache(resources)
     candidates = _candidates(options, resources)
     identity = {**_costs_identity(resources), "vocabulary": options.draft_vocabulary}
-    knowledge, clock = resources.knowledge or SharedKnowledge(), resources.clock or CostClock(always=True)
+    knowledge, clock = resources.knowledge or SharedStatistics(), resources.clock or CostClock(always=True)
 
     def random_text_candidates(cache: FullCache, sampler: Sampler, clock: CostClock) -> dict[str, Drafter]:
         return _candidates(options, _with_shared_cache(resources._replace(cache=cache, sampler=sampler, clock=clock)))
 
     def calibrate() -> None:
-        found = costs.load_or_measure(
+        measured = costs.load_or_measure(
             identity, list(candidates), clock.agree,
-            lambda: costs.measure(resources.model, resources.sampler, clock.agree, random_text_candidates))
-        knowledge.begin(found, {name: Guesser(DRAFTERS[name].guesses_with or name, DRAFTERS[name].prior)
+            lambda: calibration.measure(resources.model, resources.sampler, clock.agree, random_text_candidates))
+        knowledge.begin(measured, {name: Guesser(DRAFTERS[name].guesses_with or name, DRAFTERS[name].prior)
                                 for name in candidates})
 
     def forget() -> None:

@@ -27,7 +27,7 @@ from helpers.simulated_text import FORWARD, Clock
 from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.drafters.auto.drafter import AutoDrafter
-from longdraft.drafters.auto.knowledge import Guesser, SharedKnowledge
+from longdraft.drafters.auto.shared import Guesser, SharedStatistics
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -328,7 +328,7 @@ class Fixed:
 class ScenarioText:
     """One text of a scenario."""
 
-    def __init__(self, scenario: Scenario, seed: int, shared: SharedKnowledge, fixed: tuple[str, int] | None = None
+    def __init__(self, scenario: Scenario, seed: int, shared: SharedStatistics, fixed: tuple[str, int] | None = None
                  ) -> None:
         self.scenario, self.machine, self.clock = scenario, Machine(scenario, seed), ReadClock(scenario.reading)
         self.truth = truth_of(scenario, seed)
@@ -356,7 +356,7 @@ class ScenarioText:
             lambda: None, shared, self.clock)
         self.auto.begin(self.context, None)
         if scenario.decision:
-            self.auto.selector.decide = self.slow(self.auto.selector.decide)
+            self.auto.policy.decide = self.slow(self.auto.policy.decide)
 
     def slow(self, decide: Callable[..., None]) -> Callable[..., None]:
         def slowly(*args: Any) -> None:
@@ -421,7 +421,7 @@ class Outcome:
 
 
 def write(scenario: Scenario, seed: int, fixed: tuple[str, int] | None = None) -> Outcome:
-    shared = SharedKnowledge()
+    shared = SharedStatistics()
     texts = [ScenarioText(scenario, 100 * seed + number, shared, fixed) for number in range(scenario.num_texts)]
     while any(not text.is_finished for text in texts):
         writing = texts if scenario.is_batch else [text for text in texts if not text.is_finished]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from helpers.simulated_text import FORWARD, Clock, Text
-from longdraft.drafters.auto.knowledge import SharedKnowledge
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
+from longdraft.drafters.auto.shared import SharedStatistics
 
 
 def test_auto_corrects_costs_that_were_measured_wrongly():
@@ -76,10 +76,10 @@ def test_a_few_slow_forwards_do_not_end_all_chains_before_their_number_of_rows()
     """Forwards of four to seven rows were slow when they were seen, so the fourth row seems dear."""
     text = Text({"chain": (0.1, 0.95)})
     text.write(200)
-    selector = text.auto.selector
-    selector._shared.pace._of[selector._forward_kind(3)] = 1.7
-    selector.decide(text.context)
-    assert selector._deepest() > 8 and (np.diff(selector._steps[2:]) >= 0).all()
+    policy = text.auto.policy
+    policy._shared.pace._kinds[policy._costs.kind(3)].factor = 1.7
+    policy.decide(text.context)
+    assert policy._deepest() > 8 and (np.diff(policy._costs.steps[2:]) >= 0).all()
 
 
 def test_a_drafter_whose_costs_were_found_right_is_not_checked_again():
@@ -90,9 +90,9 @@ def test_a_drafter_whose_costs_were_found_right_is_not_checked_again():
 
 
 def test_what_a_request_reserved_for_a_probe_is_free_again_when_the_request_ends():
-    shared = SharedKnowledge()
+    shared = SharedStatistics()
     text = Text({"chain": (0.4, 0.9)}, shared=shared)
-    assert text.auto.selector.is_probing and shared.losses.seconds > 0 < shared.candidates["chain"].losses.seconds
+    assert text.auto.policy.is_probing and shared.losses.seconds > 0 < shared.candidates["chain"].losses.seconds
     del text
     gc.collect()
     assert shared.losses.seconds == 0 == shared.candidates["chain"].losses.seconds
@@ -100,8 +100,8 @@ def test_what_a_request_reserved_for_a_probe_is_free_again_when_the_request_ends
 
 def test_other_requests_of_a_batch_wait_for_a_probe():
     for batch_size, times in ((1, 1.0), (8, AUTO_SETTINGS.batch_loss)):
-        shared, clock = SharedKnowledge(), Clock()
+        shared, clock = SharedStatistics(), Clock()
         text = Text({"chain": (9.0, 0.9)}, shared=shared, clock=clock)
         clock.batch_size, shared.seconds = batch_size, 1e6
-        text.auto.selector._begin_probe("chain", 3, 2.0)
+        text.auto.policy._begin_probe("chain", 3, 2.0)
         assert shared.losses.seconds == 3 * times * 2.0
