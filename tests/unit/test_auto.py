@@ -17,6 +17,7 @@ from longdraft.drafters.auto.acceptance import AcceptanceByDepth
 from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.drafters.auto.policy import Policy
+from longdraft.drafters.auto.report import TOKENS_PER_PART
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.drafters.auto.shared import Candidate, Guesser, SharedStatistics
 from longdraft.request.context import Context
@@ -39,8 +40,8 @@ def test_auto_drafts_with_the_fastest_from_the_first_steps_on():
     text = Text({"slow": (0.9, 0.9), "fast": (0.1, 0.9)})
     assert text.auto.policy.active == "fast", "a candidate that cannot gain is not even probed"
     text.write(2000)
-    assert text.auto.turns["fast"] > 0.98 * 2000
-    assert text.auto.turns["slow"] <= 3 * AUTO_SETTINGS.check_steps, "its costs are checked once"
+    assert text.auto.report.turns["fast"] > 0.98 * 2000
+    assert text.auto.report.turns["slow"] <= 3 * AUTO_SETTINGS.check_steps, "its costs are checked once"
     assert not text.has_forgotten
 
 
@@ -48,20 +49,20 @@ def test_a_drafter_that_reads_the_text_alone_is_watched_and_not_probed():
     """The text repeats one token, as its drafts do. The chain costs more, so it should give way."""
     text = Text({"chain": (0.3, 0.9), "reader": (0.01, 1.0)}, reader="reader", prior=0.2)
     text.write(300)
-    assert text.auto.turns["reader"] > 150
+    assert text.auto.report.turns["reader"] > 150
     wrong = Text({"chain": (0.3, 0.9), "reader": (0.01, 0.0)}, reader="reader")
     wrong.auto._drafters["reader"].propose = atomic(lambda context, depth: chain(context.last, [3] * depth, "self"))
     wrong.write(3000)
-    assert wrong.auto.turns["reader"] == 0
+    assert wrong.auto.report.turns["reader"] == 0
 
 
 def test_auto_notices_that_another_drafter_becomes_the_fastest():
     text = Text({"one": (0.2, 0.9), "other": (0.2, 0.5)})
     text.write(3000)
-    assert text.auto.turns["one"] > 0.95 * 3000
+    assert text.auto.report.turns["one"] > 0.95 * 3000
     text.drafters["one"].rate, text.drafters["other"].rate = 0.2, 0.9
     text.write(6000)
-    assert text.auto.turns["other"] > 0.85 * 6000
+    assert text.auto.report.turns["other"] > 0.85 * 6000
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8])
@@ -95,7 +96,7 @@ def test_a_hopeful_drafter_is_tried_although_another_one_lost_much():
 
     reads.propose = slow_propose
     text.write(3000)
-    assert text.auto.turns["chain"] > 1500
+    assert text.auto.report.turns["chain"] > 1500
 
 
 def test_several_texts_share_what_their_first_probes_may_lose():
@@ -107,7 +108,7 @@ def test_several_texts_share_what_their_first_probes_may_lose():
     assert sum(text.clock.now for text in texts) < 8 * 256 * FORWARD.rows[0] / 0.985
     later = Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared)
     later.write(256)
-    assert later.auto.turns["plain"] >= 250, "a new text starts with what the earlier ones have seen"
+    assert later.auto.report.turns["plain"] >= 250, "a new text starts with what the earlier ones have seen"
 
 
 def test_a_request_decides_anew_as_soon_as_another_one_got_to_know_a_drafter():
@@ -231,7 +232,7 @@ def test_what_passes_between_steps_is_a_part_of_each_step():
     text.write(400)
     busy = Text({"chain": (0.9, 0.8)}, between=1.0)
     busy.write(400)
-    assert text.auto.turns["chain"] < 100 < 300 < busy.auto.turns["chain"]
+    assert text.auto.report.turns["chain"] < 100 < 300 < busy.auto.report.turns["chain"]
 
 
 def test_auto_verifies_as_many_guesses_as_pay_for_their_rows():
@@ -288,14 +289,14 @@ def test_a_drafter_that_delivers_less_than_its_rating_is_given_up():
     text.auto._confidences["chain"] = text.drafters["chain"].confidence
     shared.candidates["chain"].costs = DraftCosts(1.49, 0.01, 1.0, 16)
     text.write(2000)
-    assert text.auto.turns["plain"] > 0.9 * 2000
+    assert text.auto.report.turns["plain"] > 0.9 * 2000
 
 
 def test_where_no_guess_seems_to_pay_outcomes_decide(monkeypatch):
     monkeypatch.setattr(Policy, "num_guesses", lambda self, reach: 0)
     text = Text({"chain": (0.1, 0.9)})
     text.write(1000)
-    assert text.auto.turns["chain"] > 0.9 * 1000 and np.mean(text.rows) > 4
+    assert text.auto.report.turns["chain"] > 0.9 * 1000 and np.mean(text.rows) > 4
 
 
 def test_drafts_begin_to_pay_when_requests_share_the_weights_and_trees_become_smaller():
@@ -323,8 +324,8 @@ def test_tokens_after_the_end_are_not_counted():
 
 def test_the_report_counts_each_part_of_the_text():
     text = Text({"fast": (0.1, 0.9)})
-    text.write(3 * AUTO_SETTINGS.tokens_per_report)
-    assert len(text.auto.choices) >= 3 and text.auto.nbytes == 0
+    text.write(3 * TOKENS_PER_PART)
+    assert len(text.auto.report.choices) >= 3 and text.auto.nbytes == 0
     choices = text.auto.summary(num_new := len(text.context) - 1)["choices"]
     assert sum(sum(counts.values()) for counts in choices) == num_new
     assert all(first <= second for first, second in pairwise(text.ends))

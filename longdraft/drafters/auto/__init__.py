@@ -10,5 +10,6 @@
     calibration.py  the measurement of these, once for each model and machine
     pace.py         how far the costs are off now
     step_costs.py   seconds of the next step by its rows
+    report.py       which candidate wrote how many tokens
     settings.py     the constants
 """

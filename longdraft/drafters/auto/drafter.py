@@ -11,8 +11,9 @@ text grows. Measured times may decide, because no choice can change the text.
 
 The acceptance of a candidate is only observed while it drafts. Candidates that could be the fastest are *probed* for
 a few steps now and then. All requests of an engine share a budget of time that probes may lose. A probe that gains
-costs nothing of it, and a candidate that would lose even if all its guesses were right is not probed. A drafter that reads
-the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that others write.
+costs nothing of it, and a candidate that would lose even if all its guesses were right is not probed. A drafter that
+reads the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that another
+candidate writes.
 
 Costs and acceptance can be wrong together, and then no outcome contradicts them. So what the candidate in use delivers
 is compared with what its rating promises, and a tree of which no guess seems to pay is verified.
@@ -22,7 +23,6 @@ Chains end by themselves (longdraft/drafters/auto/confidence.py) where a further
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from longdraft.drafters.auto.acceptance import NodeAcceptance
 from longdraft.drafters.auto.confidence import confidence_of
 from longdraft.drafters.auto.observation import Observation
 from longdraft.drafters.auto.policy import Policy
+from longdraft.drafters.auto.report import TokenReport
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.drafters.auto.shared import SharedStatistics
 from longdraft.drafters.draft_model import DraftModelOptions
@@ -156,11 +157,8 @@ class AutoDrafter:
         self._watched: Watched | None = None
         self._num_steps = 0
         self._num_same = 0  # steps of the active candidate since a switch
-        self._last_writer = ""
-        self._num_new = 0  # tokens of the text that are in the report
         self._ended = 0.0  # when the latest step that was timed ended, in seconds
-        self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
-        self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
+        self.report = TokenReport(self._drafters)
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +176,7 @@ class AutoDrafter:
         if not self._shared.candidates:
             self._calibrate()
         self.policy = Policy(self._shared, self._clock, context, self._readers)
-        self._num_new = context.num_new
+        self.report.num_new = context.num_new
         self._follow()
 
     def _follow(self) -> None:
@@ -189,33 +187,37 @@ class AutoDrafter:
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         if self._plain.at_rest:
             return root_only(context.last)
-        policy = self.policy
-        if policy.is_plain:
+        if self.policy.is_plain:
             self._proposal = None
-            if policy.is_probing or (self._num_steps + 1) % AUTO_SETTINGS.steps_per_decision == 0:
+            if self.policy.is_probing or (self._num_steps + 1) % AUTO_SETTINGS.steps_per_decision == 0:
                 self._plain.latest = self._clock()
             return root_only(context.last)
+        self._proposal = yield from self._draft(context, max_depth)
+        return self._proposal.tree
+
+    def _draft(self, context: Context, max_depth: int) -> Routine[Proposal]:
+        """A tree of the active candidate, without the guesses that do not pay for their rows."""
+        policy = self.policy
         began = self._clock()
-        drafter = self._drafters[policy.active]
         is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not policy.is_probing
         confidence = self._confidences[policy.active]
         if confidence:
             confidence.least = policy.least_probability
             is_exploring = False
         deeper = AUTO_SETTINGS.exploration_depth * is_exploring
-        drafted = allowed = min(max_depth, policy.depth(confidence is not None) + deeper)
-        tree = yield from drafter.propose(context, drafted)
+        drafted = min(max_depth, policy.depth(confidence is not None) + deeper)
+        tree = yield from self._drafters[policy.active].propose(context, drafted)
         if confidence:
-            drafted = allowed = confidence.num_drafted
+            drafted = confidence.num_drafted
         if self._sampler:  # before the step does it, so that `observe` is given nodes of this tree
             tree = self._sampler.pruned(tree, context)
+        allowed = drafted
         if not is_exploring and not policy.is_probing and len(tree) > 1:
             worthwhile = self._worthwhile(tree)
             if worthwhile is not tree:  # the step will show nothing about the depths that were cut off
                 allowed = min(allowed, max(worthwhile.depths))
                 tree = worthwhile
-        self._proposal = Proposal(tree, drafted, allowed, began, self._clock())
-        return tree
+        return Proposal(tree, drafted, allowed, began, self._clock())
 
     def _worthwhile(self, tree: Tree) -> Tree:
         """The tree of the guesses that pay for their rows.
@@ -323,41 +325,22 @@ class AutoDrafter:
             self._watched = Watched(name, run_alone(self._drafters[name].propose(context, depth)), depth, len(context))
 
     def _report(self, written: int) -> None:
-        self._last_writer = self.policy.active
-        self._num_new += written
-        self.turns[self._last_writer] += written
-        while len(self.choices) <= self._num_new // AUTO_SETTINGS.tokens_per_report:
-            self.choices.append(Counter())
-            if self._shared.pace.is_off:
-                self._forget()
-        self.choices[-1][self._last_writer] += written
+        if self.report.add(self.policy.active, written) and self._shared.pace.is_off:
+            self._forget()
 
     def _report_plain(self) -> None:
         """Report the tokens of plain decoding so far."""
-        if written := self._plain.tokens - self._plain.reported:
+        written = self._plain.tokens - self._plain.reported
+        if written:
             self._report(written)
             self._plain.reported += written
 
     def inherit(self, earlier: AutoDrafter, num_retracted: int) -> None:
-        """Continue the figures of a drafter of the same text, of whose tokens the last ones were taken back."""
         earlier._report_plain()
-        self.turns = earlier.turns
-        self.choices = earlier.choices
-        self._last_writer = earlier._last_writer
-        for counts in (self.turns, self.choices[-1]) if self.choices else ():
-            counts[self._last_writer] -= num_retracted
+        self.report = earlier.report
+        if self.report.choices:
+            self.report.retract(num_retracted)
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
-        """The tokens written with each candidate, in all and for each part of the text, for the statistics."""
         self._report_plain()
-        turns = self.turns.copy()
-        choices = [counts.copy() for counts in self.choices]
-        beyond = turns.total() - num_tokens
-        if beyond:  # tokens of the last step beyond the end of the text
-            turns[self._last_writer] -= beyond
-            choices[-1][self._last_writer] -= beyond
-        return {
-            "tokens_by_choice": dict(turns),
-            "choices_per_tokens": AUTO_SETTINGS.tokens_per_report,
-            "choices": [dict(counts) for counts in choices],
-        }
+        return self.report.summary(num_tokens)
