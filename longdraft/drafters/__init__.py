@@ -4,7 +4,7 @@
 returns a tree of guesses, which one forward of the target verifies. Each drafter is a class with `begin`, `propose` and
 `observe` (the protocol `Drafter` in longdraft/speculation/drafter.py), in a module with its options:
 
-    auto          auto.py         the fastest of the drafters below, chosen by measurements while writing
+    auto          auto/           the fastest of the drafters below, chosen by measurements while writing
     plain         plain.py        no drafts: one token for each forward
     ngram         ngram.py        what followed the last token earlier, from a table of the text's n-grams
     suffix        suffix.py       what followed the longest suffix of the text earlier, here or in a corpus
@@ -21,7 +21,7 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
 1. Write a module with a frozen dataclass of options (a subclass of `DrafterOptions`) and a class with the three
    methods. `template.py` and `chain.py` help with trees of heads and with chains of forwards.
 2. Add it to `DRAFTERS` below. The command line, the server, `auto` and the benchmarks read this table.
-3. Add it to `DRAFTERS` in tests/promise/test_equality.py, and its options to docs/drafters.md.
+3. Add it to `DRAFTERS` in tests/helpers/equality.py, and its options to docs/drafters.md.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialCache
 from longdraft.drafters import options as drafter_options
-from longdraft.drafters.auto import costs
+from longdraft.drafters.auto import calibration, costs
 from longdraft.drafters.auto.drafter import AutoDrafter, AutoOptions
-from longdraft.drafters.auto.knowledge import Guesser, SharedKnowledge
+from longdraft.drafters.auto.shared import Guesser, SharedStatistics
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.eagle import EagleDrafter, EagleOptions
@@ -74,7 +74,7 @@ class Resources(NamedTuple):
     partial             a partial cache that several drafters of this request share; None: a drafter makes its own
     clock               the time that this request takes; None: the wall clock, if no other request runs
     draft_copy          a quantised copy of the target for self-drafting chains; None: they draft with the target
-    knowledge           what the engine's requests know of the candidates of `auto`
+    knowledge           what the engine's requests share about the candidates of `auto`
     """
 
     model: Transformer
@@ -87,7 +87,7 @@ class Resources(NamedTuple):
     draft: Transformer | None = None
     partial: PartialCache | None = None
     clock: CostClock | None = None
-    knowledge: SharedKnowledge | None = None
+    knowledge: SharedStatistics | None = None
     draft_copy: Transformer | None = None
     eagle: Eagle | None = None
 
@@ -117,23 +117,23 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     resources = _with_shared_cache(resources)
     candidates = _candidates(options, resources)
     identity = {**_costs_identity(resources), "vocabulary": options.draft_vocabulary}
-    knowledge, clock = resources.knowledge or SharedKnowledge(), resources.clock or CostClock(always=True)
+    shared = resources.knowledge or SharedStatistics()
+    clock = resources.clock or CostClock(always=True)
 
     def random_text_candidates(cache: FullCache, sampler: Sampler, clock: CostClock) -> dict[str, Drafter]:
         return _candidates(options, _with_shared_cache(resources._replace(cache=cache, sampler=sampler, clock=clock)))
 
     def calibrate() -> None:
-        found = costs.load_or_measure(
+        measured = costs.load_or_measure(
             identity, list(candidates), clock.agree,
-            lambda: costs.measure(resources.model, resources.sampler, clock.agree, random_text_candidates))
-        knowledge.begin(found, {name: Guesser(DRAFTERS[name].guesses_with or name, DRAFTERS[name].prior)
+            lambda: calibration.measure(resources.model, resources.sampler, clock.agree, random_text_candidates))
+        shared.begin(measured, {name: Guesser(DRAFTERS[name].guesses_with or name, DRAFTERS[name].prior)
                                 for name in candidates})
 
     def forget() -> None:
         costs.forget(identity)
 
-    return AutoDrafter(candidates, calibrate, forget, knowledge, clock, resources.partial,
-                       resources.sampler)
+    return AutoDrafter(candidates, calibrate, forget, shared, clock, resources.partial, resources.sampler)
 
 
 def _with_shared_cache(resources: Resources) -> Resources:
@@ -144,14 +144,14 @@ def _with_shared_cache(resources: Resources) -> Resources:
 
 def _candidates(options: AutoOptions, resources: Resources) -> dict[str, Drafter]:
     """The drafters that `auto` tries, by name: all for which the parts are there."""
-    found = {}
+    candidates = {}
     for name, spec in DRAFTERS.items():
         if spec.in_auto is not None and (not spec.needs or getattr(resources, spec.needs)):
             given: Any = spec.options(**spec.in_auto)
             if hasattr(given, "draft_vocabulary"):
                 given = replace(given, draft_vocabulary=options.draft_vocabulary)
-            found[name] = spec.build(given, resources)
-    return found
+            candidates[name] = spec.build(given, resources)
+    return candidates
 
 
 def _costs_identity(resources: Resources) -> dict[str, Any]:

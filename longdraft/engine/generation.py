@@ -42,6 +42,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Drafter, HasSummary, memory_of
+from longdraft.speculation.plain_speed import PlainSpeed
 from longdraft.speculation.prefill import prefill
 from longdraft.speculation.reuse import WAITING, PrefixReuse, Waiting
 from longdraft.speculation.routine import CostClock, Routine, run_batched
@@ -98,7 +99,7 @@ class Generation(Iterator[Event]):
         self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
         self._accepted = Counter[str]()  # accepted tokens, by drafter
         self._full_acceptance = FullAcceptance()
-        self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
+        self.plain_speed = PlainSpeed(target.weights_in_tokens)
         self._prefill_seconds = 0.0
         self._decode_seconds = 0.0
         self._work = self._run()
@@ -311,7 +312,7 @@ class Generation(Iterator[Event]):
         seconds = time.perf_counter() - start
         self._decode_seconds += seconds
         if self.clock.batch_size == 1:  # in a batch, a step's seconds include other texts' work
-            self._plain_speed.add(accepted.drafted + 1, len(self._step.context), count,
+            self.plain_speed.add(accepted.drafted + 1, len(self._step.context), count,
                                   seconds - (self._step.timings.draft - drafting))
         if self._journal:
             self._journal.append(new.tokens, accepted.drafted, seconds)
@@ -347,7 +348,7 @@ class Generation(Iterator[Event]):
             "finish_reason": self.finish_reason,
             "seed": self._params.seed, "prefill_seconds": self._prefill_seconds,
             **run_statistics.of_steps(num_written, self._accepted, self._decode_seconds, step.tally, step.timings),
-            **self._plain_speed.figures(),
+            **self.plain_speed.figures(),
             **run_statistics.of_tokens(self.tokens),
             "recent_distinct_4": stream.distinct,
             "loop": loop and loop._asdict(),

@@ -24,7 +24,7 @@ from longdraft.cache.prefix import PrefixTree
 from longdraft.checkpoint import fingerprint, hub
 from longdraft.checkpoint.defaults import Defaults
 from longdraft.checkpoint.tensor_source import TensorSource
-from longdraft.drafters.auto.knowledge import SharedKnowledge
+from longdraft.drafters.auto.shared import SharedStatistics
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import ModelError, UsageError, check
@@ -110,7 +110,7 @@ class LoadedModel:
     defaults: Defaults
     hub_options: hub.Hub
     corpora: Corpora
-    knowledge: SharedKnowledge
+    knowledge: SharedStatistics
     heads_name: str | None = None
     heads: Heads | None = None
     glide: Glide | None = None
@@ -139,7 +139,7 @@ class LoadedModel:
                      else owner.load(hub.resolve(heads_name, hub_options)))
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
         loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
-                     SharedKnowledge(target.weights_in_tokens), heads_name, *parts,
+                     SharedStatistics(target.weights_in_tokens), heads_name, *parts,
                      quantized_cache=quantized_cache, ranks=ranks or parallel.SingleProcess())
         return loaded.with_draft_for(choice)
 
@@ -159,7 +159,7 @@ class LoadedModel:
             loaded = replace(loaded, draft_weights=weights,
                              draft_copy=load_copy(self.files, self.target, weights, self.quantized_cache))
         if is_other:  # its costs and its acceptance differ
-            loaded = replace(loaded, knowledge=SharedKnowledge(self.target.weights_in_tokens))
+            loaded = replace(loaded, knowledge=SharedStatistics(self.target.weights_in_tokens))
         if choice.needs and getattr(loaded, choice.needs) is None:
             what, cure = (("a smaller model", "--drafter-option model=NAME") if choice.needs == "draft" else
                           ("an EAGLE head" if choice.needs == "eagle" else f"trained {choice.needs}", "--heads"))

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from longdraft.cache.full import FullCache
-from longdraft.drafters.auto.drafter import AutoDrafter
 from longdraft.request.events import TokenLogprob
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Drafter
+from longdraft.speculation.drafter import Accepted, Drafter, HasSummary
 from longdraft.speculation.step import Step
 from longdraft.text.banned_phrases import ChosenToken, PhraseFilter
 
@@ -42,13 +41,14 @@ def _rewound(step: Step, cache: FullCache, num_new: int, banned: Sequence[int],
 
     The sampler and the drafter remember the text that they have seen, so they are made anew.
     """
-    context, num_retracted = step.context, step.context.num_new - num_new
+    context = step.context
+    num_retracted = context.num_new - num_new
     context.truncate(context.prompt_length + num_new)
     cache.truncate(len(context) - 1)  # the last token's row is computed by the next step
     sampler = step.sampler.of_another_text()
     sampler.ban(len(context), banned)
     drafter = new_drafter(sampler)
-    if isinstance(drafter, AutoDrafter) and isinstance(step.drafter, AutoDrafter):
+    if isinstance(drafter, HasSummary):
         drafter.inherit(step.drafter, num_retracted)
     drafter.begin(context, None)
     return step._replace(sampler=sampler, drafter=drafter)

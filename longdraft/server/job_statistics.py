@@ -1,18 +1,16 @@
-"""Statistics of one text while it is written: draft acceptance, throughput, and the cost of plain decoding.
+"""Statistics of one text while it is written: draft acceptance, throughput, and probes of plain decoding.
 
 The engine thread adds to them while the event loop reads them.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, deque
 from typing import Any
 
 from longdraft.request.events import Event
 
-_WINDOW_S = 5.0  # throughput and plain decoding are averaged over this time
-_MIN_SAMPLES = 9  # of plain decoding, kept even when they are older
+_WINDOW_S = 5.0  # throughput is averaged over this time
 _MAX_PROBE_SHARE = 0.01  # of the text's own time that measuring plain decoding may take
 _PROBE_INTERVAL_S = 0.5  # minimum time between two such measurements
 
@@ -89,32 +87,18 @@ class Throughput:
         return (last[2] - first[2]) / seconds if seconds > 0 else 0.0
 
 
-class PlainDecodingCost:
-    """Seconds per token of plain decoding at the current context: steps without a draft, and occasional probes."""
+class PlainProbes:
+    """When to run a forward of plain decoding for comparison, while a text is drafted."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque()  # when, seconds
-        self._last_sample = 0.0
-        self._probe_seconds = 0.0  # of all probes
+        self._latest = 0.0  # step without a draft, or probe: monotonic time
+        self._seconds = 0.0  # of all probes
 
-    def add_step(self, now: float, seconds: float) -> None:
-        """Record a step without a draft."""
-        self._samples.append((now, seconds))
-        self._last_sample = now
-        while len(self._samples) > _MIN_SAMPLES and now - self._samples[0][0] > _WINDOW_S:
-            self._samples.popleft()
+    def is_due(self, now: float, own_seconds: float) -> bool:
+        """own_seconds: the text's own time so far"""
+        return now - self._latest >= _PROBE_INTERVAL_S and self._seconds <= _MAX_PROBE_SHARE * own_seconds
 
-    def add_probe(self, now: float, seconds: float) -> None:
-        """Record a plain forward that was run only to be timed."""
-        self._probe_seconds += seconds
-        self.add_step(now, seconds)
-
-    def is_probe_due(self, now: float, own_seconds: float) -> bool:
-        """Whether to run a probe. own_seconds: the text's own time so far."""
-        return (now - self._last_sample >= _PROBE_INTERVAL_S
-                and self._probe_seconds <= _MAX_PROBE_SHARE * own_seconds)
-
-    @property
-    def seconds(self) -> float | None:
-        """The mean of the recent samples; None without any."""
-        return statistics.fmean(seconds for _, seconds in list(self._samples)) if self._samples else None
+    def postpone(self, now: float, seconds: float = 0.0) -> None:
+        """Plain decoding was timed, in a probe of so many seconds or in a step."""
+        self._latest = now
+        self._seconds += seconds

@@ -18,7 +18,8 @@ from longdraft.errors import JournalError
 from longdraft.journal import journal_exists, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.server.job_statistics import DraftAcceptance, PlainDecodingCost, Throughput
+from longdraft.server.job_statistics import DraftAcceptance, PlainProbes, Throughput
+from longdraft.speculation.plain_speed import PlainSpeed
 
 
 class EventQueue:
@@ -143,7 +144,8 @@ class GenerationJob:
     stats: dict[str, Any] | None = None  # of the finished text, as in the `--stats` file
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance)
     throughput: Throughput = field(default_factory=Throughput)
-    plain_cost: PlainDecodingCost = field(default_factory=PlainDecodingCost)
+    plain_speed: PlainSpeed | None = None  # None before the text has begun
+    plain_probes: PlainProbes = field(default_factory=PlainProbes)
     _last_step: float | None = None  # monotonic time
     _own_seconds: float = 0.0  # the text's own time up to its last step
 
@@ -154,6 +156,7 @@ class GenerationJob:
         # The label keeps keys apart: no key can measure what another key's prompts were.
         salt = None if self.cache_salt is None else f"{self.events.key_label or ''}:{self.cache_salt}"
         self.generation = self.start(on_prefill=self._on_prefill, cache_salt=salt)
+        self.plain_speed = self.generation.plain_speed
         return self.generation
 
     def release(self) -> None:
@@ -197,10 +200,17 @@ class GenerationJob:
         self.acceptance.add(event)
         self.throughput.add(now, own, self.num_tokens)
         if event.drafted == 0 and last is not None:  # the first step's time includes the prefill
-            self.plain_cost.add_step(now, seconds)
-        elif self.times_plain and not event.finish_reason and self.plain_cost.is_probe_due(now, own):
-            self.plain_cost.add_probe(now, self.generation.measure_plain_step())
+            self.generation.plain_speed.add_latest(self._context_length, seconds)
+            self.plain_probes.postpone(now)
+        elif self.times_plain and not event.finish_reason and self.plain_probes.is_due(now, own):
+            seconds = self.generation.measure_plain_step()
+            self.generation.plain_speed.add_latest(self._context_length, seconds)
+            self.plain_probes.postpone(now, seconds)
         return None if last is None else now - last
+
+    @property
+    def _context_length(self) -> int:
+        return self.prompt_tokens + self.num_tokens
 
     @property
     def remaining_tokens(self) -> int:
@@ -229,7 +239,7 @@ class GenerationJob:
 
     def progress(self) -> dict[str, Any]:
         """The progress, for comments in a stream and for lists of texts."""
-        plain = self.plain_cost.seconds
+        plain = self.plain_speed and self.plain_speed.seconds_at(self._context_length)
         return {
             "state": self.state,
             "prefill_tokens": self.prefill[0],

@@ -102,6 +102,10 @@ class HasSummary(Protocol):
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """Figures over the first `num_tokens` observed tokens. Later ones are after the end of the text."""
 
+    def inherit(self, earlier: Any, num_retracted: int) -> None:
+        """Continue the figures of `earlier`, a drafter of the same class and text. The last tokens that it observed,
+        `num_retracted` of them, were taken back."""
+
 
 @runtime_checkable
 class ReadsText(Protocol):

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from longdraft.errors import NumericalError
 from longdraft.kernels import single_threaded_torch
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.request.context import Context
-from longdraft.request.tree import root_only
+from longdraft.request.tree import Tree, root_only
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
@@ -48,6 +49,14 @@ class Tally:
     steps: int = 0
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
+
+    def add(self, drafted: Iterable[str], accepted: Iterable[str]) -> None:
+        """Count a step. Both name the drafter of each token."""
+        self.steps += 1
+        for source in drafted:
+            self.drafted[source] += 1
+        for source in accepted:
+            self.accepted[source] += 1
 
 
 class Step(NamedTuple):
@@ -84,45 +93,47 @@ class Step(NamedTuple):
 
         NumericalError if the target's logits are not finite.
         """
-        model, cache, drafter, sampler, context, timings, tally, num_logprobs, drafts_forced, ahead = self
+        context, timings = self.context, self.timings
         began = clock()
-        if ahead is not None and num_logprobs is None:
-            token = ahead.take(context, max_tokens)
+        if self.ahead is not None and self.num_logprobs is None:
+            token = self.ahead.take(context, max_tokens)
             if token is not None:
                 context.extend([token])
-                tally.steps += 1
+                self.tally.steps += 1
                 timings.verify += clock() - began
                 return Accepted((token,), (0,), (), None)
-        tree = (yield from drafter.propose(context, max_tokens - 1)).pruned(max_tokens - 1)
-        tree = sampler.pruned(tree, context)
-        if drafts_forced:
-            tree = sampler.extended(tree, context, max_tokens - 1)
-        assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
+        tree = yield from self._propose(max_tokens - 1)
         drafted = clock()
-        choice = sampler.tree_choice(tree, context) if num_logprobs is None else None
-        result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree), choice=choice)
+        choice = self.sampler.tree_choice(tree, context) if self.num_logprobs is None else None
+        result = yield ForwardRequest(self.model, tree_rows(tree, len(context) - 1), self.cache, len(tree),
+                                      choice=choice)
         verified = clock()
-        path, tokens = verify(sampler, result, tree, context, cache)
+        path, tokens = verify(self.sampler, result, tree, context, self.cache)
         if NO_TOKEN in tokens:
             raise NumericalError("the model's logits are not finite; its weights may be damaged")
-        logprobs = () if num_logprobs is None else path_logprobs(
-            sampler, result.logits, tree, path, tokens, context, num_logprobs)
+        logprobs = () if self.num_logprobs is None else path_logprobs(
+            self.sampler, result.logits, tree, path, tokens, context, self.num_logprobs)
         chosen = clock()
-        cache.commit(path)
+        self.cache.commit(path)
         context.extend(tokens)
         committed = clock()
         accepted = Accepted(tuple(tokens), tuple(path), tuple([tree.sources[node] for node in path[1:]]),
                             Verified(result, path), len(tree) - 1, max(tree.depths), logprobs)
-        drafter.observe(context, accepted)
+        self.drafter.observe(context, accepted)
         timings.draft += drafted - began + clock() - committed
         timings.verify += verified - drafted
         timings.sample += chosen - verified
         timings.commit += committed - chosen
-        if not tally.steps and len(context) > PREFILL_CHUNK:
+        if not self.tally.steps and len(context) > PREFILL_CHUNK:
             return_free_memory()  # of the prompt's chunks: what follows needs less
-        tally.steps += 1
-        for source in tree.sources[1:]:
-            tally.drafted[source] += 1
-        for source in accepted.sources:
-            tally.accepted[source] += 1
+        self.tally.add(tree.sources[1:], accepted.sources)
         return accepted
+
+    def _propose(self, max_depth: int) -> Routine[Tree]:
+        """The drafter's tree without hopeless guesses, and with the tokens that a grammar forces."""
+        tree = (yield from self.drafter.propose(self.context, max_depth)).pruned(max_depth)
+        tree = self.sampler.pruned(tree, self.context)
+        if self.drafts_forced:
+            tree = self.sampler.extended(tree, self.context, max_depth)
+        assert tree.tokens[0] == self.context.last, "a tree grows on the last token of the text"
+        return tree

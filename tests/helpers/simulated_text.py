@@ -6,7 +6,7 @@ import random
 
 from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.drafters.auto.drafter import AutoDrafter
-from longdraft.drafters.auto.knowledge import Guesser, SharedKnowledge
+from longdraft.drafters.auto.shared import Guesser, SharedStatistics
 from longdraft.request.context import Context
 from longdraft.request.tree import chain, root_only
 from longdraft.speculation.drafter import Accepted
@@ -52,7 +52,7 @@ class Text:
     """A text that `auto` writes with the given drafters: name -> (seconds for each drafted token, rate)."""
 
     def __init__(self, drafters: dict[str, tuple[float, float]], *, forward: ForwardCosts = FORWARD, seed: int = 1,
-                 shared: SharedKnowledge | None = None, clock: Clock | None = None, prior: float = 0.8,
+                 shared: SharedStatistics | None = None, clock: Clock | None = None, prior: float = 0.8,
                  believed: dict[str, float] | None = None, believed_forward: ForwardCosts | None = None,
                  reader: str = "", between: float = 0.0) -> None:
         self.between = between
@@ -61,7 +61,7 @@ class Text:
             name: Chained(self.clock, *given) for name, given in drafters.items()}
         if reader:
             self.drafters[reader].reads_text_only = True
-        shared = shared or SharedKnowledge()
+        shared = shared or SharedStatistics()
         seconds = {name: drafter.seconds for name, drafter in self.drafters.items()} | (believed or {})
         self.costs = Costs(believed_forward or forward,
                            {name: DraftCosts(0.0, seconds[name], 1.0, 16) for name in self.drafters})
@@ -80,7 +80,7 @@ class Text:
         self.has_forgotten = True
 
     def step(self) -> None:
-        drafter = self.drafters[self.auto.selector.active]
+        drafter = self.drafters[self.auto.policy.active]
         tree = run_alone(self.auto.propose(self.context, 99))
         self.clock.now += float(self.forward.at([len(tree)], len(self.context), self.clock.batch_size)[0])
         deepest = max(tree.depths)

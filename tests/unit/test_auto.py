@@ -16,9 +16,10 @@ from longdraft.drafters.auto import costs
 from longdraft.drafters.auto.acceptance import AcceptanceByDepth
 from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
-from longdraft.drafters.auto.knowledge import Candidate, Guesser, SharedKnowledge
-from longdraft.drafters.auto.selector import Selector
+from longdraft.drafters.auto.policy import Policy
+from longdraft.drafters.auto.report import TOKENS_PER_PART
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
+from longdraft.drafters.auto.shared import Candidate, Guesser, SharedStatistics
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import chain, from_paths
@@ -37,10 +38,10 @@ def test_the_best_depth_follows_from_what_drafts_cost(token, rate, expected):
 
 def test_auto_drafts_with_the_fastest_from_the_first_steps_on():
     text = Text({"slow": (0.9, 0.9), "fast": (0.1, 0.9)})
-    assert text.auto.selector.active == "fast", "a candidate that cannot gain is not even probed"
+    assert text.auto.policy.active == "fast", "a candidate that cannot gain is not even probed"
     text.write(2000)
-    assert text.auto.turns["fast"] > 0.98 * 2000
-    assert text.auto.turns["slow"] <= 3 * AUTO_SETTINGS.check_steps, "its costs are checked once"
+    assert text.auto.report.turns["fast"] > 0.98 * 2000
+    assert text.auto.report.turns["slow"] <= 3 * AUTO_SETTINGS.check_steps, "its costs are checked once"
     assert not text.has_forgotten
 
 
@@ -48,20 +49,20 @@ def test_a_drafter_that_reads_the_text_alone_is_watched_and_not_probed():
     """The text repeats one token, as its drafts do. The chain costs more, so it should give way."""
     text = Text({"chain": (0.3, 0.9), "reader": (0.01, 1.0)}, reader="reader", prior=0.2)
     text.write(300)
-    assert text.auto.turns["reader"] > 150
+    assert text.auto.report.turns["reader"] > 150
     wrong = Text({"chain": (0.3, 0.9), "reader": (0.01, 0.0)}, reader="reader")
     wrong.auto._drafters["reader"].propose = atomic(lambda context, depth: chain(context.last, [3] * depth, "self"))
     wrong.write(3000)
-    assert wrong.auto.turns["reader"] == 0
+    assert wrong.auto.report.turns["reader"] == 0
 
 
 def test_auto_notices_that_another_drafter_becomes_the_fastest():
     text = Text({"one": (0.2, 0.9), "other": (0.2, 0.5)})
     text.write(3000)
-    assert text.auto.turns["one"] > 0.95 * 3000
+    assert text.auto.report.turns["one"] > 0.95 * 3000
     text.drafters["one"].rate, text.drafters["other"].rate = 0.2, 0.9
     text.write(6000)
-    assert text.auto.turns["other"] > 0.85 * 6000
+    assert text.auto.report.turns["other"] > 0.85 * 6000
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8])
@@ -95,11 +96,11 @@ def test_a_hopeful_drafter_is_tried_although_another_one_lost_much():
 
     reads.propose = slow_propose
     text.write(3000)
-    assert text.auto.turns["chain"] > 1500
+    assert text.auto.report.turns["chain"] > 1500
 
 
 def test_several_texts_share_what_their_first_probes_may_lose():
-    shared = SharedKnowledge()
+    shared = SharedStatistics()
     texts = [Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared, seed=seed) for seed in range(8)]
     for _ in range(256):
         for text in texts:
@@ -107,63 +108,63 @@ def test_several_texts_share_what_their_first_probes_may_lose():
     assert sum(text.clock.now for text in texts) < 8 * 256 * FORWARD.rows[0] / 0.985
     later = Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared)
     later.write(256)
-    assert later.auto.turns["plain"] >= 250, "a new text starts with what the earlier ones have seen"
+    assert later.auto.report.turns["plain"] >= 250, "a new text starts with what the earlier ones have seen"
 
 
 def test_a_request_decides_anew_as_soon_as_another_one_got_to_know_a_drafter():
     """Without that, texts that begin together would wait for their next decision."""
-    shared, clock = SharedKnowledge(), Clock()
+    shared, clock = SharedStatistics(), Clock()
     texts = [Text({"chain": (0.02, 0.9)}, shared=shared, clock=clock, seed=seed) for seed in range(8)]
-    assert sum(text.auto.selector.active == "chain" for text in texts) == 2, "that is all that probes may lose"
+    assert sum(text.auto.policy.active == "chain" for text in texts) == 2, "that is all that probes may lose"
     for _ in range(3):
         for text in texts:
             text.step()
-    assert all(text.auto.selector.active == "chain" for text in texts)
+    assert all(text.auto.policy.active == "chain" for text in texts)
 
 
 def test_a_probe_ends_when_other_requests_join():
     """What it may lose was reckoned for another number of requests."""
-    shared, clock = SharedKnowledge(), Clock()
+    shared, clock = SharedStatistics(), Clock()
     text = Text({"chain": (0.3, 0.9)}, shared=shared, clock=clock)
-    assert text.auto.selector.is_probing
+    assert text.auto.policy.is_probing
     clock.batch_size = 8  # a drafted token is as dear as before, a step of plain decoding costs an eighth
     text.step()
-    assert text.auto.selector.is_plain and shared.losses.seconds < 1.0
+    assert text.auto.policy.is_plain and shared.losses.seconds < 1.0
 
 
 def test_requests_share_the_probes_of_plain_decoding():
     """What it learns of the machine counts for all of them."""
-    shared, most = SharedKnowledge(), 0
+    shared, most = SharedStatistics(), 0
     texts = [Text({"chain": (0.4, 0.7)}, shared=shared, seed=seed) for seed in range(8)]
     for _ in range(200):
         for text in texts:
             text.step()
-        most = max(most, sum(text.auto.selector.is_plain and text.auto.selector.is_probing for text in texts))
+        most = max(most, sum(text.auto.policy.is_plain and text.auto.policy.is_probing for text in texts))
     assert 1 <= most <= 2, "they share what these probes may lose"
 
 
 def test_drafters_that_guess_with_one_model_share_their_acceptance():
-    target, heads, shared = Guesser("target", 0.9), Guesser("heads", 0.5), SharedKnowledge()
+    target, heads, shared = Guesser("target", 0.9), Guesser("heads", 0.5), SharedStatistics()
     guessers = {"plain": Guesser("plain", 0.0), "one": target, "two": target, "three": heads}
     shared.begin(Costs(FORWARD, {name: DraftCosts(0.0, 0.1, 1.0, 16) for name in guessers}), guessers)
-    selector = Selector(shared, Clock(), Context([2]))
+    policy = Policy(shared, Clock(), Context([2]))
     for _ in range(20):
-        selector.learn("one", from_paths(1, [(3, 5)], "self"), 2, 0)
-    one, two, three = (selector._acceptance[name].reached()[0] for name in ("one", "two", "three"))
+        policy.learn("one", from_paths(1, [(3, 5)], "self"), 2, 0)
+    one, two, three = (policy._candidates[name].acceptance.reached()[0] for name in ("one", "two", "three"))
     assert one == two < 0.3 and three == 0.5
     assert shared.candidates["two"].acceptance.steps == 20
 
 
 def test_a_drafter_that_was_not_timed_is_expected_to_be_as_far_off_as_another_one_of_its_model():
-    shared = SharedKnowledge()
+    shared = SharedStatistics()
     guessers = {"plain": Guesser("plain", 0.0), "one": Guesser("target", 0.9), "two": Guesser("target", 0.9),
                 "three": Guesser("heads", 0.9)}
     shared.begin(Costs(FORWARD, {name: DraftCosts(0.0, 0.1, 1.0, 16) for name in guessers}), guessers)
-    selector = Selector(shared, Clock(), Context([2]))
+    policy = Policy(shared, Clock(), Context([2]))
     for _ in range(30):
-        shared.pace.add(selector._draft_kind("one"), 0.5 * shared.pace.machine, selector._draft_factor("one"))
-    assert selector._draft_factor("two") == selector._draft_factor("one") == pytest.approx(0.5, rel=0.1)
-    assert selector._draft_factor("three") == 1.0
+        shared.pace.add_draft(policy._draft_kind("one"), 0.5 * shared.pace.machine, policy._draft_factor("one"))
+    assert policy._draft_factor("two") == policy._draft_factor("one") == pytest.approx(0.5, rel=0.1)
+    assert policy._draft_factor("three") == 1.0
 
 
 def test_states_of_the_target_are_copied_only_for_a_drafter_that_could_be_the_fastest():
@@ -183,7 +184,7 @@ def test_a_short_step_of_plain_decoding_reads_no_clock_and_the_report_has_all_to
     text = Text({"dear": (9.0, 0.0)}, between=0.25)
     text.write(3 * AUTO_SETTINGS.steps_per_decision)
     readings = []
-    text.auto._clock = text.auto.selector._clock = Counting(text.clock, readings)
+    text.auto._clock = text.auto.policy._clock = Counting(text.clock, readings)
     text.write(4 * AUTO_SETTINGS.steps_per_decision)
     assert len(readings) < AUTO_SETTINGS.steps_per_decision, "of four times as many steps"
     assert text.auto._shared.between == pytest.approx(0.25, rel=0.01)
@@ -195,7 +196,7 @@ def test_a_short_step_of_plain_decoding_reads_no_clock_and_the_report_has_all_to
 def test_while_plain_decoding_leads_only_every_fourth_step_looks_for_news():
     text, looks = Text({"dear": (9.0, 0.0)}), []
     text.write(3 * AUTO_SETTINGS.steps_per_decision + 1)
-    selector = text.auto.selector
+    policy = text.auto.policy
     for _ in range(2 * AUTO_SETTINGS.steps_per_decision):
         is_resting = text.auto._plain.at_rest
         text.step()
@@ -204,16 +205,16 @@ def test_while_plain_decoding_leads_only_every_fourth_step_looks_for_news():
     text.auto._shared.num_known += 1
     for _ in range(AUTO_SETTINGS.steps_per_look):
         text.step()
-    assert not selector.has_news
+    assert not policy.has_news
 
 
 def test_a_drafter_that_cannot_be_probed_does_not_keep_others_from_their_turns():
     text = Text({"one": (0.3, 0.9), "two": (0.3, 0.9), "three": (5.0, 0.9)})
-    selector, turns = text.auto.selector, set()
-    selector._probe = lambda name: None
+    policy, turns = text.auto.policy, set()
+    policy._consider_probe = lambda name: None
     for _ in range(12):
-        selector.decide(text.context)
-        turns.add(selector.turn)
+        policy.decide(text.context)
+        turns.add(policy.turn)
     assert turns == {"one", "two", "three"}
 
 
@@ -231,7 +232,7 @@ def test_what_passes_between_steps_is_a_part_of_each_step():
     text.write(400)
     busy = Text({"chain": (0.9, 0.8)}, between=1.0)
     busy.write(400)
-    assert text.auto.turns["chain"] < 100 < 300 < busy.auto.turns["chain"]
+    assert text.auto.report.turns["chain"] < 100 < 300 < busy.auto.report.turns["chain"]
 
 
 def test_auto_verifies_as_many_guesses_as_pay_for_their_rows():
@@ -283,19 +284,19 @@ class Hesitant(Chained):
 
 def test_a_drafter_that_delivers_less_than_its_rating_is_given_up():
     """No outcome tells anything about the depths that it does not draft, which are expected to be like the first."""
-    text = Text({"chain": (0.1, 0.95)}, shared=(shared := SharedKnowledge()))
+    text = Text({"chain": (0.1, 0.95)}, shared=(shared := SharedStatistics()))
     text.drafters["chain"] = text.auto._drafters["chain"] = Hesitant(text.clock)
     text.auto._confidences["chain"] = text.drafters["chain"].confidence
     shared.candidates["chain"].costs = DraftCosts(1.49, 0.01, 1.0, 16)
     text.write(2000)
-    assert text.auto.turns["plain"] > 0.9 * 2000
+    assert text.auto.report.turns["plain"] > 0.9 * 2000
 
 
 def test_where_no_guess_seems_to_pay_outcomes_decide(monkeypatch):
-    monkeypatch.setattr(Selector, "num_guesses", lambda self, reach: 0)
+    monkeypatch.setattr(Policy, "num_guesses", lambda self, reach: 0)
     text = Text({"chain": (0.1, 0.9)})
     text.write(1000)
-    assert text.auto.turns["chain"] > 0.9 * 1000 and np.mean(text.rows) > 4
+    assert text.auto.report.turns["chain"] > 0.9 * 1000 and np.mean(text.rows) > 4
 
 
 def test_drafts_begin_to_pay_when_requests_share_the_weights_and_trees_become_smaller():
@@ -323,8 +324,8 @@ def test_tokens_after_the_end_are_not_counted():
 
 def test_the_report_counts_each_part_of_the_text():
     text = Text({"fast": (0.1, 0.9)})
-    text.write(3 * AUTO_SETTINGS.tokens_per_report)
-    assert len(text.auto.choices) >= 3 and text.auto.nbytes == 0
+    text.write(3 * TOKENS_PER_PART)
+    assert len(text.auto.report.choices) >= 3 and text.auto.nbytes == 0
     choices = text.auto.summary(num_new := len(text.context) - 1)["choices"]
     assert sum(sum(counts.values()) for counts in choices) == num_new
     assert all(first <= second for first, second in pairwise(text.ends))

@@ -9,9 +9,9 @@ import pytest
 
 import longdraft
 from helpers.checkpoints import load
-from longdraft.drafters.auto import costs
+from longdraft.drafters.auto import calibration, costs
 from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts, load_or_measure
-from longdraft.drafters.auto.knowledge import Pace
+from longdraft.drafters.auto.pace import Pace
 from longdraft.model.transformer import Transformer
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
@@ -103,7 +103,7 @@ def test_ranks_whose_parts_differ_in_size_time_the_same_steps(tiny, monkeypatch)
         model.forward_batch = lambda requests, rows=rows: rows.append(len(requests[0].rows.tokens)) or forward(requests)
         monkeypatch.setattr(Transformer, "weights_in_tokens", own)
         # The numbers of rank 0: the size of its weights, and seconds that are not measured again.
-        costs._text_costs(model, sampler, lambda number, own=own: 1000.0 if number == own else 1.0,
+        calibration._text_costs(model, sampler, lambda number, own=own: 1000.0 if number == own else 1.0,
                           [1.0] * len(costs.ROWS))
     assert seen[1000.0] == seen[100.0] != []
 
@@ -111,7 +111,7 @@ def test_ranks_whose_parts_differ_in_size_time_the_same_steps(tiny, monkeypatch)
 def test_rows_that_are_timed_are_different_tokens(tiny):
     """Rows of one token would choose the same experts, and cost less than the rows of a text."""
     model, rows = load(tiny["gqa"]), []
-    text = costs._RandomText(model, Sampler(SamplingParams(temperature=0.0, seed=1), [1]), alone, 0)
+    text = calibration._RandomText(model, Sampler(SamplingParams(temperature=0.0, seed=1), [1]), alone, 0)
     forward = model.forward_batch
     model.forward_batch = lambda requests: rows.append(requests[0].rows.tokens) or forward(requests)
     text.seconds(32)
@@ -121,8 +121,8 @@ def test_rows_that_are_timed_are_different_tokens(tiny):
 def test_a_busy_machine_changes_no_comparison():
     pace = Pace()
     for _ in range(100):
-        for kind in ("forward", "draft"):
-            pace.add(kind, 2.0, pace[kind], is_forward=kind == "forward")
+        pace.add_forward("forward", 2.0, pace["forward"])
+        pace.add_draft("draft", 2.0, pace["draft"])
     assert pace["forward"] == pytest.approx(pace["draft"], rel=0.1)
     assert not pace.is_off and pace["unknown"] == 1
 
@@ -130,8 +130,8 @@ def test_a_busy_machine_changes_no_comparison():
 def test_a_kind_of_work_that_takes_longer_than_the_others_is_corrected():
     pace = Pace()
     for _ in range(400):
-        pace.add("forward", 1.0, pace["forward"], is_forward=True)
-        pace.add("draft", 4.0, pace["draft"])
+        pace.add_forward("forward", 1.0, pace["forward"])
+        pace.add_draft("draft", 4.0, pace["draft"])
     assert pace["draft"] / pace["forward"] == pytest.approx(4, rel=0.1)
     assert pace.is_off
 
@@ -139,11 +139,11 @@ def test_a_kind_of_work_that_takes_longer_than_the_others_is_corrected():
 def test_a_machine_that_slows_down_does_not_make_one_kind_of_forward_look_slow():
     pace = Pace()
     for step in range(400):
-        pace.add("one row", 1.0 if step < 100 else 2.0, pace["one row"], is_forward=True)
+        pace.add_forward("one row", 1.0 if step < 100 else 2.0, pace["one row"])
     assert pace["one row"] == pytest.approx(pace["two rows"])
     for step in range(400):  # two rows cost 1.5 times what was measured
         kind, seconds = (("one row", 2.0), ("two rows", 3.0))[step % 2]
-        pace.add(kind, seconds, pace[kind], is_forward=True)
+        pace.add_forward(kind, seconds, pace[kind])
     assert pace["two rows"] / pace["one row"] == pytest.approx(1.5, rel=0.1)
 
 
@@ -151,13 +151,13 @@ def test_a_short_draft_is_corrected_too_but_does_not_tell_that_costs_are_off():
     """A draft believed to take 1 % of a step takes 10 %, on a machine at half its speed."""
     pace = Pace()
     for _ in range(400):
-        pace.add("forward", 2.0, pace["forward"], is_forward=True)
-        pace.add("draft", 0.2, 0.01 * pace["draft"], slack=0.1)
+        pace.add_forward("forward", 2.0, pace["forward"])
+        pace.add_draft("draft", 0.2, 0.01 * pace["draft"], noise=0.1)
     assert pace["draft"] / pace["forward"] == pytest.approx(10, rel=0.2)
-    assert 400 > pace._telling["draft"] > 0
+    assert 400 > pace._kinds["draft"].telling > 0
     few = Pace()
     for _ in range(400):
-        few.add("draft", 0.08, 0.01 * few["draft"], slack=0.1)
+        few.add_draft("draft", 0.08, 0.01 * few["draft"], noise=0.1)
     assert few["draft"] > 5 and not few.is_off
 
 
@@ -178,7 +178,7 @@ def test_the_costs_of_every_candidate_are_measured(monkeypatch, tmp_path, tiny):
 
 def test_a_plain_step_that_is_interrupted_gives_no_negative_costs(monkeypatch, tmp_path, tiny):
     """Other work may take the processor while the first step chooses its token."""
-    seconds, seen = costs._RandomText.seconds, []
+    seconds, seen = calibration._RandomText.seconds, []
 
     def interrupted(text, *sizes):
         timings = seconds(text, *sizes)
@@ -188,7 +188,7 @@ def test_a_plain_step_that_is_interrupted_gives_no_negative_costs(monkeypatch, t
         return timings
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(costs._RandomText, "seconds", interrupted)
+    monkeypatch.setattr(calibration._RandomText, "seconds", interrupted)
     engine = longdraft.load(str(tiny["mha"]), drafter="auto", threads=1)
     events = list(engine.generate("It was", SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)))
     assert events[-1].finish_reason == "length"
@@ -198,8 +198,8 @@ def test_a_plain_step_that_is_interrupted_gives_no_negative_costs(monkeypatch, t
 
 def test_a_measurement_that_takes_long_is_announced_and_times_each_step_once(monkeypatch, tmp_path, tiny, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(costs, "_LONG_S", 0.0)
-    monkeypatch.setattr(costs, "_SLOW_S", 0.0)
+    monkeypatch.setattr(calibration, "_LONG_S", 0.0)
+    monkeypatch.setattr(calibration, "_SLOW_S", 0.0)
     engine = longdraft.load(str(tiny["gqa"]), drafter="auto")
     for _ in engine.generate("abc", SamplingParams(max_new_tokens=4, seed=1)):
         pass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import longdraft
-from longdraft.engine.run_statistics import PlainSpeed
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.speculation.plain_speed import PlainSpeed
 
 UNKNOWN = {"plain_tokens_per_second": None, "plain_is": None}
 

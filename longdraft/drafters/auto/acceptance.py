@@ -8,17 +8,16 @@ from itertools import accumulate
 from operator import mul
 
 from longdraft.request.tree import Tree
-
-_DECAY = 0.985  # weight of earlier outcomes at each new one: about the last 66 count
-_PRIOR_OUTCOMES = 4.0  # outcomes that the expected acceptance of a depth weighs as much as
+from longdraft.speculation.decayed_rate import DecayedRate
 
 
 class AcceptanceByDepth:
-    """P(at least i guesses are accepted) in steps that may draft i deep or deeper.
+    """P(at least i guesses are accepted) in steps that may draft i deep or deeper:
 
-    Counted as the share of right guesses at depth i among those whose ancestors were right. A depth with few outcomes
-    is expected to do as well as it did in `earlier` requests, else as well as the depth above it, the first depth as
-    `prior`. Without that, a depth that was never tried would never be tried.
+        P(i)  =  rate_1 * ... * rate_i        rate_i: share of right guesses at depth i whose ancestors were right
+
+    A depth with few outcomes is expected to do as well as it did in `earlier` requests, else as well as the depth above
+    it, the first depth as `prior`. Without that, a depth that was never tried would never be tried.
 
     prior    share of right guesses to expect before the first outcome
     earlier  the acceptance of all requests, which continues to change
@@ -26,56 +25,52 @@ class AcceptanceByDepth:
     """
 
     def __init__(self, max_depth: int, prior: float = 0.8, earlier: AcceptanceByDepth | None = None) -> None:
-        self._prior = prior
         self.steps = 0
-        self._tries = [0.0] * max_depth
-        self._hits = [0.0] * max_depth
+        self._prior = prior
         self._earlier = earlier
+        self._depths = [DecayedRate() for _ in range(max_depth)]
         self._reached: list[float] = []
-        self._counted = -1, -1  # steps, own and earlier ones, when `_reached` was reckoned
+        self._counted = -1, -1  # steps, own and earlier ones, from which `_reached` was computed
 
     def of_a_request(self) -> AcceptanceByDepth:
         """The acceptance of one request, which starts as this one's."""
-        return AcceptanceByDepth(len(self._tries), self._prior, self)
+        return AcceptanceByDepth(len(self._depths), self._prior, self)
 
     def add(self, allowed: int, accepted: int) -> None:
         """A step that could draft `allowed` deep, of which `accepted` guesses became text."""
         self.steps += 1
-        for depth in range(min(allowed, accepted + 1, len(self._hits))):
-            self._tries[depth] = _DECAY * self._tries[depth] + 1
-            self._hits[depth] = _DECAY * self._hits[depth] + (depth < accepted)
+        for depth in range(min(allowed, accepted + 1, len(self._depths))):
+            self._depths[depth].add(depth < accepted)
 
     def reached(self) -> list[float]:
         """P(1), P(2), ..., falling."""
         counted = self.steps, self._earlier.steps if self._earlier else 0
         if counted != self._counted:
-            self._reached, self._counted = list(accumulate(self._rates(), mul)), counted
+            self._reached = list(accumulate(self._rates(), mul))
+            self._counted = counted
         return self._reached
 
     def _rates(self) -> list[float]:
         """P(guess i is right, if its ancestors are)."""
-        found, rate = [], self._prior
         earlier = self._earlier and self._earlier._rates()
-        for depth, (tries, hits) in enumerate(zip(self._tries, self._hits, strict=True)):
-            expected = earlier[depth] if earlier else rate
-            rate = (hits + _PRIOR_OUTCOMES * expected) / (tries + _PRIOR_OUTCOMES)
-            found.append(rate)
-        return found
+        rates = list[float]()
+        for depth, counted in enumerate(self._depths):
+            above = rates[-1] if rates else self._prior
+            rates.append(counted.value(earlier[depth] if earlier else above))
+        return rates
 
 
 class NodeAcceptance:
     """P(a guess is accepted, if its parent is), by its source, its depth and its rank among its siblings."""
 
     _DEPTHS, _RANKS = 8, 4  # deeper depths and later ranks are counted as these
-    _PRIOR_TRIES = 2.0
     _PRIOR_FIRST, _PRIOR_LATER = 0.8, 0.25  # expected of a first guess, and of its siblings
 
     def __init__(self) -> None:
-        self._tries: defaultdict[tuple[str, int, int], float] = defaultdict(float)
-        self._hits: defaultdict[tuple[str, int, int], float] = defaultdict(float)
+        self._rates = defaultdict[tuple[str, int, int], DecayedRate](DecayedRate)
 
     def _kinds(self, tree: Tree) -> list[tuple[str, int, int]]:
-        siblings: defaultdict[tuple[int, str], int] = defaultdict(int)
+        siblings = defaultdict[tuple[int, str], int](int)
         kinds = []
         for node, (parent, source) in enumerate(zip(tree.parents, tree.sources, strict=True)):
             rank = siblings[parent, source]
@@ -88,14 +83,12 @@ class NodeAcceptance:
         accepted = set(path)
         for node, kind in enumerate(self._kinds(tree)):
             if node and tree.parents[node] in accepted:
-                self._tries[kind] = _DECAY * self._tries[kind] + 1
-                self._hits[kind] = _DECAY * self._hits[kind] + (node in accepted)
+                self._rates[kind].add(node in accepted)
 
     def reach(self, tree: Tree) -> list[float]:
         """P(node becomes text), for each node."""
-        found = [1.0]
+        reach = [1.0]
         for node, kind in enumerate(self._kinds(tree)[1:], 1):
-            prior = self._PRIOR_LATER if kind[2] else self._PRIOR_FIRST
-            rate = (self._hits[kind] + prior * self._PRIOR_TRIES) / (self._tries[kind] + self._PRIOR_TRIES)
-            found.append(found[tree.parents[node]] * rate)
-        return found
+            expected = self._PRIOR_LATER if kind[2] else self._PRIOR_FIRST
+            reach.append(reach[tree.parents[node]] * self._rates[kind].value(expected))
+        return reach

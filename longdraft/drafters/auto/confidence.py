@@ -15,27 +15,11 @@ from typing import Protocol, runtime_checkable
 
 from longdraft.kernels.native_draft import ChainEnd
 from longdraft.request.tree import common_prefix
+from longdraft.speculation.decayed_rate import DecayedRate
 
 _EDGES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 _EXPECTED = (0.6, 0.8, 0.92, 0.94, 0.96, 0.97, 0.99)  # rates before the first outcome
-_WEIGHT = 8.0  # outcomes that an expected rate counts as
 _MEAN_EXPECTED = 0.9
-_DECAY = 0.995  # weight of earlier outcomes at each new one of the same kind: about the last 200 count
-
-
-class _Rate:
-    """A share of right guesses, counted while writing."""
-
-    def __init__(self, expected: float) -> None:
-        self._tries, self._hits = _WEIGHT, _WEIGHT * expected
-
-    @property
-    def value(self) -> float:
-        return self._hits / self._tries
-
-    def add(self, is_right: bool) -> None:
-        self._tries = _DECAY * self._tries + 1
-        self._hits = _DECAY * self._hits + is_right
 
 
 class Confidence:
@@ -48,25 +32,28 @@ class Confidence:
     def __init__(self, least: float = 0.0) -> None:
         self.least = least
         self.num_drafted = 0
-        self._rates = [_Rate(expected) for expected in _EXPECTED]
-        self._mean = _Rate(_MEAN_EXPECTED)
+        self._rates = [DecayedRate() for _ in _EXPECTED]  # by lead
+        self._mean = DecayedRate()
         self._chain: Sequence[int] = ()
         self._leads: Sequence[float] = ()
 
     def end(self) -> ChainEnd:
-        least = min(1.0, self.least / self._mean.value)  # a chain has one token at least
-        return ChainEnd(_EDGES, tuple(rate.value for rate in self._rates), least)
+        least = min(1.0, self.least / self._mean.value(_MEAN_EXPECTED))  # a chain has one token at least
+        rates = tuple(rate.value(expected) for rate, expected in zip(self._rates, _EXPECTED, strict=True))
+        return ChainEnd(_EDGES, rates, least)
 
     def expect(self, chain: Sequence[int], leads: Sequence[float]) -> None:
         """A chain was drafted, with these leads."""
-        self._chain, self._leads, self.num_drafted = tuple(chain), tuple(leads), len(chain)
+        self._chain = tuple(chain)
+        self._leads = tuple(leads)
+        self.num_drafted = len(chain)
 
     def learn(self, tokens: Sequence[int]) -> None:
         """The text continued with these tokens."""
         right = common_prefix(self._chain, tokens)
-        for place in range(min(right + 1, len(self._chain), len(tokens))):
-            self._rates[bisect_right(_EDGES, self._leads[place])].add(place < right)
-            self._mean.add(place < right)
+        for index in range(min(right + 1, len(self._chain), len(tokens))):
+            self._rates[bisect_right(_EDGES, self._leads[index])].add(index < right)
+            self._mean.add(index < right)
         self._chain = self._leads = ()
 
 

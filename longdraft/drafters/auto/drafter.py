@@ -1,7 +1,7 @@
 """The default drafter: it drafts with the fastest of all candidates, plain decoding among them.
 
 Costs belong to the machine and are measured once (costs.py). Acceptance belongs to the text and is counted while
-writing (acceptance.py). From both, selector.py rates each candidate c at each depth d:
+writing (acceptance.py). From both, policy.py rates each candidate c at each depth d:
 
     seconds for each token  =  (forward(rows_c(d)) + draft_c(d))  /  (1 + P_c(1) + ... + P_c(d))
 
@@ -9,20 +9,20 @@ The candidate and the depth with the fewest seconds draft next. Of the tree, as 
 verified as pay for their rows. So drafting begins when the text is long enough for it to pay, and becomes deeper as the
 text grows. Measured times may decide, because no choice can change the text.
 
-The acceptance of a candidate is only seen while it drafts. Candidates that could be the fastest are *probed* for a few
-steps now and then. All requests of an engine share a budget of time that probes may lose. A probe that gains costs
-nothing of it, and a candidate that would lose even if all its guesses were right is not probed. A drafter that reads
-the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that others write.
+The acceptance of a candidate is only observed while it drafts. Candidates that could be the fastest are *probed* for
+a few steps now and then. All requests of an engine share a budget of time that probes may lose. A probe that gains
+costs nothing of it, and a candidate that would lose even if all its guesses were right is not probed. A drafter that
+reads the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that another
+candidate writes.
 
 Costs and acceptance can be wrong together, and then no outcome contradicts them. So what the candidate in use delivers
-is compared with what its rating promises (`knowledge.Delivery`), and a tree of which no guess seems to pay is verified.
+is compared with what its rating promises, and a tree of which no guess seems to pay is verified.
 
 Chains end by themselves (longdraft/drafters/auto/confidence.py) where a further token costs more than it gains.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,9 +30,11 @@ from typing import Any, NamedTuple
 from longdraft.cache.partial import PartialCache
 from longdraft.drafters.auto.acceptance import NodeAcceptance
 from longdraft.drafters.auto.confidence import confidence_of
-from longdraft.drafters.auto.knowledge import SharedKnowledge
-from longdraft.drafters.auto.selector import Selector
+from longdraft.drafters.auto.observation import Observation
+from longdraft.drafters.auto.policy import Policy
+from longdraft.drafters.auto.report import TokenReport
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
+from longdraft.drafters.auto.shared import SharedStatistics
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
 from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
@@ -136,15 +138,16 @@ class AutoDrafter:
     """
 
     def __init__(self, candidates: Mapping[str, Drafter], calibrate: Callable[[], None], forget: Callable[[], None],
-                 shared: SharedKnowledge, clock: CostClock, partial: PartialCache | None = None,
+                 shared: SharedStatistics, clock: CostClock, partial: PartialCache | None = None,
                  sampler: Sampler | None = None) -> None:
         self._drafters = dict(candidates)
-        self._calibrate, self._forget = calibrate, forget
+        self._calibrate = calibrate
+        self._forget = forget
         self._partial = partial
         self._sampler = sampler
         self._clock = clock
         self._shared = shared
-        self.selector: Selector  # from `begin` on
+        self.policy: Policy  # from `begin` on
         self._node_acceptance = NodeAcceptance()
         self._proposal: Proposal | None = None  # None: plain decoding
         self._plain = PlainRun()
@@ -154,11 +157,8 @@ class AutoDrafter:
         self._watched: Watched | None = None
         self._num_steps = 0
         self._num_same = 0  # steps of the active candidate since a switch
-        self._last_writer = ""
-        self._num_new = 0  # tokens of the text that are in the report
         self._ended = 0.0  # when the latest step that was timed ended, in seconds
-        self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
-        self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
+        self.report = TokenReport(self._drafters)
 
     @property
     def nbytes(self) -> int:
@@ -175,43 +175,49 @@ class AutoDrafter:
             drafter.begin(context, verified)
         if not self._shared.candidates:
             self._calibrate()
-        self.selector = Selector(self._shared, self._clock, context, self._readers)
-        self._num_new = context.num_new
+        self.policy = Policy(self._shared, self._clock, context, self._readers)
+        self.report.num_new = context.num_new
         self._follow()
 
     def _follow(self) -> None:
         """Have states of the target copied only for drafters that could be the fastest."""
         for name, drafter in self._followers.items():
-            drafter.follow(self.selector.could_lead(name))
+            drafter.follow(self.policy.could_lead(name))
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         if self._plain.at_rest:
             return root_only(context.last)
-        selector = self.selector
-        if selector.is_plain:
+        if self.policy.is_plain:
             self._proposal = None
-            if selector.is_probing or (self._num_steps + 1) % AUTO_SETTINGS.steps_per_decision == 0:
+            if self.policy.is_probing or (self._num_steps + 1) % AUTO_SETTINGS.steps_per_decision == 0:
                 self._plain.latest = self._clock()
             return root_only(context.last)
+        self._proposal = yield from self._draft(context, max_depth)
+        return self._proposal.tree
+
+    def _draft(self, context: Context, max_depth: int) -> Routine[Proposal]:
+        """A tree of the active candidate, without the guesses that do not pay for their rows."""
+        policy = self.policy
         began = self._clock()
-        drafter = self._drafters[selector.active]
-        is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not selector.is_probing
-        if confidence := self._confidences[selector.active]:
-            confidence.least = selector.least_probability
+        is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not policy.is_probing
+        confidence = self._confidences[policy.active]
+        if confidence:
+            confidence.least = policy.least_probability
             is_exploring = False
         deeper = AUTO_SETTINGS.exploration_depth * is_exploring
-        drafted = allowed = min(max_depth, selector.depth(confidence is not None) + deeper)
-        tree = yield from drafter.propose(context, drafted)
+        drafted = min(max_depth, policy.depth(confidence is not None) + deeper)
+        tree = yield from self._drafters[policy.active].propose(context, drafted)
         if confidence:
-            drafted = allowed = confidence.num_drafted
+            drafted = confidence.num_drafted
         if self._sampler:  # before the step does it, so that `observe` is given nodes of this tree
             tree = self._sampler.pruned(tree, context)
-        if not is_exploring and not selector.is_probing and len(tree) > 1:
-            whole, tree = tree, self._worthwhile(tree)
-            if tree is not whole:  # the step will show nothing about the depths that were cut off
-                allowed = min(allowed, max(tree.depths))
-        self._proposal = Proposal(tree, drafted, allowed, began, self._clock())
-        return tree
+        allowed = drafted
+        if not is_exploring and not policy.is_probing and len(tree) > 1:
+            worthwhile = self._worthwhile(tree)
+            if worthwhile is not tree:  # the step will show nothing about the depths that were cut off
+                allowed = min(allowed, max(worthwhile.depths))
+                tree = worthwhile
+        return Proposal(tree, drafted, allowed, began, self._clock())
 
     def _worthwhile(self, tree: Tree) -> Tree:
         """The tree of the guesses that pay for their rows.
@@ -221,11 +227,12 @@ class AutoDrafter:
         """
         reach = self._node_acceptance.reach(tree)
         falling = sorted(reach[1:], reverse=True)
-        count = self.selector.num_guesses(falling) or len(falling)
+        count = self.policy.num_guesses(falling) or len(falling)
         return tree.kept([at_all >= falling[count - 1] for at_all in reach])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        run, selector = self._plain, self.selector
+        run = self._plain
+        policy = self.policy
         if run.at_rest:
             run.at_rest -= 1
             run.tokens += len(accepted.tokens)
@@ -235,34 +242,36 @@ class AutoDrafter:
             run.steps += 1
             run.tokens += len(accepted.tokens)
             is_timed = self._num_steps <= _UNTYPICAL_STEPS or not self._num_steps % AUTO_SETTINGS.steps_per_decision
-            if not (is_timed or selector.is_probing or selector.has_news):
+            if not (is_timed or policy.is_probing or policy.has_news):
                 self._rest()
                 return
-        now, active = self._clock(), selector.active
+        now = self._clock()
+        active = policy.active
         if self._proposal is None:
             self._count_plain(now)
         else:
             self._drafters[active].observe(context, accepted)
             now = self._measure(self._proposal, accepted, now)
             self._report(len(accepted.tokens))
-        if selector.is_due(self._num_steps, now):
-            is_extra = selector.has_news
-            selector.decide(context)
+        if policy.is_due(self._num_steps, now):
+            is_extra = policy.has_news
+            policy.decide(context)
             if not is_extra:
-                selector.postpone(now)
+                policy.postpone(now)
             self._follow()
             self._watch(context, accepted)
         self._num_same += 1
-        if selector.active != active:  # the new candidate has not seen the latest tokens
+        if policy.active != active:  # the new candidate has not seen the latest tokens
             self._num_same = 0
-            self._drafters[selector.active].observe(context, accepted)
+            self._drafters[policy.active].observe(context, accepted)
         self._rest()
         self._ended = self._clock()
 
     def _rest(self) -> None:
         """Of plain decoding, time and decide nothing until the next look for news from other requests."""
-        if self.selector.is_plain and not self.selector.is_probing and self._num_steps >= _UNTYPICAL_STEPS:
-            self._plain.at_rest = count = -(self._num_steps + 1) % AUTO_SETTINGS.steps_per_look
+        if self.policy.is_plain and not self.policy.is_probing and self._num_steps >= _UNTYPICAL_STEPS:
+            count = -(self._num_steps + 1) % AUTO_SETTINGS.steps_per_look
+            self._plain.at_rest = count
             self._plain.steps += count
             self._num_steps += count
 
@@ -271,12 +280,14 @@ class AutoDrafter:
         tree, drafted, allowed, began, drafted_at = proposal
         if len(tree) > 1:
             self._node_acceptance.add(tree, accepted.rows)
-        self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
-        draft = drafted_at - began + (now := self._clock()) - verified_at
+        self.policy.learn(self.policy.active, tree, allowed, len(accepted.tokens) - 1)
+        now = self._clock()
+        draft = drafted_at - began + now - verified_at
         if self._num_steps > 1:  # the first step of a text may take fifty times as long as the others
             is_typical = self._num_same >= AUTO_SETTINGS.untypical_steps
-            self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft, is_typical,
-                                self._since_last_step(began))
+            self.policy.observe(Observation(
+                len(accepted.tokens), len(tree), verified_at - drafted_at, self._since_last_step(began),
+                drafted=drafted, draft_seconds=draft, is_typical=is_typical))
         return now
 
     def _since_last_step(self, began: float) -> float:
@@ -288,7 +299,7 @@ class AutoDrafter:
         run = self._plain
         if run.latest is not None and self._num_steps - run.steps >= _UNTYPICAL_STEPS:
             forwards = run.steps * (now - run.latest)
-            self.selector.spend(run.tokens, 1, forwards, 0, 0.0, True, now - self._ended - forwards, run.steps)
+            self.policy.observe(Observation(run.tokens, 1, forwards, now - self._ended - forwards, run.steps))
         self._report_plain()
         self._plain = PlainRun()
 
@@ -300,49 +311,36 @@ class AutoDrafter:
                 return
             node = right = 0
             for token in context.slice(length, length + depth).tolist():
-                if (child := tree.children.get((node, token))) is None:
+                child = tree.children.get((node, token))
+                if child is None:
                     break
-                node, right = child, right + 1
-            self.selector.learn(name, tree, depth, right)
+                node = child
+                right += 1
+            self.policy.learn(name, tree, depth, right)
             self._watched = None
-        name = self.selector.turn
-        if name in self._readers and name != self.selector.active:
+        name = self.policy.turn
+        if name in self._readers and name != self.policy.active:
             self._drafters[name].observe(context, accepted)
             depth = AUTO_SETTINGS.max_depth
             self._watched = Watched(name, run_alone(self._drafters[name].propose(context, depth)), depth, len(context))
 
     def _report(self, written: int) -> None:
-        self._last_writer = self.selector.active
-        self._num_new += written
-        self.turns[self._last_writer] += written
-        while len(self.choices) <= self._num_new // AUTO_SETTINGS.tokens_per_report:
-            self.choices.append(Counter())
-            if self._shared.pace.is_off:
-                self._forget()
-        self.choices[-1][self._last_writer] += written
+        if self.report.add(self.policy.active, written) and self._shared.pace.is_off:
+            self._forget()
 
     def _report_plain(self) -> None:
         """Report the tokens of plain decoding so far."""
-        if written := self._plain.tokens - self._plain.reported:
+        written = self._plain.tokens - self._plain.reported
+        if written:
             self._report(written)
             self._plain.reported += written
 
     def inherit(self, earlier: AutoDrafter, num_retracted: int) -> None:
-        """Continue the figures of a drafter of the same text, of whose tokens the last ones were taken back."""
         earlier._report_plain()
-        self.turns, self.choices, self._last_writer = earlier.turns, earlier.choices, earlier._last_writer
-        for counts in (self.turns, self.choices[-1]) if self.choices else ():
-            counts[self._last_writer] -= num_retracted
+        self.report = earlier.report
+        if self.report.choices:
+            self.report.retract(num_retracted)
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
-        """The tokens written with each candidate, in all and for each part of the text, for the statistics."""
         self._report_plain()
-        turns, choices = self.turns.copy(), [counts.copy() for counts in self.choices]
-        if beyond := turns.total() - num_tokens:  # tokens of the last step beyond the end of the text
-            turns[self._last_writer] -= beyond
-            choices[-1][self._last_writer] -= beyond
-        return {
-            "tokens_by_choice": dict(turns),
-            "choices_per_tokens": AUTO_SETTINGS.tokens_per_report,
-            "choices": [dict(counts) for counts in choices],
-        }
+        return self.report.summary(num_tokens)

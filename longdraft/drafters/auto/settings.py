@@ -38,7 +38,6 @@ class AutoSettings:
                            requests wait for it as well
     delivery_decay         weight of what earlier steps delivered at each new one: about the last 33 count
     delivery_prior         steps of plain decoding that a candidate is trusted with before what it delivers counts
-    tokens_per_report      new tokens over which `choices` of the statistics are counted
     """
 
     max_depth: int = 16
@@ -65,7 +64,6 @@ class AutoSettings:
     batch_loss: float = 2.0
     delivery_decay: float = 0.97
     delivery_prior: float = 8.0
-    tokens_per_report: int = 1024
 
 
 AUTO_SETTINGS = AutoSettings()
