@@ -73,9 +73,10 @@ def configs(root: Path) -> Iterator[tuple[tuple[str, ...], str]]:
     from longdraft.checkpoint import hub
     from longdraft.checkpoint.config_file import read_config
     from longdraft.checkpoint.tensor_files import TensorFiles
+    from longdraft.journal.config_hash import config_sha256
 
     def of(name: str, path: Path) -> Iterator[tuple[tuple[str, ...], str]]:
-        yield ("configs", "any", name), golden_texts.short(read_config(path).sha256())
+        yield ("configs", "any", name), golden_texts.short(config_sha256(read_config(path)))
         yield ("weights", "any", name), golden_texts.short(TensorFiles(path).fingerprint())
 
     for family in golden_texts.EVERY_FAMILY:

@@ -185,7 +185,7 @@ SERVE_OPTIONS = (
     Setting("api_key_file", Path, None, "File of keys, one per line, each followed by an optional label.",
             panel="Serving", has_env=True),
     Setting("journals", str, "", panel="Serving", has_env=True,
-            help="Folder of journals; 'none': no journals; default: longdraft/journals in XDG_STATE_HOME."),
+            help="Folder of journals; 'none': no journals; default: a folder of longdraft's in XDG_STATE_HOME."),
     *LOGGING,
     # None: the default of these depends on the model.
     *(_OWN | {name: replace(_OWN[name], default=None) for name in ("model_name", "memory_bytes")}).values(),

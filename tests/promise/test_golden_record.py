@@ -17,6 +17,7 @@ from helpers import golden_texts
 from longdraft import drafters
 from longdraft.checkpoint.config_file import read_config
 from longdraft.drafters import Resources
+from longdraft.journal.config_hash import config_sha256
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree
 from longdraft.speculation.drafter import Drafter
@@ -151,7 +152,7 @@ def test_one_changed_field_of_a_configuration_is_noticed(configurations, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 2e-6}))
     path = ("configs", "any", "llama")
-    found = {path: golden_texts.short(read_config(folder).sha256())}
+    found = {path: golden_texts.short(config_sha256(read_config(folder)))}
     assert configurations[path] == RECORDED[path]
     assert len(differences(RECORDED, found, golden_record.made_by())) == 1
 
