@@ -74,10 +74,10 @@ def require_one_text(text: MeasuredText) -> None:
     for system, turns in text.turns.items():
         if text.about["systems"][system]["own_text"]:
             continue
-        for place, (turn, expected) in enumerate(zip(turns, hashes)):
+        for number, (turn, expected) in enumerate(zip(turns, hashes)):
             if turn["sha256_tokens"] != expected:
                 raise UsageError(f"{reference} and {system} wrote different texts, somewhere before token "
-                                 f"{turn['end']:,} (turn {place}), so their times cannot be compared. This is a bug; "
+                                 f"{turn['end']:,} (turn {number}), so their times cannot be compared. This is a bug; "
                                  "please report it")
 
 

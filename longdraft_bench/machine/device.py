@@ -40,10 +40,10 @@ def clocks() -> dict[str, str]:
     """What nvidia-smi says of the first GPU's clocks, in its own units; empty without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader", "--id=0"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(_CLOCKS, (value.strip() for value in found.split(",")), strict=False))
+    return dict(zip(_CLOCKS, (value.strip() for value in printed.split(",")), strict=False))
 
 
 def num_caches(model: Transformer, positions: int) -> int:

@@ -53,10 +53,10 @@ class KernelPlan(NamedTuple):
 
     def timings(self, call_with: Callable[[int], Call]) -> list[tuple[int, Timing]]:
         """Time the call for each number of rows. The slow prefill chunk gets at most three repeats."""
-        found = interleaved([call_with(rows) for rows in self.rows], self.repeats)
+        taken = interleaved([call_with(rows) for rows in self.rows], self.repeats)
         if self.prefill_rows:
-            found += interleaved([call_with(self.prefill_rows)], min(3, self.repeats))
-        return list(zip([*self.rows, self.prefill_rows], found))
+            taken += interleaved([call_with(self.prefill_rows)], min(3, self.repeats))
+        return list(zip([*self.rows, self.prefill_rows], taken))
 
 
 LINEAR_SHAPES = {  # name -> rows and columns of the weight [N, K]

@@ -57,8 +57,8 @@ def measure(text: MeasuredText, system: str, name: str, until: int) -> float | N
         return None
     if name.startswith("distinct"):
         tokens = text.tokens(system)[:until]
-        found = [run_statistics.distinct(tokens, n) for n in range(1, 5)]
-        return statistics.fmean(found) if name == "distinct_mean" else found[int(name[-1]) - 1]
+        shares = [run_statistics.distinct(tokens, n) for n in range(1, 5)]
+        return statistics.fmean(shares) if name == "distinct_mean" else shares[int(name[-1]) - 1]
     total = {key: sum(turn[key] for turn in turns) for key in ("tokens", "seconds", "steps", "accepted", "depth")}
     if name in ("alpha", "beta"):
         accepted = total["accepted"] if name == "alpha" else sum(
@@ -86,10 +86,11 @@ def over_texts(results: Results, experiment: Experiment, scale: Scale, case: Cas
     specs = [experiment.text_of(case, scale, seed, stretch) for seed in seeds for stretch in range(stretches)]
     values = [measure(text, case.system, name, until) for text in results.texts.values()
               if case.system in text.about["systems"] and any(spec.is_of(text.about) for spec in specs)]
-    found = [value for value in values if value is not None]
-    if not found:
+    measured = [value for value in values if value is not None]
+    if not measured:
         return None
-    return MeasureSummary(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
+    deviation = statistics.stdev(measured) if len(measured) > 1 else None
+    return MeasureSummary(statistics.fmean(measured), deviation, len(measured))
 
 
 def tables(results: Results, experiment: Experiment, scale: Scale) -> list[Table]:
@@ -101,11 +102,11 @@ def _table(results: Results, experiment: Experiment, scale: Scale, spec: TableSp
     models = list(dict.fromkeys(model for case in spec.cases for model in case.paper))
     paper = f"In brackets the paper's: {'; '.join(models)}." if models else ""
 
-    def cell(case: Case, name: str, until: int, place: int) -> str:
+    def cell(case: Case, name: str, until: int, index: int) -> str:
         form = _FORMATS.get(name, ".2f")
         value = over_texts(results, experiment, scale, case, name, until)
         known = [values.get(name, ()) for values in case.paper.values()]
-        published = [format(values[place], form) for values in known if -len(values) <= place < len(values)]
+        published = [format(values[index], form) for values in known if -len(values) <= index < len(values)]
         return (value.formatted(form) if value else "–") + (f" ({'; '.join(published)})" if published else "")
 
     if spec.layout == "final":
@@ -152,8 +153,8 @@ def summary(results: Results, experiment: Experiment, scale: Scale) -> Record:
     """All values of the tables, unrounded, for the last line of the command's output."""
     def values(spec: TableSpec, case: Case, name: str) -> list[Record | None]:
         lengths = [case.at or scale.lengths[-1]] if spec.layout == "final" else scale.lengths
-        found = [over_texts(results, experiment, scale, case, name, until) for until in lengths]
-        return [value._asdict() if value else None for value in found]
+        by_length = [over_texts(results, experiment, scale, case, name, until) for until in lengths]
+        return [value._asdict() if value else None for value in by_length]
 
     return {
         **{key: results.sessions[0][key] for key in ("scale", "model", "weights_sha256", "lengths")},

@@ -134,8 +134,8 @@ def _prompt(texts: Sequence[Sequence[int]], spec: TextSpec, stretches: int) -> l
     """The first `prefill` tokens of a stretch. Stretches begin at even distances in each text; those of the first text
     come first."""
     per_text = stretches // len(texts)
-    ids, place = texts[spec.stretch // per_text], spec.stretch % per_text
-    start = len(ids) // per_text * place
+    ids = texts[spec.stretch // per_text]
+    start = len(ids) // per_text * (spec.stretch % per_text)
     check(start + spec.prefill <= len(ids), "tokens in --prompt-file", len(ids),
           f"at least {start + spec.prefill} for prompts of {spec.prefill} from {per_text} stretches")
     return list(ids[start : start + spec.prefill])

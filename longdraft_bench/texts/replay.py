@@ -166,12 +166,12 @@ def read_written_text(path: Path, prefill: int, penalty_window: int) -> WrittenT
     """Read a text from the folder of a journal, or from a .npy file that holds neither prompt length nor penalty."""
     if not path.is_dir():
         return WrittenText(read_tokens(path), prefill, penalty_window)
-    found = journal.read_journal(path)
-    params = found.header.params
+    written = journal.read_journal(path)
+    params = written.header.params
     window = params.penalty_window if params.repetition_penalty != 1 else 0
-    prompt = np.array(found.header.prompt, dtype=np.int32)
-    check(len(found.tokens) > 0, str(path), 0, "a journal with new tokens")
-    return WrittenText(np.concatenate([prompt, found.tokens]), len(prompt), window)
+    prompt = np.array(written.header.prompt, dtype=np.int32)
+    check(len(written.tokens) > 0, str(path), 0, "a journal with new tokens")
+    return WrittenText(np.concatenate([prompt, written.tokens]), len(prompt), window)
 
 
 def read_tokens(file: Path) -> TokenArray:
@@ -212,9 +212,9 @@ def replay_files(files: Sequence[Path], settings: Sequence[str], prefill: int, p
 
 def labels(files: Sequence[Path]) -> dict[Path, str]:
     """The shortest endings of the paths that are all different."""
-    found: dict[Path, str] = {}
+    by_file: dict[Path, str] = {}
     for count in range(1, 1 + max((len(file.parts) for file in files), default=0)):
-        found = {file: str(Path(*file.parts[-count:])) for file in files}
-        if len(set(found.values())) == len(found):
+        by_file = {file: str(Path(*file.parts[-count:])) for file in files}
+        if len(set(by_file.values())) == len(by_file):
             break
-    return found
+    return by_file
