@@ -3,6 +3,7 @@
     loading.py         reads a model and its drafting parts from files  ->  LoadedModel
     loaded_model.py    the inputs of every request: a loaded model and the choice of a drafter
     engine.py          LoadedModel + DrafterChoice                      ->  Engine, the public API
+    settings.py        the options of loading and journals, for the commands and the server
     generation.py      LoadedModel + DrafterChoice + prompt + settings  ->  Generation, one request
     batching.py        several generations that share their forwards
     rewind.py          the cut of a text before a banned phrase

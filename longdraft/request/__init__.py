@@ -1,5 +1,6 @@
 """The plain data of a request, which imports nothing of the package but its errors.
 
+    settings.py         what a setting is: name, type, range, default, help, other names
     sampling_params.py  how each token is chosen and when the text stops
     structured.py       what a structured output must match
     context.py          the text so far

@@ -123,7 +123,7 @@ class ServerSettings:
         keys = read_keys(tuple(given["api_keys"] or ()), given["api_key_file"])
         folder = given["journals"]
         chosen: dict[str, Any] = {
-            "model_name": model, "api_keys": tuple(keys), "key_labels": tuple(keys.values()),
+            "api_keys": tuple(keys), "key_labels": tuple(keys.values()),
             "journals": None if folder == "none" else Path(folder) if folder else default_journal_folder(),
             "snapshots": SnapshotOptions.parse(given["snapshot"], given["snapshot_max"])}
         if memory_bytes is not None:
@@ -136,7 +136,7 @@ class ServerSettings:
                 value *= each.unit
                 value = int(min(value, sys.maxsize)) if each.type is int else value
             chosen[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**chosen)
+        return cls(**{**chosen, "model_name": given["model_name"] or model})
 
     def _check_keys(self) -> None:
         for name in ("key_requests", "key_tokens"):
@@ -185,7 +185,7 @@ SERVE_OPTIONS = (
     Setting("api_key_file", Path, None, "File of keys, one per line, each followed by an optional label.",
             panel="Serving", has_env=True),
     Setting("journals", str, "", panel="Serving", has_env=True,
-            help="Folder of journals; 'none': no journals; default: a folder of longdraft's in XDG_STATE_HOME."),
+            help="Folder of journals; 'none': no journals; default: $XDG_STATE_HOME/longdraft/journals."),
     *LOGGING,
     # None: the default of these depends on the model.
     *(_OWN | {name: replace(_OWN[name], default=None) for name in ("model_name", "memory_bytes")}).values(),
