@@ -37,7 +37,7 @@ class CandidateOfRequest:
     def __init__(self, shared: Candidate, acceptance: AcceptanceByDepth) -> None:
         self.shared = shared
         self.acceptance = acceptance
-        self._delivered = DecayedRate(AUTO_SETTINGS.delivery_decay)  # seconds of steps / those promised for their tokens
+        self._delivered = DecayedRate(AUTO_SETTINGS.delivery_decay)  # seconds of steps over those of their rating
 
     def rate(self, steps: StepCosts, draft_factor: float, requests: int) -> None:
         """Whatever is wrong with a rating shows in what the candidate delivers: a factor of 1 or more."""
@@ -298,9 +298,8 @@ class Policy:
             self._candidates[self.active].deliver(seconds, step.tokens, float(self._costs.steps[1]))
 
     def _count_between(self, step: Observation) -> None:
-        if step.between_seconds:  # not measured after the first step of a text
-            seconds = step.between_seconds / step.steps / self._shared.pace.machine
-            self._shared.between.add(min(seconds, float(self._costs.forwards[1])))  # an interrupted host counts little
+        seconds = step.between_seconds / step.steps / self._shared.pace.machine
+        self._shared.between.add(min(seconds, float(self._costs.forwards[1])))  # an interrupted host counts little
 
     def _count_forward(self, step: Observation) -> float:
         """Correct the costs of forwards; returns the step's seconds without an interruption."""
