@@ -2,12 +2,12 @@
 
 With x_i out of y_i in the i-th of n outcomes:
 
-    hits  =  sum of DECAY ^ (n - i) * x_i
-    tries =  sum of DECAY ^ (n - i) * y_i
+    hits  =  sum of decay ^ (n - i) * x_i
+    tries =  sum of decay ^ (n - i) * y_i
     rate  =  (hits + weight * expected) / (tries + weight)
 
 For right and wrong guesses (x_i is 0 or 1, y_i is 1), this is the mean of the Beta distribution that follows from the
-prior Beta(weight * expected, weight * (1 - expected)). About the last 1 / (1 - DECAY) outcomes count.
+prior Beta(weight * expected, weight * (1 - expected)). About the last 1 / (1 - decay) outcomes count.
 """
 
 from __future__ import annotations
@@ -19,20 +19,27 @@ PRIOR_WEIGHT = 4.0  # outcomes that an expected rate weighs as much as
 class DecayedRate:
     """See above.
 
+    decay  weight of the earlier outcomes at each new one
     tries  that were counted, decayed
     """
 
-    __slots__ = ("_hits", "tries")
+    __slots__ = ("_decay", "_hits", "tries")
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = DECAY) -> None:
+        self._decay = decay
         self._hits = 0.0
         self.tries = 0.0
 
     def add(self, hits: float, tries: float = 1.0) -> None:
         """An outcome: by default whether one guess was right, else so many units out of so many."""
-        self._hits = DECAY * self._hits + hits
-        self.tries = DECAY * self.tries + tries
+        self._hits = self._decay * self._hits + hits
+        self.tries = self._decay * self.tries + tries
 
     def value(self, expected: float, weight: float = PRIOR_WEIGHT) -> float:
         """The rate. expected: before the first outcome"""
         return (self._hits + weight * expected) / (self.tries + weight)
+
+    @property
+    def mean(self) -> float:
+        """The rate of the counted outcomes alone; 0 before the first."""
+        return self._hits / self.tries if self.tries else 0.0

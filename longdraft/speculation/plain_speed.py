@@ -108,7 +108,7 @@ class PlainSpeed:
 
     def seconds_at(self, context: int) -> float | None:
         """Seconds of a token, as in the latest forwards of one row; None before the first."""
-        return self._latest.value(0.0, 0.0) * (self._weights + context) if self._latest.tries else None
+        return self._latest.mean * (self._weights + context) if self._latest.tries else None
 
     def figures(self) -> dict[str, Any]:
         """Tokens per second over the text, and "measured" or "estimated"; None for both if neither is supported."""

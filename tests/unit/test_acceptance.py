@@ -6,6 +6,7 @@ import pytest
 
 from longdraft.drafters.auto.acceptance import AcceptanceByDepth, NodeAcceptance
 from longdraft.request.tree import from_paths
+from longdraft.speculation.decayed_rate import PRIOR_WEIGHT, DecayedRate
 
 
 def test_depths_that_were_not_tried_are_expected_to_do_as_well_as_the_last_one():
@@ -37,6 +38,20 @@ def test_acceptance_is_counted_by_source_depth_and_rank():
     assert reach[0] == 1
     assert reach[1] == pytest.approx(0.5, abs=0.1) and reach[2] == pytest.approx(reach[1], abs=0.05)
     assert reach[3] == pytest.approx(0.1, abs=0.06)
+
+
+def test_a_decayed_rate_begins_with_what_is_expected_and_follows_the_latest_outcomes():
+    rate = DecayedRate()
+    assert rate.value(0.3) == 0.3 and rate.mean == 0
+    rate.add(True)
+    assert rate.value(0.3) == pytest.approx((1 + PRIOR_WEIGHT * 0.3) / (1 + PRIOR_WEIGHT)) and rate.mean == 1
+    for _ in range(500):
+        rate.add(False)
+    assert rate.value(0.3) < 0.03 and rate.mean < 0.001
+    units = DecayedRate(0.5)
+    for hits, tries in ((3, 4), (1, 8)):
+        units.add(hits, tries)
+    assert units.mean == pytest.approx((0.5 * 3 + 1) / (0.5 * 4 + 8))
 
 
 def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():

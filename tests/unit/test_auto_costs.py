@@ -86,7 +86,7 @@ def test_a_drafter_whose_costs_were_found_right_is_not_checked_again():
     """If they were half of that it could be the fastest, and before its drafts are timed they may be a third."""
     text = Text({"dear": (2.6, 0.9)})
     text.write(8000)
-    assert sum(rows > 1 for rows in text.rows) == AUTO_SETTINGS.check_steps
+    assert sum(rows > 1 for rows in text.rows) == AUTO_SETTINGS.probe_steps
 
 
 def test_what_a_request_reserved_for_a_probe_is_free_again_when_the_request_ends():

@@ -66,6 +66,17 @@ def test_a_slow_first_step_does_not_count():
     assert usual.figures() == slow.figures()
 
 
+def test_the_latest_forwards_of_one_row_tell_the_speed_at_any_context():
+    speed = PlainSpeed(1000)
+    assert speed.seconds_at(0) is None
+    for context in range(300):
+        speed.add_latest(context, 3 * seconds_of(1, context))
+    for context in range(300, 1000):  # the machine becomes faster
+        speed.add_latest(context, seconds_of(1, context))
+    assert speed.seconds_at(5000) == pytest.approx(seconds_of(1, 5000), rel=0.001)
+    assert speed.figures() == UNKNOWN, "these forwards wrote no token"
+
+
 def test_the_statistics_of_a_plain_run_give_about_its_own_speed(tiny):
     generation = longdraft.load(str(tiny["gqa"]), dtype="float32", threads=1, drafter="plain").generate(
         "abcabcab", SamplingParams(max_new_tokens=200, seed=1))

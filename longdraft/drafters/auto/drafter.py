@@ -55,8 +55,6 @@ from longdraft.speculation.drafter import (
 )
 from longdraft.speculation.routine import CostClock, Routine, run_alone
 
-_UNTYPICAL_STEPS = 2  # first steps: the first takes longer, and the prompt's memory is given back after it
-
 
 @dataclass(frozen=True)
 class AutoOptions(DrafterOptions):
@@ -199,7 +197,7 @@ class AutoDrafter:
         """A tree of the active candidate, without the guesses that do not pay for their rows."""
         policy = self.policy
         began = self._clock()
-        is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not policy.is_probing
+        is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_decision == 0 and not policy.is_probing
         confidence = self._confidences[policy.active]
         if confidence:
             confidence.least = policy.least_probability
@@ -241,8 +239,9 @@ class AutoDrafter:
         if self._proposal is None:
             run.steps += 1
             run.tokens += len(accepted.tokens)
-            is_timed = self._num_steps <= _UNTYPICAL_STEPS or not self._num_steps % AUTO_SETTINGS.steps_per_decision
-            if not (is_timed or policy.is_probing or policy.has_news):
+            is_last = self._num_steps % AUTO_SETTINGS.steps_per_decision == 0
+            is_first = self._num_steps <= AUTO_SETTINGS.untypical_steps
+            if not (is_first or is_last or policy.is_probing or policy.has_news):
                 self._rest()
                 return
         now = self._clock()
@@ -269,7 +268,7 @@ class AutoDrafter:
 
     def _rest(self) -> None:
         """Of plain decoding, time and decide nothing until the next look for news from other requests."""
-        if self.policy.is_plain and not self.policy.is_probing and self._num_steps >= _UNTYPICAL_STEPS:
+        if self.policy.is_plain and not self.policy.is_probing and self._num_steps >= AUTO_SETTINGS.untypical_steps:
             count = -(self._num_steps + 1) % AUTO_SETTINGS.steps_per_look
             self._plain.at_rest = count
             self._plain.steps += count
@@ -292,12 +291,12 @@ class AutoDrafter:
 
     def _since_last_step(self, began: float) -> float:
         """Seconds since the step before. After the first one the engine gives back memory of the prompt's chunks."""
-        return began - self._ended if self._num_steps > _UNTYPICAL_STEPS else 0.0
+        return began - self._ended if self._num_steps > AUTO_SETTINGS.untypical_steps else 0.0
 
     def _count_plain(self, now: float) -> None:
         """Count the steps of plain decoding since the latest step that was timed. now: by the clock"""
         run = self._plain
-        if run.latest is not None and self._num_steps - run.steps >= _UNTYPICAL_STEPS:
+        if run.latest is not None and self._num_steps - run.steps >= AUTO_SETTINGS.untypical_steps:
             forwards = run.steps * (now - run.latest)
             self.policy.observe(Observation(run.tokens, 1, forwards, now - self._ended - forwards, run.steps))
         self._report_plain()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-_OUTLIER = 3.0  # a measured time counts as at most this many times the expected one, and at least 1 / 3 of it
+OUTLIER = 3.0  # a measured time counts as at most this many times the expected one, and at least 1 / 3 of it
 _MACHINE_RATE = 0.2  # how much of a ratio the machine takes over at once
 _KIND_RATE = 0.1  # how much of a ratio a kind takes over at once
 _ENOUGH = 100  # pieces of work after which a factor tells that costs are off
@@ -92,7 +92,7 @@ class Pace:
 
     @staticmethod
     def _ratio(measured: float, expected: float) -> float:
-        return min(_OUTLIER, max(1 / _OUTLIER, measured / expected))
+        return min(OUTLIER, max(1 / OUTLIER, measured / expected))
 
     @property
     def is_off(self) -> bool:

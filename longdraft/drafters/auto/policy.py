@@ -10,6 +10,7 @@ import numpy as np
 
 from longdraft.drafters.auto.acceptance import AcceptanceByDepth
 from longdraft.drafters.auto.observation import Observation
+from longdraft.drafters.auto.pace import OUTLIER
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.drafters.auto.shared import Candidate, Rating, SharedStatistics
 from longdraft.drafters.auto.step_costs import StepCosts
@@ -18,9 +19,7 @@ from longdraft.request.tree import Tree
 from longdraft.speculation.decayed_rate import DecayedRate
 from longdraft.speculation.routine import CostClock
 
-_INTERRUPTED = 3.0  # times the expected seconds: a forward that takes longer counts as one that takes so long
 _NOISE = 0.05  # of a step: a draft that takes less does not tell that its costs are off
-_BETWEEN_RATE = 0.05  # how much of the seconds between two steps is taken over at once
 
 
 class CandidateOfRequest:
@@ -38,17 +37,19 @@ class CandidateOfRequest:
     def __init__(self, shared: Candidate, acceptance: AcceptanceByDepth) -> None:
         self.shared = shared
         self.acceptance = acceptance
-        self._delivered = DecayedRate()  # seconds of its steps / those that its tokens should have taken
+        self._delivered = DecayedRate(AUTO_SETTINGS.delivery_decay)  # seconds of steps over those of their rating
 
     def rate(self, steps: StepCosts, draft_factor: float, requests: int) -> None:
         """Whatever is wrong with a rating shows in what the candidate delivers: a factor of 1 or more."""
         rating = self.shared.rate(steps.steps, draft_factor, self.acceptance.reached(), requests)
-        weight = AUTO_SETTINGS.delivery_prior * float(steps.steps[1])
         self.promised = rating.seconds
-        self.rating = rating._replace(seconds=rating.seconds * max(1.0, self._delivered.value(1.0, weight)))
+        self.rating = rating._replace(seconds=rating.seconds * max(1.0, self._delivered.mean))
 
-    def deliver(self, seconds: float, tokens: int) -> None:
-        """A step took so many seconds for so many tokens."""
+    def deliver(self, seconds: float, tokens: int, plain: float) -> None:
+        """A step took so many seconds for so many tokens. plain: seconds of a step of plain decoding"""
+        if not self._delivered.tries:
+            trusted = AUTO_SETTINGS.delivery_prior * plain
+            self._delivered.add(trusted, trusted)
         self._delivered.add(seconds, tokens * self.promised)
 
 
@@ -202,7 +203,7 @@ class Policy:
 
     def _is_timed(self, name: str) -> bool:
         """Whether the drafts of a candidate were timed often enough since the engine began."""
-        return name == self._plain or self._shared.pace.times(self._draft_kind(name)) >= AUTO_SETTINGS.enough_times
+        return name == self._plain or self._shared.pace.times(self._draft_kind(name)) >= AUTO_SETTINGS.first_steps
 
     def _draft_kind(self, name: str) -> tuple[str, bool]:
         """For `Pace`."""
@@ -294,14 +295,11 @@ class Policy:
         if self._probe:
             self._count_loss(self._probe, step, seconds)
         elif step.is_typical and not self.is_plain:  # drafts of probes are shorter than the rated ones
-            self._candidates[self.active].deliver(seconds, step.tokens)
+            self._candidates[self.active].deliver(seconds, step.tokens, float(self._costs.steps[1]))
 
     def _count_between(self, step: Observation) -> None:
-        shared = self._shared
-        seconds = step.between_seconds / step.steps / shared.pace.machine
-        seconds = min(seconds, float(self._costs.forwards[1]))  # an interrupted host counts little
-        rate = _BETWEEN_RATE if shared.between else 1.0
-        shared.between = max(0.0, shared.between + rate * (seconds - shared.between))
+        seconds = step.between_seconds / step.steps / self._shared.pace.machine
+        self._shared.between.add(min(seconds, float(self._costs.forwards[1])))  # an interrupted host counts little
 
     def _count_forward(self, step: Observation) -> float:
         """Correct the costs of forwards; returns the step's seconds without an interruption."""
@@ -309,7 +307,7 @@ class Policy:
         expected = self._costs.of_latest(step.rows)
         self._costs.count_sharers(step.rows)
         pace.add_forward(self._costs.kind(step.rows.bit_length()), step.forward_seconds / step.steps, expected)
-        return min(step.forward_seconds, step.steps * _INTERRUPTED * expected * pace.machine)
+        return min(step.forward_seconds, step.steps * OUTLIER * expected * pace.machine)
 
     def _count_draft(self, step: Observation, forward_seconds: float) -> None:
         pace = self._shared.pace
@@ -317,7 +315,7 @@ class Policy:
         factor = self._draft_factor(self.active)
         expected = factor * self._shared.candidates[self.active].costs.at(step.drafted, self._clock.together)
         pace.add_draft(kind, step.draft_seconds, expected, factor, noise=_NOISE * forward_seconds)
-        self._shared.num_known += pace.times(kind) == AUTO_SETTINGS.enough_times
+        self._shared.num_known += pace.times(kind) == AUTO_SETTINGS.first_steps
 
     # Probes, and what they may lose
 
@@ -332,7 +330,7 @@ class Policy:
             self._begin_probe(name, steps, rating.tokens * (rating.seconds - leader))
         if not self.is_probing and not self._is_timed(name) and rating.least <= self._doubt(name) * leader:
             seconds, tokens = rating.short
-            self._begin_probe(name, AUTO_SETTINGS.check_steps, seconds - tokens * leader, depth=2)
+            self._begin_probe(name, AUTO_SETTINGS.probe_steps, seconds - tokens * leader, depth=2)
 
     def _doubt(self, name: str) -> float:
         """How many times too high the costs of a candidate may be. A time corrects them by half, as `Pace` does."""

@@ -19,13 +19,12 @@ class AutoSettings:
                            `steps_per_decision`
     drafts_per_decision    steps between two decisions while another candidate leads
     decision_share         share of the time that decisions may take
-    steps_per_exploration  every so many steps a draft is `exploration_depth` tokens deeper than the best depth
-    first_steps            steps that a candidate is probed before it may be chosen
-    probe_steps            steps of a later probe
-    untypical_steps        steps after a switch that do not time the drafter: it catches up, and its weights and caches
-                           are not in the processor's caches
-    check_steps            steps of a probe with drafts of two tokens, of which the last one times the drafter
-    enough_times           steps that must have timed a drafter before its costs are no longer in doubt
+    exploration_depth      once in `steps_per_decision` steps a draft is so many tokens deeper than the best depth
+    first_steps            steps that a candidate is probed before it may be chosen, and times of its drafts before its
+                           costs are no longer in doubt
+    probe_steps            steps of a later probe, and of one with drafts of two tokens: its last one times the drafter
+    untypical_steps        first steps of a text, and steps after a switch, that do not time the drafter: it catches up,
+                           and its weights and caches are not in the processor's caches
     doubt                  costs that are in doubt may be so many times too high: those in the user's cache folder may
                            come from a busy machine, and those of plain decoding were not checked while others draft
     near                   a candidate may well be the fastest if it takes at most so many times the leader's time
@@ -48,13 +47,10 @@ class AutoSettings:
     steps_per_look: int = 4
     drafts_per_decision: int = 2
     decision_share: float = 0.002
-    steps_per_exploration: int = 32
     exploration_depth: int = 2
     first_steps: int = 4
     probe_steps: int = 3
     untypical_steps: int = 2
-    check_steps: int = 3
-    enough_times: int = 4
     doubt: float = 3.0
     near: float = 1.3
     probe_budget: float = 0.005
