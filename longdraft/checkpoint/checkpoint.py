@@ -63,7 +63,8 @@ def head_order(config: ModelConfig) -> Tensor | None:
 
     Queries and keys have the same order, so their products do not change. None: the file's order is right.
     """
-    head_dim, dims = config.head_dim, config.rope.dims
+    head_dim = config.head_dim
+    dims = config.rope.dims
     if (dims == head_dim and not config.is_interleaved) or config.has_two_head_sizes:
         return None
     a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
@@ -75,11 +76,14 @@ def head_order(config: ModelConfig) -> Tensor | None:
 def _qkv_order(config: ModelConfig) -> Tensor | None:
     """The order of qkv's rows: heads in `head_order`, and the gates, which follow each query head in the file, after
     the values. None: the file's order is right."""
-    head, dim = head_order(config), config.head_dim
+    head = head_order(config)
+    dim = config.head_dim
     if head is None and not config.hybrid:
         return None
     head = torch.arange(dim) if head is None else head
-    heads, kv_heads, step = config.num_heads, config.num_kv_heads, 2 * dim if config.hybrid else dim
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    step = 2 * dim if config.hybrid else dim
     queries = torch.arange(heads)[:, None] * step
     keys = heads * step + torch.arange(kv_heads)[:, None] * dim
     values = torch.arange(kv_heads * dim) + heads * step + kv_heads * dim
@@ -125,10 +129,14 @@ class Loader:
         """drafts: the model is a draft copy, whose products need not be those of a target."""
         self._packed = packed
         self._in_groups = drafts and quantize == "int8" and not packed and isinstance(kernels, CpuKernels)
-        self._files, self._whole, self._kernels, self._quantize = files, config, kernels, quantize
+        self._files = files
+        self._whole = config
+        self._kernels = kernels
+        self._quantize = quantize
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
-        self._order, self._head_order = _qkv_order(self._config), head_order(self._config)
+        self._order = _qkv_order(self._config)
+        self._head_order = head_order(self._config)
         pick = self._shard.rows((config.num_heads,))
         self._own_heads = pick(torch.arange(config.num_heads)) if pick else None
         self._format = "none" if quantize == FILE else quantize  # of matrices whose numbers are not kept
@@ -136,7 +144,8 @@ class Loader:
 
     def transformer(self, shared: ModelWeights | None = None) -> Transformer:
         """The model. shared: a model whose tables of embeddings it uses; None: they are read."""
-        config, embedding = self._config, shared.embedding if shared else None
+        config = self._config
+        embedding = shared.embedding if shared else None
         # Largest first, while little else is in memory: packing a weight needs its memory twice.
         table = self._table("model.embed_tokens.weight") if embedding is None else embedding
         if config.is_tied:
@@ -162,7 +171,8 @@ class Loader:
 
     def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
         """The weights of a layer, whose tensors' names begin with `prefix` and the layer's number."""
-        spec, hidden = self._config.layers[index], self._config.hidden_size
+        spec = self._config.layers[index]
+        hidden = self._config.hidden_size
         layer = f"{prefix}layers.{index}."
         linears = linears_of(self._whole.layers[index], hidden)
         orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
@@ -209,7 +219,8 @@ class Loader:
         return BesideNorms(mlp, before, router.to(self._kernels.device), after)
 
     def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
-        device, whole = self._kernels.device, self._whole.hybrid
+        device = self._kernels.device
+        whole = self._whole.hybrid
         assert whole is not None
         picks = {name: self._shard.rows(segments) if (segments := whole.segments(name)) else None
                  for name in config.small_shapes(self._whole.hidden_size) if "in_proj" not in name}
@@ -287,7 +298,8 @@ class Loader:
             blocks if order is None else blocks.rows(order), bias))
 
     def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:
-        shard, whole = self._shard, self._whole
+        shard = self._shard
+        whole = self._whole
         quantize = "int8" if self._quantize == "int4" else self._format
         if shard.size == 1:
             def pack() -> Linear:

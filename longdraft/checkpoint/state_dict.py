@@ -65,21 +65,22 @@ class StateDict(TensorSource):
 
 def with_single_experts(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """The tensors with a matrix for each expert, as in checkpoints. In memory those of a layer are one tensor."""
-    form, found = config.experts, dict(tensors)
+    form = config.experts
+    single = dict(tensors)
     if form is None:
-        return found
+        return single
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
         if form.is_beside:
-            found |= _halves(found, f"{layer}experts.", form)
-        if f"{layer}mlp.experts.down_proj" not in found:
+            single |= _halves(single, f"{layer}experts.", form)
+        if f"{layer}mlp.experts.down_proj" not in single:
             continue
         if form.has_bias:
-            found |= _alternating(found, f"{layer}mlp.experts.", form.count)
+            single |= _alternating(single, f"{layer}mlp.experts.", form.count)
             continue
-        found[f"{layer}{form.prefix}.gate.weight"] = found.pop(f"{layer}mlp.gate.weight")
-        found |= _halves(found, f"{layer}mlp.experts.", form, f"{layer}{form.prefix}.experts.")
-    return found
+        single[f"{layer}{form.prefix}.gate.weight"] = single.pop(f"{layer}mlp.gate.weight")
+        single |= _halves(single, f"{layer}mlp.experts.", form, f"{layer}{form.prefix}.experts.")
+    return single
 
 
 def _halves(tensors: dict[str, Tensor], stem: str, form: ExpertsConfig, ours: str = "") -> dict[str, Tensor]:
@@ -87,22 +88,22 @@ def _halves(tensors: dict[str, Tensor], stem: str, form: ExpertsConfig, ours: st
 
     ours  the beginning of their names; default: that of their tensors
     """
-    found: dict[str, Tensor] = {}
+    single: dict[str, Tensor] = {}
     gate_up, down = (tensors.pop(f"{stem}{name}") for name in ("gate_up_proj", "down_proj"))
     for expert in range(form.count):
         matrices = (gate_up[expert, : form.size], gate_up[expert, form.size :], down[expert])
-        found |= {f"{ours or stem}{expert}.{name}.weight": matrix
+        single |= {f"{ours or stem}{expert}.{name}.weight": matrix
                   for name, matrix in zip(form.names, matrices, strict=True)}
-    return found
+    return single
 
 
 def _alternating(tensors: dict[str, Tensor], stem: str, count: int) -> dict[str, Tensor]:
     """The experts of a layer of gpt-oss one by one, taken from `tensors`. See longdraft/checkpoint/gpt_oss.py."""
-    found: dict[str, Tensor] = {}
+    single: dict[str, Tensor] = {}
     for part, suffix in (("weight", ""), ("bias", "_bias")):
         gate_up, down = (tensors.pop(f"{stem}{name}_proj{suffix}") for name in ("gate_up", "down"))
         for expert in range(count):
             both, last = (x[expert].T if part == "weight" else x[expert] for x in (gate_up, down))
             sides = {"gate": both[::2], "up": both[1::2], "down": last}
-            found |= {f"{stem}{expert}.{side}_proj.{part}": matrix for side, matrix in sides.items()}
-    return found
+            single |= {f"{stem}{expert}.{side}_proj.{part}": matrix for side, matrix in sides.items()}
+    return single
