@@ -73,22 +73,21 @@ def head_order(config: ModelConfig) -> Tensor | None:
     return torch.cat([a, c, b, d])
 
 
-def _qkv_order(config: ModelConfig) -> Tensor | None:
+def _qkv_order(head: Tensor | None, spec: AttentionSpec) -> Tensor | None:
     """The order of qkv's rows: heads in `head_order`, and the gates, which follow each query head in the file, after
     the values. None: the file's order is right."""
-    head = head_order(config)
-    dim = config.head_dim
-    if head is None and not config.hybrid:
+    if head is None and not spec.is_gated:
         return None
-    head = torch.arange(dim) if head is None else head
-    heads = config.num_heads
-    kv_heads = config.num_kv_heads
-    step = 2 * dim if config.hybrid else dim
-    queries = torch.arange(heads)[:, None] * step
-    keys = heads * step + torch.arange(kv_heads)[:, None] * dim
-    values = torch.arange(kv_heads * dim) + heads * step + kv_heads * dim
-    parts = [(queries + head).flatten(), (keys + head).flatten(), values]
-    return torch.cat([*parts, (queries + dim + torch.arange(dim)).flatten()] if config.hybrid else parts)
+    dim = spec.head_dim
+    inside = torch.arange(dim)
+    head = inside if head is None else head
+    step = 2 * dim if spec.is_gated else dim  # from one query head to the next
+    queries = torch.arange(spec.num_heads)[:, None] * step
+    keys = spec.num_heads * step + torch.arange(spec.num_kv_heads)[:, None] * dim
+    parts = [queries + head, keys + head, keys + spec.num_kv_heads * dim + inside]
+    if spec.is_gated:
+        parts.append(queries + dim + inside)
+    return torch.cat([part.flatten() for part in parts])
 
 
 def load_transformer(files: TensorSource, config: ModelConfig, kernels: Kernels, quantize: str = "none",
@@ -135,7 +134,6 @@ class Loader:
         self._quantize = quantize
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
-        self._order = _qkv_order(self._config)
         self._head_order = head_order(self._config)
         pick = self._shard.rows((config.num_heads,))
         self._own_heads = pick(torch.arange(config.num_heads)) if pick else None
@@ -174,13 +172,17 @@ class Loader:
         spec = self._config.layers[index]
         hidden = self._config.hidden_size
         layer = f"{prefix}layers.{index}."
-        linears = linears_of(self._whole.layers[index], hidden)
+        whole = self._whole.layers[index]
+        linears = linears_of(whole, hidden)
+        order = spec.delta.projection_order() if spec.delta else None
+        if spec.attention:
+            order = _qkv_order(self._head_order, spec.attention)
         orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
         norms = {name: self._vector(f"{layer}{file_name}.weight", orders.get(name))
                  for name, (file_name, _) in norms_of(spec, hidden).items()}
         return LayerWeights(
             attention_norm=norms["attention_norm"],
-            qkv=self._linear(layer, linears["qkv"], spec.delta.projection_order() if spec.delta else self._order),
+            qkv=self._linear(layer, linears["qkv"], order),
             out=self._linear(layer, linears["out"]),
             mlp_norm=norms["mlp_norm"],
             gate_up=self._linear(layer, linears["gate_up"]) if spec.mlp else None,
@@ -188,8 +190,8 @@ class Loader:
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
             experts=self._experts(layer, linears, spec.experts) if spec.experts else None,
-            delta=self._delta(layer, spec.delta) if spec.delta else None,
-            gates=self._gates(layer, spec.delta) if spec.delta else None,
+            delta=self._delta(layer, spec.delta, whole.delta) if spec.delta and whole.delta else None,
+            gates=self._gates(layer, spec.delta, whole.delta) if spec.delta and whole.delta else None,
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
             scalar=float(self._files.read(layer + SCALAR).to("cpu", self._kernels.dtype)) if spec.has_scalar else 1.0,
@@ -218,19 +220,16 @@ class Loader:
         mlp, before, after = (norms[name] for name in BESIDE)
         return BesideNorms(mlp, before, router.to(self._kernels.device), after)
 
-    def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
-        device = self._kernels.device
-        whole = self._whole.hybrid
-        assert whole is not None
+    def _delta(self, layer: str, config: hybrid.HybridConfig, whole: hybrid.HybridConfig) -> DeltaWeights:
+        """The small weights of this process's share of a delta layer, whose heads `whole` counts all."""
         picks = {name: self._shard.rows(segments) if (segments := whole.segments(name)) else None
                  for name in config.small_shapes(self._whole.hidden_size) if "in_proj" not in name}
-        small = {name: self._files.read(layer + name, pick).to(device, copy=True) for name, pick in picks.items()}
+        small = {name: self._files.read(layer + name, pick).to(self._kernels.device, copy=True)
+                 for name, pick in picks.items()}
         return hybrid.delta_weights(config, small, self._kernels.dtype, self._config.rms_norm_eps)
 
-    def _gates(self, layer: str, config: hybrid.HybridConfig) -> Linear:
+    def _gates(self, layer: str, config: hybrid.HybridConfig, whole: hybrid.HybridConfig) -> Linear:
         """Never quantised: they decide what a state keeps, and are small."""
-        whole = self._whole.hybrid
-        assert whole is not None
         rows = self._files.stack([f"{layer}{name}.weight" for name in config.gate_names], self._kernels.dtype,
                                  [self._shard.rows((whole.gate_rows,))] * len(config.gate_names))
         order = config.gate_order()
