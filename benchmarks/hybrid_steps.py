@@ -17,7 +17,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from torch import Tensor
 from longdraft import kernels
 from longdraft.checkpoint.checkpoint import Loader
 from longdraft.checkpoint.config_file import parse_config
-from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.checkpoint.tensor_names import StackedLinear, expected_shapes
 from longdraft.kernels import Linear
 from longdraft.kernels.cpu import _cpu
@@ -35,6 +34,7 @@ from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.system import machine
+from longdraft_bench.cuda.random_models import RandomTensors
 
 ROWS = (1, 2, 4, 8, 16)
 _POLLING_S = 0.02  # for which PyTorch's threads may poll for their next work
@@ -93,25 +93,11 @@ class RandomMatrices:
         return self._ops.pack(weight, torch.zeros(rows) if has_bias else None, quantize=quantize)
 
 
-class RandomFiles:
-    """What is read of a checkpoint besides its matrices: norms and factors of 1, other numbers at random."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._shapes = expected_shapes(config)
-
-    def read(self, name: str) -> Tensor:
-        is_factor = any(part in name for part in ("norm", "scale", "scalar"))
-        return torch.ones(self._shapes[name]) if is_factor else torch.randn(self._shapes[name]) * 0.1
-
-    def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> Tensor:
-        return torch.cat([self.read(name) for name in names]).to(dtype)
-
-
 class RandomLoader(Loader):
     """Builds a model of any family with random matrices."""
 
     def __init__(self, config: ModelConfig, ops: CpuKernels, quantize: str) -> None:
-        super().__init__(cast(TensorFiles, RandomFiles(config)), config, ops, quantize, None)
+        super().__init__(RandomTensors(expected_shapes(config), ops), config, ops, quantize, None)
         self._matrices = RandomMatrices(ops, quantize)
 
     def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None) -> Linear:
