@@ -11,22 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longdraft.checkpoint import tensor_names
 from longdraft.checkpoint.packed_file import PackedFile
-from longdraft.checkpoint.tensor_names import (
-    BESIDE,
-    EXPERT_SCALES,
-    EXTRA_NORM,
-    INPUT_NORM,
-    INPUT_PROJECTION,
-    INPUT_TABLE,
-    ROUTER_SCALE,
-    SCALAR,
-    SINKS,
-    StackedLinear,
-    expected_shapes,
-    linears_of,
-    norms_of,
-)
+from longdraft.checkpoint.tensor_names import StackedLinear, expected_shapes, linears_of, norms_of
 from longdraft.checkpoint.tensor_source import HEADS_PREFIX, TensorSource
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
@@ -163,9 +150,9 @@ class Loader:
             return None
         tokens, width = self._config.input_table
         old = shared.layer_inputs if shared else None
-        projection = StackedLinear(((INPUT_PROJECTION, (width,)),), self._config.hidden_size, False)
-        return LayerInputs(old.table if old else self._table(INPUT_TABLE, (tokens, width)),
-                           self._linear("", projection), self._vector(INPUT_NORM))
+        projection = StackedLinear(((tensor_names.INPUT_PROJECTION, (width,)),), self._config.hidden_size, False)
+        return LayerInputs(old.table if old else self._table(tensor_names.INPUT_TABLE, (tokens, width)),
+                           self._linear("", projection), self._vector(tensor_names.INPUT_NORM))
 
     def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
         """The weights of a layer, whose tensors' names begin with `prefix` and the layer's number."""
@@ -194,9 +181,9 @@ class Loader:
             gates=self._gates(layer, spec.delta, whole.delta) if spec.delta and whole.delta else None,
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
-            scalar=float(self._files.read(layer + SCALAR).to("cpu", self._kernels.dtype)) if spec.has_scalar else 1.0,
+            scalar=self._scalar(layer) if spec.has_scalar else 1.0,
             extra=ExtraInput(self._linear(layer, linears["extra_gate"]), self._linear(layer, linears["extra_out"]),
-                             norms[EXTRA_NORM]) if spec.input_width else None,
+                             norms[tensor_names.EXTRA_NORM]) if spec.input_width else None,
             beside=self._beside(layer, norms) if spec.experts and spec.experts.is_beside else None,
             **self._attention(layer, spec.attention) if spec.attention else {},
         )
@@ -211,13 +198,16 @@ class Loader:
             "is_gated": spec.is_gated,
             "source": spec.source,
             "heads": LayerHeads(spec.num_kv_heads, spec.head_dim, spec.query_factor) if is_wide else None,
-            "sinks": self._vector(f"{layer}{SINKS}", self._own_heads) if spec.has_sinks else None,
+            "sinks": self._vector(f"{layer}{tensor_names.SINKS}", self._own_heads) if spec.has_sinks else None,
             "v_norm": torch.ones(spec.head_dim, device=self._kernels.device) if spec.normalises_values else None,
         }
 
+    def _scalar(self, layer: str) -> float:
+        return float(self._files.read(layer + tensor_names.SCALAR).to("cpu", self._kernels.dtype))
+
     def _beside(self, layer: str, norms: Mapping[str, Tensor]) -> BesideNorms:
-        router = self._files.read(layer + ROUTER_SCALE).float() * self._config.hidden_size**-0.5
-        mlp, before, after = (norms[name] for name in BESIDE)
+        router = self._files.read(layer + tensor_names.ROUTER_SCALE).float() * self._config.hidden_size**-0.5
+        mlp, before, after = (norms[name] for name in tensor_names.BESIDE)
         return BesideNorms(mlp, before, router.to(self._kernels.device), after)
 
     def _delta(self, layer: str, config: hybrid.HybridConfig, whole: hybrid.HybridConfig) -> DeltaWeights:
@@ -248,7 +238,7 @@ class Loader:
 
         mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
         shared = mlp("shared gate_up", "shared down") if config.shared else None
-        scales = self._files.read(layer + EXPERT_SCALES) if config.is_beside else None
+        scales = self._files.read(layer + tensor_names.EXPERT_SCALES) if config.is_beside else None
         return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds,
                        config.clamp, shared, router("shared_gate") if shared else None, self._config.has_gelu,
                        None if scales is None else scales.to(self._kernels.device, torch.float32, copy=True),
