@@ -11,22 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longdraft.checkpoint import tensor_names
 from longdraft.checkpoint.packed_file import PackedFile
-from longdraft.checkpoint.tensor_names import (
-    BESIDE,
-    EXPERT_SCALES,
-    EXTRA_NORM,
-    INPUT_NORM,
-    INPUT_PROJECTION,
-    INPUT_TABLE,
-    ROUTER_SCALE,
-    SCALAR,
-    SINKS,
-    StackedLinear,
-    expected_shapes,
-    linears_of,
-    norms_of,
-)
+from longdraft.checkpoint.tensor_names import StackedLinear, expected_shapes, linears_of, norms_of
 from longdraft.checkpoint.tensor_source import HEADS_PREFIX, TensorSource
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
@@ -63,7 +50,8 @@ def head_order(config: ModelConfig) -> Tensor | None:
 
     Queries and keys have the same order, so their products do not change. None: the file's order is right.
     """
-    head_dim, dims = config.head_dim, config.rope.dims
+    head_dim = config.head_dim
+    dims = config.rope.dims
     if (dims == head_dim and not config.is_interleaved) or config.has_two_head_sizes:
         return None
     a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
@@ -72,19 +60,21 @@ def head_order(config: ModelConfig) -> Tensor | None:
     return torch.cat([a, c, b, d])
 
 
-def _qkv_order(config: ModelConfig) -> Tensor | None:
+def _qkv_order(head: Tensor | None, spec: AttentionSpec) -> Tensor | None:
     """The order of qkv's rows: heads in `head_order`, and the gates, which follow each query head in the file, after
     the values. None: the file's order is right."""
-    head, dim = head_order(config), config.head_dim
-    if head is None and not config.hybrid:
+    if head is None and not spec.is_gated:
         return None
-    head = torch.arange(dim) if head is None else head
-    heads, kv_heads, step = config.num_heads, config.num_kv_heads, 2 * dim if config.hybrid else dim
-    queries = torch.arange(heads)[:, None] * step
-    keys = heads * step + torch.arange(kv_heads)[:, None] * dim
-    values = torch.arange(kv_heads * dim) + heads * step + kv_heads * dim
-    parts = [(queries + head).flatten(), (keys + head).flatten(), values]
-    return torch.cat([*parts, (queries + dim + torch.arange(dim)).flatten()] if config.hybrid else parts)
+    dim = spec.head_dim
+    inside = torch.arange(dim)
+    head = inside if head is None else head
+    step = 2 * dim if spec.is_gated else dim  # from one query head to the next
+    queries = torch.arange(spec.num_heads)[:, None] * step
+    keys = spec.num_heads * step + torch.arange(spec.num_kv_heads)[:, None] * dim
+    parts = [queries + head, keys + head, keys + spec.num_kv_heads * dim + inside]
+    if spec.is_gated:
+        parts.append(queries + dim + inside)
+    return torch.cat([part.flatten() for part in parts])
 
 
 def load_transformer(files: TensorSource, config: ModelConfig, kernels: Kernels, quantize: str = "none",
@@ -125,10 +115,13 @@ class Loader:
         """drafts: the model is a draft copy, whose products need not be those of a target."""
         self._packed = packed
         self._in_groups = drafts and quantize == "int8" and not packed and isinstance(kernels, CpuKernels)
-        self._files, self._whole, self._kernels, self._quantize = files, config, kernels, quantize
+        self._files = files
+        self._whole = config
+        self._kernels = kernels
+        self._quantize = quantize
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
-        self._order, self._head_order = _qkv_order(self._config), head_order(self._config)
+        self._head_order = head_order(self._config)
         pick = self._shard.rows((config.num_heads,))
         self._own_heads = pick(torch.arange(config.num_heads)) if pick else None
         self._format = "none" if quantize == FILE else quantize  # of matrices whose numbers are not kept
@@ -136,7 +129,8 @@ class Loader:
 
     def transformer(self, shared: ModelWeights | None = None) -> Transformer:
         """The model. shared: a model whose tables of embeddings it uses; None: they are read."""
-        config, embedding = self._config, shared.embedding if shared else None
+        config = self._config
+        embedding = shared.embedding if shared else None
         # Largest first, while little else is in memory: packing a weight needs its memory twice.
         table = self._table("model.embed_tokens.weight") if embedding is None else embedding
         if config.is_tied:
@@ -156,21 +150,26 @@ class Loader:
             return None
         tokens, width = self._config.input_table
         old = shared.layer_inputs if shared else None
-        projection = StackedLinear(((INPUT_PROJECTION, (width,)),), self._config.hidden_size, False)
-        return LayerInputs(old.table if old else self._table(INPUT_TABLE, (tokens, width)),
-                           self._linear("", projection), self._vector(INPUT_NORM))
+        projection = StackedLinear(((tensor_names.INPUT_PROJECTION, (width,)),), self._config.hidden_size, False)
+        return LayerInputs(old.table if old else self._table(tensor_names.INPUT_TABLE, (tokens, width)),
+                           self._linear("", projection), self._vector(tensor_names.INPUT_NORM))
 
     def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
         """The weights of a layer, whose tensors' names begin with `prefix` and the layer's number."""
-        spec, hidden = self._config.layers[index], self._config.hidden_size
+        spec = self._config.layers[index]
+        hidden = self._config.hidden_size
         layer = f"{prefix}layers.{index}."
-        linears = linears_of(self._whole.layers[index], hidden)
+        whole = self._whole.layers[index]
+        linears = linears_of(whole, hidden)
+        order = spec.delta.projection_order() if spec.delta else None
+        if spec.attention:
+            order = _qkv_order(self._head_order, spec.attention)
         orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
         norms = {name: self._vector(f"{layer}{file_name}.weight", orders.get(name))
                  for name, (file_name, _) in norms_of(spec, hidden).items()}
         return LayerWeights(
             attention_norm=norms["attention_norm"],
-            qkv=self._linear(layer, linears["qkv"], spec.delta.projection_order() if spec.delta else self._order),
+            qkv=self._linear(layer, linears["qkv"], order),
             out=self._linear(layer, linears["out"]),
             mlp_norm=norms["mlp_norm"],
             gate_up=self._linear(layer, linears["gate_up"]) if spec.mlp else None,
@@ -178,13 +177,13 @@ class Loader:
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
             experts=self._experts(layer, linears, spec.experts) if spec.experts else None,
-            delta=self._delta(layer, spec.delta) if spec.delta else None,
-            gates=self._gates(layer, spec.delta) if spec.delta else None,
+            delta=self._delta(layer, spec.delta, whole.delta) if spec.delta and whole.delta else None,
+            gates=self._gates(layer, spec.delta, whole.delta) if spec.delta and whole.delta else None,
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
-            scalar=float(self._files.read(layer + SCALAR).to("cpu", self._kernels.dtype)) if spec.has_scalar else 1.0,
+            scalar=self._scalar(layer) if spec.has_scalar else 1.0,
             extra=ExtraInput(self._linear(layer, linears["extra_gate"]), self._linear(layer, linears["extra_out"]),
-                             norms[EXTRA_NORM]) if spec.input_width else None,
+                             norms[tensor_names.EXTRA_NORM]) if spec.input_width else None,
             beside=self._beside(layer, norms) if spec.experts and spec.experts.is_beside else None,
             **self._attention(layer, spec.attention) if spec.attention else {},
         )
@@ -199,27 +198,28 @@ class Loader:
             "is_gated": spec.is_gated,
             "source": spec.source,
             "heads": LayerHeads(spec.num_kv_heads, spec.head_dim, spec.query_factor) if is_wide else None,
-            "sinks": self._vector(f"{layer}{SINKS}", self._own_heads) if spec.has_sinks else None,
+            "sinks": self._vector(f"{layer}{tensor_names.SINKS}", self._own_heads) if spec.has_sinks else None,
             "v_norm": torch.ones(spec.head_dim, device=self._kernels.device) if spec.normalises_values else None,
         }
 
+    def _scalar(self, layer: str) -> float:
+        return float(self._files.read(layer + tensor_names.SCALAR).to("cpu", self._kernels.dtype))
+
     def _beside(self, layer: str, norms: Mapping[str, Tensor]) -> BesideNorms:
-        router = self._files.read(layer + ROUTER_SCALE).float() * self._config.hidden_size**-0.5
-        mlp, before, after = (norms[name] for name in BESIDE)
+        router = self._files.read(layer + tensor_names.ROUTER_SCALE).float() * self._config.hidden_size**-0.5
+        mlp, before, after = (norms[name] for name in tensor_names.BESIDE)
         return BesideNorms(mlp, before, router.to(self._kernels.device), after)
 
-    def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
-        device, whole = self._kernels.device, self._whole.hybrid
-        assert whole is not None
+    def _delta(self, layer: str, config: hybrid.HybridConfig, whole: hybrid.HybridConfig) -> DeltaWeights:
+        """The small weights of this process's share of a delta layer, whose heads `whole` counts all."""
         picks = {name: self._shard.rows(segments) if (segments := whole.segments(name)) else None
                  for name in config.small_shapes(self._whole.hidden_size) if "in_proj" not in name}
-        small = {name: self._files.read(layer + name, pick).to(device, copy=True) for name, pick in picks.items()}
+        small = {name: self._files.read(layer + name, pick).to(self._kernels.device, copy=True)
+                 for name, pick in picks.items()}
         return hybrid.delta_weights(config, small, self._kernels.dtype, self._config.rms_norm_eps)
 
-    def _gates(self, layer: str, config: hybrid.HybridConfig) -> Linear:
+    def _gates(self, layer: str, config: hybrid.HybridConfig, whole: hybrid.HybridConfig) -> Linear:
         """Never quantised: they decide what a state keeps, and are small."""
-        whole = self._whole.hybrid
-        assert whole is not None
         rows = self._files.stack([f"{layer}{name}.weight" for name in config.gate_names], self._kernels.dtype,
                                  [self._shard.rows((whole.gate_rows,))] * len(config.gate_names))
         order = config.gate_order()
@@ -238,7 +238,7 @@ class Loader:
 
         mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
         shared = mlp("shared gate_up", "shared down") if config.shared else None
-        scales = self._files.read(layer + EXPERT_SCALES) if config.is_beside else None
+        scales = self._files.read(layer + tensor_names.EXPERT_SCALES) if config.is_beside else None
         return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds,
                        config.clamp, shared, router("shared_gate") if shared else None, self._config.has_gelu,
                        None if scales is None else scales.to(self._kernels.device, torch.float32, copy=True),
@@ -287,7 +287,8 @@ class Loader:
             blocks if order is None else blocks.rows(order), bias))
 
     def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:
-        shard, whole = self._shard, self._whole
+        shard = self._shard
+        whole = self._whole
         quantize = "int8" if self._quantize == "int4" else self._format
         if shard.size == 1:
             def pack() -> Linear:

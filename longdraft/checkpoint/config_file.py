@@ -98,10 +98,13 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConfig:
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
     head_dim = int(config.get("head_dim") or hidden // max(heads, 1))
-    kv_heads, num_layers = int(config.get("num_key_value_heads") or heads), int(config["num_hidden_layers"])
-    vocabulary, inner = int(config["vocab_size"]), int(config["intermediate_size"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    num_layers = int(config["num_hidden_layers"])
+    vocabulary = int(config["vocab_size"])
+    inner = int(config["intermediate_size"])
     trained = int(config.get("max_position_embeddings", 2048))
     sizes = (vocabulary, hidden, inner, num_layers, heads, kv_heads, head_dim, trained)
     if min(sizes) < 1 or heads % kv_heads or head_dim % 2:

@@ -36,15 +36,15 @@ class OssTensors(StoredTensors):
         self.entries: dict[str, Entry] = {}
         self._parts: dict[str, tuple[str, int, slice]] = {}  # our name -> stored name, expert, its outputs
         for name, entry in file.entries.items():
-            found = _STEM.fullmatch(name)
-            if found is None:
+            match = _STEM.fullmatch(name)
+            if match is None:
                 self.entries[name] = entry
-            elif found[3] != "_scales":
-                self._add(name, entry, found)
+            elif match[3] != "_scales":
+                self._add(name, entry, match)
 
-    def _add(self, name: str, entry: Entry, found: re.Match[str]) -> None:
+    def _add(self, name: str, entry: Entry, match: re.Match[str]) -> None:
         """The matrices, or biases, of all experts in a tensor."""
-        stem, which, kind = found[1], found[2], found[3]
+        stem, which, kind = match.groups()
         count = self._checked_shape(name, entry.shape, kind)
         size = (entry.stop - entry.start) // count[0]
         sides = {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if which == "gate_up" else {"down": slice(None)}

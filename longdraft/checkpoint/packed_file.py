@@ -97,7 +97,8 @@ class PackedFile:
     def _read(self, name: str, quantize: str, shape: tuple[int, int], has_bias: bool) -> CpuLinear | None:
         """A matrix of the file; None if it is missing there, or has another size."""
         assert self._file is not None
-        file, order = self._file, f"{name}.order"
+        file = self._file
+        order = f"{name}.order"
         linear = self._kernels.new_linear(quantize, *shape, has_bias, order in file.entries)
         for part, memory in _parts(name, linear):
             if part not in file.entries or file.entries[part].stop - file.entries[part].start != len(memory):
@@ -122,7 +123,8 @@ def _parts(name: str, linear: CpuLinear) -> list[tuple[str, memoryview]]:
 
 def _write(path: Path, linears: Mapping[str, CpuLinear]) -> None:
     parts = [part for name, linear in linears.items() for part in _parts(name, linear)]
-    header, start = {}, 0
+    header = {}
+    start = 0
     for name, size in (*((name, len(memory)) for name, memory in parts), (_CHECKSUM, 32)):
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [start, start + size]}
         start += size

@@ -37,7 +37,8 @@ class PackedFormat:
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> PackedFormat:
         """Raises ModelError for formats that longdraft does not have."""
-        method, bits = settings.get("quant_method"), settings.get("bits", settings.get("w_bit"))
+        method = settings.get("quant_method")
+        bits = settings.get("bits", settings.get("w_bit"))
         if method == COMPRESSED:
             _require_integers(settings)
             return cls(COMPRESSED)
@@ -68,7 +69,8 @@ def _require_integers(settings: Mapping[str, Any]) -> None:
                              f"{', '.join(_LAYOUTS)}; {_CURE}")
         weights = group.get("weights")
         weights = weights if isinstance(weights, dict) else {}
-        kind, bits = weights.get("type", "int"), weights.get("num_bits")
+        kind = weights.get("type", "int")
+        bits = weights.get("num_bits")
         if kind != "int" or bits not in (4, 8):
             raise ModelError(f"the checkpoint has weights of type {kind!r} with {bits!r} bits in compressed-tensors; "
                              f"supported: int with 4 or 8 bits; {_CURE}")

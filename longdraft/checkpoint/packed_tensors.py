@@ -94,7 +94,8 @@ class PackedTensors(StoredTensors):
         """
         if not self._is_packed(name):
             return None
-        numbers, bits = self._numbers(name), self._bits(name)
+        numbers = self._numbers(name)
+        bits = self._bits(name)
         if quantize not in (f"int{bits}", FILE):
             return None
         return _as_int4(numbers) if bits == 4 else _as_int8(numbers)
@@ -102,7 +103,8 @@ class PackedTensors(StoredTensors):
     def stored(self, name: str) -> tuple[str, Tensor]:
         if not self._is_packed(name):
             return self._file.stored(name)
-        parts, stem = self._stored_parts(name), name.removesuffix(".weight")
+        parts = self._stored_parts(name)
+        stem = name.removesuffix(".weight")
         if self._form.method != COMPRESSED and self._word_groups(stem) is None:
             # The hash that journals have, which were written when longdraft knew no other order.
             parts = [part for part in parts if not part.endswith("g_idx")]
@@ -177,7 +179,8 @@ class PackedTensors(StoredTensors):
         return self._groups(stem, "g_idx", len(self._part(stem, "qweight")) * 8, len(self._part(stem, "scales")))
 
     def _compressed_shape(self, stem: str) -> tuple[int, int]:
-        scale, packed = self._part(stem, "weight_scale"), self._optional(stem, "weight_packed")
+        scale = self._part(stem, "weight_scale")
+        packed = self._optional(stem, "weight_packed")
         if packed is None:
             whole = self._part(stem, "weight")
             outputs, inputs = whole.shape if whole.ndim == 2 else (0, 0)
@@ -198,7 +201,8 @@ class PackedTensors(StoredTensors):
     def _compressed(self, stem: str) -> _Numbers:
         """The numbers of compressed-tensors, which stores signed ones: 8 or 128 is added to make them positive."""
         outputs, inputs = self._shape(stem)
-        bits, packed = self._bits(f"{stem}.weight"), self._optional(stem, "weight_packed")
+        bits = self._bits(f"{stem}.weight")
+        packed = self._optional(stem, "weight_packed")
         middle = 1 << bits - 1
         values = (self._part(stem, "weight").view(torch.uint8) ^ middle if packed is None
                   else _unpacked(packed, bits)[:, :inputs].contiguous())
@@ -227,12 +231,14 @@ class PackedTensors(StoredTensors):
 
 
 def _as_int4(numbers: _Numbers) -> Int4Weight | None:
-    inputs, count = numbers.values.shape[1], numbers.scale.shape[1]
+    inputs = numbers.values.shape[1]
+    count = numbers.scale.shape[1]
     group = inputs // count
     scale = numbers.scale.half()
     if group % GROUP or not torch.equal(scale.float(), numbers.scale.float()):
         return None
-    values, order = numbers.values, None
+    values = numbers.values
+    order = None
     if numbers.groups is not None:
         if not torch.equal(numbers.groups.bincount(minlength=count), torch.full((count,), group)):
             return None
@@ -256,12 +262,12 @@ def _words(count: int, bits: int) -> int:
 def _unpacked(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
     """Words of 32 bits [A, B] to whole numbers [A, B * 32 / bits] uint8.
 
-    order  the place of each of a word's numbers, from its lowest bits on; empty: ascending
+    order  the position of each of a word's numbers, from its lowest bits on; empty: ascending
     """
     count = _WORD // bits
     out = torch.empty(*words.shape, count, dtype=torch.uint8)
-    for i, place in enumerate(order or range(count)):
-        out[..., place] = (words >> bits * i & (1 << bits) - 1).to(torch.uint8)
+    for i, position in enumerate(order or range(count)):
+        out[..., position] = (words >> bits * i & (1 << bits) - 1).to(torch.uint8)
     return out.flatten(1)
 
 

@@ -109,7 +109,7 @@ def kept_sizes(path: Path, config: ModelConfig) -> Sizes | None:
         return None
     stacks = defaultdict(list)
     for name, entry in open_gguf(path).tensors.items():
-        stacks[_STACKED.sub(lambda found: f"stack{found['kind']}", name)].append(entry)
+        stacks[_STACKED.sub(lambda match: f"stack{match['kind']}", name)].append(entry)
     if not any(entry.type.name in KEPT_BYTES for entries in stacks.values() for entry in entries):
         return None
     weights = read = 0.0
@@ -165,7 +165,8 @@ def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int
 
 def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:
     """Reserve the whole cache of a text of `length` tokens. MemoryError, naming what would fit, if there is no room."""
-    per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
+    per_token = model.cache_bytes_per_token
+    free = model.kernels.free_bytes()
     wanted = length + LARGEST_TREE
     fits = wanted if free is None else int(free * USABLE) // per_token
     if fits < wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from longdraft.checkpoint.tensor_file import stored_bytes
 from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.errors import UsageError
 from longdraft.model.config import ModelConfig
-from longdraft.model.experts_config import ExpertsConfig
 from longdraft.parallel import Pick
+
+_STACKED = re.compile(r"(model\.layers\.\d+\.)(?:mlp\.)?experts\.(gate_up|down)_proj(_bias)?")
 
 
 class StateDict(TensorSource):
@@ -63,46 +65,27 @@ class StateDict(TensorSource):
         return super().fingerprint()
 
 
-def with_single_experts(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors with a matrix for each expert, as in checkpoints. In memory those of a layer are one tensor."""
-    form, found = config.experts, dict(tensors)
-    if form is None:
-        return found
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        if form.is_beside:
-            found |= _halves(found, f"{layer}experts.", form)
-        if f"{layer}mlp.experts.down_proj" not in found:
-            continue
-        if form.has_bias:
-            found |= _alternating(found, f"{layer}mlp.experts.", form.count)
-            continue
-        found[f"{layer}{form.prefix}.gate.weight"] = found.pop(f"{layer}mlp.gate.weight")
-        found |= _halves(found, f"{layer}mlp.experts.", form, f"{layer}{form.prefix}.experts.")
-    return found
+def with_single_experts(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors with a matrix for each expert, as in checkpoints. In memory those of a layer are one tensor.
 
-
-def _halves(tensors: dict[str, Tensor], stem: str, form: ExpertsConfig, ours: str = "") -> dict[str, Tensor]:
-    """The experts of a layer one by one, taken from `tensors`, where gate is the first half of the outputs.
-
-    ours  the beginning of their names; default: that of their tensors
+    Its outputs are those of gate, then those of up. In gpt-oss they alternate, and inputs come before outputs: see
+    longdraft/checkpoint/gpt_oss.py.
     """
-    found: dict[str, Tensor] = {}
-    gate_up, down = (tensors.pop(f"{stem}{name}") for name in ("gate_up_proj", "down_proj"))
-    for expert in range(form.count):
-        matrices = (gate_up[expert, : form.size], gate_up[expert, form.size :], down[expert])
-        found |= {f"{ours or stem}{expert}.{name}.weight": matrix
-                  for name, matrix in zip(form.names, matrices, strict=True)}
-    return found
-
-
-def _alternating(tensors: dict[str, Tensor], stem: str, count: int) -> dict[str, Tensor]:
-    """The experts of a layer of gpt-oss one by one, taken from `tensors`. See longdraft/checkpoint/gpt_oss.py."""
-    found: dict[str, Tensor] = {}
-    for part, suffix in (("weight", ""), ("bias", "_bias")):
-        gate_up, down = (tensors.pop(f"{stem}{name}_proj{suffix}") for name in ("gate_up", "down"))
-        for expert in range(count):
-            both, last = (x[expert].T if part == "weight" else x[expert] for x in (gate_up, down))
-            sides = {"gate": both[::2], "up": both[1::2], "down": last}
-            found |= {f"{stem}{expert}.{side}_proj.{part}": matrix for side, matrix in sides.items()}
-    return found
+    form = config.experts
+    if form is None:
+        return dict(tensors)
+    single: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _STACKED.fullmatch(name)
+        if match is None:
+            single[name.replace(".mlp.gate.", f".{form.path('gate')}.")] = tensor
+            continue
+        layer, which, bias = match.groups()
+        is_oss = form.has_bias
+        stacked = tensor.transpose(1, 2) if is_oss and not bias else tensor  # [experts, outputs, ...]
+        names = form.names[:2] if which == "gate_up" else form.names[2:]
+        parts = [stacked[:, i :: len(names)] for i in range(len(names))] if is_oss else stacked.chunk(len(names), 1)
+        for part_name, part in zip(names, parts, strict=True):
+            single |= {f"{layer}{form.path(f'experts.{expert}')}.{part_name}.{'bias' if bias else 'weight'}": matrix
+                       for expert, matrix in enumerate(part)}
+    return single

@@ -133,9 +133,9 @@ def text_entries(entries: dict[str, T]) -> dict[str, T]:
     """The entries of the language model, by its own names, where a model with image input wraps it; else all."""
     for outer, inner in _WRAPPERS:
         if any(name.startswith(outer) for name in entries):
-            found = {inner + name.removeprefix(outer): entry for name, entry in entries.items()
+            inside = {inner + name.removeprefix(outer): entry for name, entry in entries.items()
                      if name.startswith(outer)}
-            return found | {name: entry for name, entry in entries.items() if name == "lm_head.weight"}
+            return inside | {name: entry for name, entry in entries.items() if name == "lm_head.weight"}
     if any(name.startswith(_IMAGE_PARTS) for name in entries):  # a shard of nothing but image input
         return {name: entry for name, entry in entries.items() if not name.startswith(_IMAGE_PARTS)}
     return entries
@@ -143,22 +143,23 @@ def text_entries(entries: dict[str, T]) -> dict[str, T]:
 
 def _with_single_experts(entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries with a matrix for each expert, where a file has those of a layer in one tensor (Qwen3.5, Gemma 4)."""
-    found: dict[str, Entry] = {}
+    single: dict[str, Entry] = {}
     if any(".mlp.router." in name or name.endswith("_proj_bias") for name in entries):  # gpt-oss: see gpt_oss.py
         return entries
     for name, entry in entries.items():
         start, mark, part = name.partition(".experts.")
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
         if not mark or names is None or len(entry.shape) != 3 or not all(entry.shape) or entry.shape[1] % len(names):
-            found[name] = entry
+            single[name] = entry
             continue
-        rows, size = entry.shape[1] // len(names), (entry.stop - entry.start) // entry.shape[0] // len(names)
+        rows = entry.shape[1] // len(names)
+        size = (entry.stop - entry.start) // entry.shape[0] // len(names)
         for index in range(entry.shape[0] * len(names)):
             expert, which = divmod(index, len(names))
             first = entry.start + index * size
-            found[f"{start}{mark}{expert}.{names[which]}.weight"] = Entry(
+            single[f"{start}{mark}{expert}.{names[which]}.weight"] = Entry(
                 entry.dtype, (rows, entry.shape[2]), first, first + size)
-    return found
+    return single
 
 
 def stored_bytes(tensor: Tensor) -> tuple[str, Tensor]:
@@ -179,7 +180,7 @@ def require_file(path: Path) -> None:
         return
     if exists:
         raise ModelError(f"{path} is not a file")
-    pickles = sorted(found.name for pattern in ("*.bin", "*.pt", "*.pth") for found in path.parent.glob(pattern))
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.parent.glob(pattern))
     if pickles:
         raise ModelError(f"{path} is missing; {pickles[0]} is a pickle, which can run code; of those only "
                          "pytorch_model.bin and its shards are read, without running any; save the model again with "

@@ -80,8 +80,7 @@ class TensorFiles(TensorSource):
         """See `TensorSource`. `on_read` counts from 0."""
         self._read = set()
         yield
-        self._read = self.names()  # those that the copy shares are not read again
-        self._report()
+        self._report(*self.names())  # those that the copy shares are not read again
 
     def read(self, name: str, pick: Pick | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """See `TensorSource`. A read-only view of the file.
@@ -98,11 +97,12 @@ class TensorFiles(TensorSource):
         if not tensor.sum().isfinite() and (bad := int((~tensor.isfinite()).sum())):
             raise ModelError(f"{file.path}: {name} has {bad} values that are NaN or infinite: the file is damaged, or "
                              "its training failed; get it again")
-        self._read.add(name)
-        self._report()
+        self._report(name)
         return tensor
 
-    def _report(self) -> None:
+    def _report(self, *names: str) -> None:
+        """Count tensors as read."""
+        self._read.update(names)
         if self._on_read:
             self._on_read(sum(map(self._size, self._read)), self.nbytes)
 
@@ -141,8 +141,7 @@ class TensorFiles(TensorSource):
                 raise self._damaged(name)
             parts.append(part)
             self._file_of[name].forget(name)  # what it holds are copies, or is small
-            self._read.add(name)
-        self._report()
+        self._report(*names)
         return _stacked(parts)
 
     def pack_blocks(self, names: Sequence[str], quantize: str,
@@ -158,8 +157,7 @@ class TensorFiles(TensorSource):
             raise self._damaged(next(name for name, part in parts.items() if (part.addresses == damaged).any()))
         for name in names:
             self._file_of[name].forget(name)
-            self._read.add(name)
-        self._report()
+        self._report(*names)
         return packed
 
     def _damaged(self, name: str) -> ModelError:
@@ -173,8 +171,7 @@ class TensorFiles(TensorSource):
             if part is None or not part.is_normal:
                 return None
             parts.append(part)
-            self._read.add(name)
-        self._report()
+        self._report(*names)
         return Mxfp4Weight(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def _view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from longdraft.checkpoint.memory import forget_pages, map_file, mapped_numbers
 from longdraft.checkpoint.tensor_file import FLOATS, Entry, StoredTensors, require_file
-from longdraft.checkpoint.torch_pickle import STORAGES, DamagedError, Machine, View, fail
+from longdraft.checkpoint.torch_pickle import STORAGES, DamagedError, View, fail, load
 from longdraft.errors import ModelError
 
 _MAX_PICKLE = 1 << 26  # bytes; a 400-billion-parameter model's shard has some 100 KB
@@ -117,7 +117,7 @@ def _tensors(data: mmap.mmap, members: dict[str, _Member]) -> dict[str, View]:
         fail("its numbers are not little-endian")
     if described.stop - described.start > _MAX_PICKLE:
         fail(f"data.pkl has {described.stop - described.start:,} bytes; allowed: {_MAX_PICKLE:,}")
-    tensors = Machine().run(data[described.start : described.stop])
+    tensors = load(data[described.start : described.stop])
     if not isinstance(tensors, dict):
         fail(f"it holds a {type(tensors).__name__}, not tensors by name")
     for name, tensor in tensors.items():

@@ -31,7 +31,8 @@ class _Residuals:
     """The norms and the additions around the parts of a layer."""
 
     def __init__(self, ops: LayerOperations, geometry: Geometry) -> None:
-        self._ops, self._geometry = ops, geometry
+        self._ops = ops
+        self._geometry = geometry
 
     def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Normalise vectors of the weight's length, which may span the last two axes."""
@@ -90,7 +91,8 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     if layer.source is None:
         k = ops.rope(around.norm(qkv[:, heads : heads + kv_heads], layer.k_norm), *of_keys)
         v = around.norm(qkv[:, end - kv_heads : end], layer.v_norm)
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for kv in texts:
         own = slice(start, start + len(kv.k))
         if layer.source is None:
@@ -136,7 +138,8 @@ def delta_forward(ops: HybridOperations, x: Tensor, layer: LayerWeights, geometr
                   parents: Tensor) -> Tensor:
     """Run rows x [R, hidden] of one or more texts through one delta layer. Fills `texts`."""
     assert layer.delta is not None and layer.gates is not None
-    around, channels = _Residuals(ops, geometry), layer.delta.shape.channels
+    around = _Residuals(ops, geometry)
+    channels = layer.delta.shape.channels
     source = around.before(x, layer.attention_norm)
     qkvz, gates = ops.linear(source, layer.qkv), ops.linear(source, layer.gates, keep_float=True)
     counts = [len(rows.mixed) for rows in texts]
@@ -158,12 +161,16 @@ class LayerwiseDecoder:
 
     def __init__(self, ops: HybridOperations, layers: Sequence[LayerWeights], geometry: Geometry,
                  reported: int | None = None) -> None:
-        self._ops, self._layers, self._geometry, self._reported = ops, layers, geometry, reported
+        self._ops = ops
+        self._layers = layers
+        self._geometry = geometry
+        self._reported = reported
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         outputs: list[AttentionOutput] = []
-        num_deltas, hidden = 0, len(self._layers[0].attention_norm)
+        num_deltas = 0
+        hidden = len(self._layers[0].attention_norm)
         width = (x.shape[1] - hidden) // len(self._layers)
         given, x = x[:, hidden:], x[:, :hidden]  # inputs of the layers themselves, which few models have
         for index, layer in enumerate(self._layers):

@@ -171,7 +171,8 @@ class ReferenceKernels:
         return ReferenceStore(num_kv_heads, head_dim, self.device, score_cap)
 
     def new_state(self, weights: DeltaWeights) -> DeltaState:
-        heads, dims = weights.shape.value_heads, (weights.shape.key_dim, weights.shape.value_dim)
+        heads = weights.shape.value_heads
+        dims = (weights.shape.key_dim, weights.shape.value_dim)
         history = torch.zeros(weights.shape.width - 1, weights.shape.channels, dtype=self.dtype, device=self.device)
         return DeltaState(history, torch.zeros(heads, *dims, device=self.device))
 
@@ -180,9 +181,9 @@ class ReferenceKernels:
         counts = [len(rows.mixed) for rows in texts]
         parts: Sequence[Tensor | None] = [None] * len(texts) if z is None else torch.split(z, counts)
         with _one_thread():
-            found = [delta.delta_rule(weights, rows, part, own.tolist())
+            outputs = [delta.delta_rule(weights, rows, part, own.tolist())
                      for rows, part, own in zip(texts, parts, torch.split(parents, counts), strict=True)]
-        return None if z is None else torch.cat([part for part in found if part is not None])
+        return None if z is None else torch.cat([part for part in outputs if part is not None])
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         return LayerwiseDecoder(self, layers, geometry)
@@ -193,8 +194,8 @@ class ReferenceKernels:
             store.write(kv.length, k[list(rows)], v[list(rows)])
 
     def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
-        there = targets >= 0
-        self.keep(kv, rows[there].tolist())
+        is_kept = targets >= 0
+        self.keep(kv, rows[is_kept].tolist())
 
     def cache_bytes(self, head_dim: int) -> int:
         return head_dim * torch.float32.itemsize  # stores hold float32 for every dtype
@@ -234,8 +235,9 @@ class ReferenceKernels:
         before: list[int] = parents.tolist()
         for row, parent in enumerate(before):
             depths.append(0 if parent < 0 else depths[parent] + 1)
-            path, node = [row], parent
-            # Ancestors of a row that is already at its place are at their places too.
+            path = [row]
+            node = parent
+            # Ancestors of a row that is already where its path needs it are there too.
             while node >= 0 and not (depths[node] < len(written) and written[depths[node]] == node):
                 path.append(node)
                 node = before[node]

@@ -16,7 +16,8 @@ class ReferenceStore:
     """Blocks of SPLIT positions [Hkv, SPLIT, D] float32. Positions that were never written are zeros."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, device: torch.device, score_cap: float = 0.0) -> None:
-        self.num_kv_heads, self.score_cap = num_kv_heads, score_cap
+        self.num_kv_heads = num_kv_heads
+        self.score_cap = score_cap
         self._shape = (num_kv_heads, SPLIT, head_dim)
         self._device = device
         self.k: list[Tensor] = []
@@ -36,7 +37,8 @@ class ReferenceStore:
         self.write_heads(start, k.transpose(0, 1), v.transpose(0, 1))
 
     def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
-        done, total = 0, k.shape[1]
+        done = 0
+        total = k.shape[1]
         self.reserve(start + total)
         while done < total:
             block, offset = divmod(start + done, SPLIT)
@@ -54,8 +56,10 @@ class ReferenceStore:
         v = torch.empty_like(k)
         for block in range(len(self.k)):
             inside = positions // SPLIT == block
-            head, place = heads.expand_as(positions)[inside], positions[inside] - block * SPLIT
-            k[inside], v[inside] = self.k[block][head, place], self.v[block][head, place]
+            head = heads.expand_as(positions)[inside]
+            offset = positions[inside] - block * SPLIT
+            k[inside] = self.k[block][head, offset]
+            v[inside] = self.v[block][head, offset]
         return k, v
 
     def weights(self, queries: Tensor, length: int) -> Tensor:

@@ -153,10 +153,10 @@ class LayerWeights(NamedTuple):
     @property
     def linears(self) -> list[Linear]:
         """Every matrix that each row is multiplied with. Those of chosen experts are not among them."""
-        found = [self.qkv, self.out, self.gate_up, self.down, self.gates, *(self.extra[:2] if self.extra else ())]
+        linears = [self.qkv, self.out, self.gate_up, self.down, self.gates, *(self.extra[:2] if self.extra else ())]
         if self.experts is not None:
-            found += [self.experts.router, *(self.experts.shared or ()), self.experts.shared_gate]
-        return [linear for linear in found if linear is not None]
+            linears += [self.experts.router, *(self.experts.shared or ()), self.experts.shared_gate]
+        return [linear for linear in linears if linear is not None]
 
     def heads_in(self, geometry: Geometry) -> LayerHeads:
         """The heads of this layer."""

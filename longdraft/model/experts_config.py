@@ -43,7 +43,8 @@ def parse_experts(config: Mapping[str, Any], form: ExpertsFormat | None) -> Expe
     """From the values of a config.json. None for a model without experts. ModelError for sizes that do not fit."""
     if form is None or (form.switch and not config.get(form.switch)):
         return None
-    count, chosen = int(config.get("num_local_experts") or config["num_experts"]), int(config[form.chosen])
+    count = int(config.get("num_local_experts") or config["num_experts"])
+    chosen = int(config[form.chosen])
     size = int(config[form.size])
     if not 1 <= chosen <= count or size < 1:
         raise ModelError(f"config.json: {chosen} of {count} experts of width {size}; allowed: 1 or more of each, and "

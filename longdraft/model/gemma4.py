@@ -55,11 +55,14 @@ def parse_gemma4(config: Mapping[str, Any], windowed: tuple[bool, ...]) -> Gemma
                              "have no others")
         kv_heads = own[0].get("num_key_value_heads") or config["num_key_value_heads"]
         head_dim = own[0].get("head_dim") or config["head_dim"]
-    kv_heads, head_dim, heads = int(kv_heads), int(head_dim), int(config["num_attention_heads"])
+    kv_heads = int(kv_heads)
+    head_dim = int(head_dim)
+    heads = int(config["num_attention_heads"])
     if min(kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
         raise ModelError(f"config.json: layers with full_attention have {heads} heads, {kv_heads} KV heads, and "
                          f"dimension {head_dim}; allowed: heads that are a multiple of the KV heads, an even dimension")
-    count, width = int(config.get("num_kv_shared_layers") or 0), int(config.get("hidden_size_per_layer_input") or 0)
+    count = int(config.get("num_kv_shared_layers") or 0)
+    width = int(config.get("hidden_size_per_layer_input") or 0)
     tokens = int(config.get("vocab_size_per_layer_input") or config["vocab_size"]) if width else 0
     if not 0 <= count < len(windowed) or (count and set(windowed[-count:]) - set(windowed[:-count])):
         raise ModelError(f"num_kv_shared_layers is {count} in config.json; allowed: 0 or more, and before these layers "

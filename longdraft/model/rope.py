@@ -126,8 +126,8 @@ def require_sound(config: ModelConfig) -> None:
     """Raise ModelError if the settings give no finite angles."""
     try:
         lengths = (1, config.max_positions)
-        found = [frequencies(each, config.trained_positions, n) for each in config.ropes for n in lengths]
-        is_sound = all(bool(inverse.isfinite().all()) and math.isfinite(factor) for inverse, factor in found)
+        computed = [frequencies(each, config.trained_positions, n) for each in config.ropes for n in lengths]
+        is_sound = all(bool(inverse.isfinite().all()) and math.isfinite(factor) for inverse, factor in computed)
     except (ArithmeticError, AssertionError, TypeError, ValueError):  # the possible results of nonsensical settings
         is_sound = False
     if not is_sound:
@@ -158,33 +158,34 @@ class RopeTable:
     def on_host(self) -> RopeTable:
         """The same table in the host's memory."""
         other = copy.copy(self)
-        other._device, other._chunks = torch.device("cpu"), {}
+        other._device = torch.device("cpu")
+        other._chunks = {}
         return other
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin [R, S D / 2] float32 of positions, for S rotations."""
-        number, place = divmod(positions[0], _CHUNK_SIZE)
-        end = place + len(positions)
+        number, offset = divmod(positions[0], _CHUNK_SIZE)
+        end = offset + len(positions)
         if end <= _CHUNK_SIZE and _are_consecutive(positions):  # most forwards: views, no gather
             cos, sin = self._chunk(number)
-            return cos[place:end], sin[place:end]
+            return cos[offset:end], sin[offset:end]
         numbers = sorted({position // _CHUNK_SIZE for position in positions})
         chunks = [self._chunk(number) for number in numbers]
-        start = {number: place * _CHUNK_SIZE for place, number in enumerate(numbers)}
-        places = torch.tensor([start[position // _CHUNK_SIZE] + position % _CHUNK_SIZE for position in positions],
-                              device=self._device)
+        start = {number: index * _CHUNK_SIZE for index, number in enumerate(numbers)}
+        rows = torch.tensor([start[position // _CHUNK_SIZE] + position % _CHUNK_SIZE for position in positions],
+                            device=self._device)
         if len(chunks) == 1:
             (cos, sin), = chunks
         else:
             cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        return cos[places], sin[places]
+        return cos[rows], sin[rows]
 
     def _chunk(self, number: int) -> tuple[Tensor, Tensor]:
-        found = self._chunks.pop(number, None) or self._compute(number)
-        self._chunks[number] = found
+        chunk = self._chunks.pop(number, None) or self._compute(number)
+        self._chunks[number] = chunk
         while len(self._chunks) > _MAX_CHUNKS:
             self._chunks.pop(next(iter(self._chunks)), None)
-        return found
+        return chunk
 
     def _compute(self, number: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(number * _CHUNK_SIZE, (number + 1) * _CHUNK_SIZE).float()[:, None]

@@ -45,10 +45,10 @@ def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> M
 
 def _divided(config: ModelConfig) -> dict[str, int]:
     """The parts that are divided among ranks, by the names of config.json. A model with experts has no other MLP."""
-    found = {"num_key_value_heads": config.num_kv_heads, "num_attention_heads": config.num_heads}
+    counts = {"num_key_value_heads": config.num_kv_heads, "num_attention_heads": config.num_heads}
     if config.hybrid:
-        found["linear_num_key_heads"] = config.hybrid.key_heads
+        counts["linear_num_key_heads"] = config.hybrid.key_heads
     if config.experts is None:
-        return found | {"intermediate_size": config.intermediate_size}
+        return counts | {"intermediate_size": config.intermediate_size}
     shared = {"shared_expert_intermediate_size": config.experts.shared} if config.experts.shared else {}
-    return found | {"moe_intermediate_size": config.experts.size} | shared
+    return counts | {"moe_intermediate_size": config.experts.size} | shared

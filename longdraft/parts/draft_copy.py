@@ -49,8 +49,8 @@ def auto_format(weights_bytes: int, weights_in_tokens: float) -> str:
 
 def copy_size(config: ModelConfig, sizes: Sizes) -> tuple[str, int]:
     """The format and the bytes of the copy that `auto` makes of a model of these sizes on a CPU; "same", 0: none."""
-    found = auto_format(sizes.read_bytes, sizes.read_bytes / sizes.cache_bytes_per_token)
-    return found, 0 if found == SAME else quantized_bytes(config, found, is_draft_copy=True)
+    quantize = auto_format(sizes.read_bytes, sizes.read_bytes / sizes.cache_bytes_per_token)
+    return quantize, 0 if quantize == SAME else quantized_bytes(config, quantize, is_draft_copy=True)
 
 
 def outweighs_cache(model: Transformer) -> bool:
@@ -77,8 +77,8 @@ def resolve(asked: str, target: Transformer) -> str:
         if is_divided or target.weights.quantize == "int4":
             return SAME
         if is_compiled(target.kernels):
-            found = auto_format(target.weights_bytes, target.weights_in_tokens)
-            return found if found == SAME or _is_smaller(found, target) else SAME
+            quantize = auto_format(target.weights_bytes, target.weights_in_tokens)
+            return quantize if quantize == SAME or _is_smaller(quantize, target) else SAME
         return "int4" if target.kernels.is_device and outweighs_cache(target) else SAME
     if asked != SAME and is_divided:
         raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")

@@ -52,26 +52,27 @@ class GgufFile:
         self.path = path
         self.stat, self.map = map_file(path, "GGUF", least=24)
         header = _Header(path, self.map)
-        self.values, self.tensors = header.values, header.tensors
+        self.values = header.values
+        self.tensors = header.tensors
 
     def array(self, key: str) -> list[Any]:
         """The values of an array; of strings, those must be valid UTF-8. ModelError if there is no such array."""
-        found = self.values.get(key)
-        if not isinstance(found, Array):
-            raise ModelError(f"{self.path}: {key} is {'missing' if found is None else 'no array'}; get the file again")
-        kind, count, at = found
+        stored = self.values.get(key)
+        if not isinstance(stored, Array):
+            raise ModelError(f"{self.path}: {key} is {'missing' if stored is None else 'no array'}; get the file again")
+        kind, count, start = stored
         require_bytes(self.map, len(self.map), self.path)
         if kind != _STRING:
-            numbers = np.frombuffer(self.map, dtype=np.dtype("<" + _NUMBERS[kind]), count=count, offset=at)
+            numbers = np.frombuffer(self.map, dtype=np.dtype("<" + _NUMBERS[kind]), count=count, offset=start)
             return [bool(n) for n in numbers] if kind == _BOOL else list(numbers.tolist())
         texts = []
         for _ in range(count):
-            stop = at + 8 + int.from_bytes(self.map[at : at + 8], "little")
+            stop = start + 8 + int.from_bytes(self.map[start : start + 8], "little")
             try:
-                texts.append(self.map[at + 8 : stop].decode())
+                texts.append(self.map[start + 8 : stop].decode())
             except UnicodeDecodeError as error:
                 raise ModelError(f"{self.path}: {key} has a text that is not UTF-8; get the file again") from error
-            at = stop
+            start = stop
         return texts
 
 
@@ -79,7 +80,10 @@ class _Header:
     """Reads the header once, from front to back."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path, self._data, self._size, self._at = path, data, len(data), 0
+        self._path = path
+        self._data = data
+        self._size = len(data)
+        self._at = 0
         if data[:4] != MAGIC:
             self._fail(f"it begins with {data[:4]!r}, not with {MAGIC!r}", "give a model folder or a GGUF file")
         self._at = 4
@@ -159,7 +163,8 @@ class _Header:
 
     def _placed(self, entries: Sequence[tuple[str, BlockType, tuple[int, ...], int]],
                 alignment: int) -> dict[str, TensorEntry]:
-        start, offset = _padded(self._at, alignment), 0
+        start = _padded(self._at, alignment)
+        offset = 0
         placed: dict[str, TensorEntry] = {}
         for name, kind, shape, claimed in entries:
             if name in placed:
@@ -264,13 +269,13 @@ class Gguf:
 
 def _parts(path: Path, opened: GgufFile, count: Any) -> list[GgufFile]:
     """All parts of a split file, in order. `opened`: the part at `path`."""
-    found = _SPLIT_NAME.fullmatch(path.name)
-    if not found or not isinstance(count, int) or int(found["count"]) != count or not 2 <= count <= _MAX_PARTS:
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if not match or not isinstance(count, int) or int(match["count"]) != count or not 2 <= count <= _MAX_PARTS:
         raise ModelError(f"{path} says split.count {count!r}; the parts of a split file must be named "
                          "NAME-00001-of-0000N.gguf")
     files = []
     for number in range(1, count + 1):
-        other = path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf")
+        other = path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
         if not other.is_file():
             raise ModelError(f"{other} is missing; put all {count} parts of the split file into one folder")
         file = opened if other == path else GgufFile(other)

@@ -59,7 +59,8 @@ def _add_wide_layers(config: dict[str, Any], model: Gguf, read: Reader) -> None:
     for ending, width in (("", head_dim), ("_swa", config["head_dim"])):
         if (dims := read.whole(f"rope.dimension_count{ending}", width)) != width:
             model.fail(f"gemma4.rope.dimension_count{ending} is {dims}; supported: {width}, the length of keys")
-    first, shared = is_full.index(True), read.number("attention.shared_kv_layers", 0)
+    first = is_full.index(True)
+    shared = read.number("attention.shared_kv_layers", 0)
     inner = read.flags_or_period("feed_forward_length")
     inner = inner if isinstance(inner, list) else [inner] * len(is_full)
     if inner[len(inner) - int(shared) :] not in ([inner[0]] * int(shared), [2 * inner[0]] * int(shared)) or any(

@@ -78,18 +78,18 @@ _OTHERS = {"gptoss": "gpt-oss in an early layout of Ollama; get a file with gene
 def architecture(model: Gguf) -> tuple[str, Architecture]:
     """The name and the properties of the architecture. Raises ModelError if it is not supported."""
     name = model.values.get("general.architecture")
-    found = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    if found is None or not isinstance(name, str):
+    kind = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if kind is None or not isinstance(name, str):
         known = _OTHERS.get(name, "") if isinstance(name, str) else ""
         model.fail(f"general.architecture is {name!r}; supported: {', '.join(ARCHITECTURES)}"
                    + (f"; this is {known}" if known else ""))
     if name == "olmo2" and f"{name}.attention.sliding_window" in model.values:
         return name, _OLMO3
     if not model.values.get(f"{name}.expert_count"):
-        return name, found
+        return name, kind
     if name not in _WITH_EXPERTS or model.values.get(f"{name}.expert_shared_count"):
-        model.fail(f"the model has mixture-of-experts layers, which {found.model_type!r} in longdraft does not have")
-    return name, _MIXTRAL if name == "llama" else found
+        model.fail(f"the model has mixture-of-experts layers, which {kind.model_type!r} in longdraft does not have")
+    return name, _MIXTRAL if name == "llama" else kind
 
 
 def config_of(model: Gguf) -> dict[str, Any]:
@@ -99,7 +99,8 @@ def config_of(model: Gguf) -> dict[str, Any]:
     if "token_embd.weight" not in tensors:
         model.fail("it has no tensor token_embd.weight; a file with a vocabulary alone is not a model")
     read = Reader(model, name)
-    heads, hidden = read.whole("attention.head_count"), read.whole("embedding_length")
+    heads = read.whole("attention.head_count")
+    hidden = read.whole("embedding_length")
     ending = "_swa" if name == "gemma4" else ""  # of keys that say what layers with a window have
     head_dim = read.whole(f"attention.key_length{ending}", hidden // heads or 1)
     if read.whole(f"attention.value_length{ending}", head_dim) != head_dim:
@@ -155,7 +156,8 @@ def config_of(model: Gguf) -> dict[str, Any]:
 
 def _delta_layers(model: Gguf, read: Reader) -> dict[str, Any]:
     """The keys of config.json that describe the delta layers of a hybrid."""
-    heads, values = read.whole("ssm.time_step_rank"), read.whole("ssm.inner_size")
+    heads = read.whole("ssm.time_step_rank")
+    values = read.whole("ssm.inner_size")
     if values % heads:
         model.fail(f"ssm.inner_size is {values}; allowed: a multiple of ssm.time_step_rank, {heads}")
     return {
@@ -278,11 +280,11 @@ def special_id(model: Gguf, name: str, size: int) -> int | None:
 
 def sampling_of(model: Gguf) -> tuple[dict[str, Any], list[str]]:
     """Sampling defaults by the names of generation_config.json, and what longdraft does not have, in words."""
-    found: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     for name, ours in _SAMPLING.items():
         value = model.values.get(f"general.sampling.{name}")
         if value is not None and not isinstance(value, Array):
-            found[ours] = shortest(value)
+            sampling[ours] = shortest(value)
     ignored = [f"{name} {value!r} (not supported)" for name, off in _UNSUPPORTED_SAMPLING.items()
                if (value := model.values.get(f"general.sampling.{name}", off)) != off]
-    return found, ignored
+    return sampling, ignored

@@ -104,9 +104,9 @@ def _gemma3(values: Values, tensors: Tensors) -> None:
         values |= {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
     rows = tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0
     for key in _VOCABULARY:
-        found = values.get(f"tokenizer.ggml.{key}")
-        if isinstance(found, Array) and found.size > rows > 0:
-            values[f"tokenizer.ggml.{key}"] = found._replace(size=rows)
+        stored = values.get(f"tokenizer.ggml.{key}")
+        if isinstance(stored, Array) and stored.size > rows > 0:
+            values[f"tokenizer.ggml.{key}"] = stored._replace(size=rows)
 
 
 def _join_head_counts(values: Values, key: str, array: Callable[[str], list[Any]]) -> None:
@@ -118,7 +118,7 @@ def _join_head_counts(values: Values, key: str, array: Callable[[str], list[Any]
 def _name_pre_tokenizer(values: Values, name: str, array: Callable[[str], list[Any]]) -> None:
     if name == "mistral3":
         values["tokenizer.ggml.pre"] = "tekken"
-    elif name == "llama" and isinstance(found := values.get("tokenizer.ggml.tokens"), Array):
-        at, text = _LLAMA3_END
-        if found.size > at and array("tokenizer.ggml.tokens")[at] == text:
+    elif name == "llama" and isinstance(tokens := values.get("tokenizer.ggml.tokens"), Array):
+        position, text = _LLAMA3_END
+        if tokens.size > position and array("tokenizer.ggml.tokens")[position] == text:
             values["tokenizer.ggml.pre"] = "llama-bpe"

@@ -15,7 +15,8 @@ class Reader:
     """Values of the metadata by type, with errors that name the key."""
 
     def __init__(self, model: Gguf, prefix: str) -> None:
-        self._model, self._prefix = model, prefix
+        self._model = model
+        self._prefix = prefix
         self.layers = self.whole("block_count")
         if self.has("nextn_predict_layers"):  # layers for native drafts, which are the last ones
             self.layers = self.whole("block_count") - int(self.number("nextn_predict_layers"))

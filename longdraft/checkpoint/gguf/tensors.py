@@ -89,22 +89,23 @@ class GgufTensors(StoredTensors):
         name, kind = architecture(model)
         self._heads = {part: _heads(model, name, key) for part, key in (("q", "head_count"), ("k", "head_count_kv"))
                        } if kind.is_permuted else {}
-        different, experts = _DIFFERENT.get(kind.model_type, {}), FAMILIES[kind.model_type].experts
+        different = _DIFFERENT.get(kind.model_type, {})
+        experts = FAMILIES[kind.model_type].experts
         self._deltas = DeltaOrder.of(model, name) if kind.is_tiled else None
         first_draft = _first_draft(model, name)
         self._stored: dict[str, TensorEntry] = {}
         for theirs, entry in file.tensors.items():
-            is_draft = first_draft and (found := _BLOCK.match(theirs)) and int(found[1]) >= first_draft
+            is_draft = first_draft and (match := _BLOCK.match(theirs)) and int(match[1]) >= first_draft
             if theirs in _NOT_WEIGHTS or (is_draft and different is not _HYBRID):
                 continue
-            if experts and (found := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 2 + (found[3] == "weight"):
-                self._stored |= _one_by_one(found, entry, experts)
-            elif experts and (found := _EXPERT.fullmatch(theirs)):
-                self._stored[_expert_name(found[1], found[2], int(found[3]), experts, "weight")] = entry
-            elif different is _GEMMA4 and (found := _BARE.fullmatch(theirs)) and found[2] in gemma.NAMES:
-                self._stored[f"model.layers.{found[1]}.{gemma.NAMES[found[2]]}"] = entry
-            elif different is _HYBRID and (found := _DELTA.fullmatch(theirs)):
-                self._stored[f"model.layers.{found[1]}.linear_attn.{_DELTA_NAMES[found[2]]}"] = entry
+            if experts and (match := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 2 + (match[3] == "weight"):
+                self._stored |= _one_by_one(match, entry, experts)
+            elif experts and (match := _EXPERT.fullmatch(theirs)):
+                self._stored[_expert_name(match[1], match[2], int(match[3]), experts, "weight")] = entry
+            elif different is _GEMMA4 and (match := _BARE.fullmatch(theirs)) and match[2] in gemma.NAMES:
+                self._stored[f"model.layers.{match[1]}.{gemma.NAMES[match[2]]}"] = entry
+            elif different is _HYBRID and (match := _DELTA.fullmatch(theirs)):
+                self._stored[f"model.layers.{match[1]}.linear_attn.{_DELTA_NAMES[match[2]]}"] = entry
             else:
                 ours = _translated(theirs, different)
                 self._stored[ours] = entry._replace(shape=_shape_of(ours, entry.shape))
@@ -164,7 +165,8 @@ class GgufTensors(StoredTensors):
                                                                         self._deltas.columns(name) is not None):
             return None
         _, stored = self.stored(name)
-        count, order = entry.shape[0], self._order(name)
+        count = entry.shape[0]
+        order = self._order(name)
         rows = torch.arange(count) if order is None else order
         types = torch.full((count,), _TYPE_NUMBERS[entry.type.name], dtype=torch.uint8)
         return BlockRows(stored.data_ptr() + rows * (len(stored) // count), types, entry.shape[1], (stored,))
@@ -193,10 +195,10 @@ class GgufTensors(StoredTensors):
         """The stored rows of a permuted tensor in the order of Hugging Face; None: they are in that order."""
         if self._deltas:
             return self._deltas.rows(name)
-        found = re.search(r"self_attn\.([qk])_proj\.", name)
-        if not self._heads or not found:
+        match = re.search(r"self_attn\.([qk])_proj\.", name)
+        if not self._heads or not match:
             return None
-        return stored_rows(self.entries[name].shape[0], self._heads[found[1]])
+        return stored_rows(self.entries[name].shape[0], self._heads[match[1]])
 
 
 class DeltaOrder(NamedTuple):
@@ -213,9 +215,9 @@ class DeltaOrder(NamedTuple):
     @staticmethod
     def of(model: Gguf, name: str) -> DeltaOrder | None:
         """From the metadata; None where both orders are one, or where the sizes make no sense, which is refused."""
-        found = [model.values.get(f"{name}.ssm.{key}") for key in ("group_count", "time_step_rank", "state_size",
+        sizes = [model.values.get(f"{name}.ssm.{key}") for key in ("group_count", "time_step_rank", "state_size",
                                                                    "inner_size")]
-        keys, values, key_dim, inner = (size if isinstance(size, int) and size > 0 else 0 for size in found)
+        keys, values, key_dim, inner = (size if isinstance(size, int) and size > 0 else 0 for size in sizes)
         if not keys or keys == values or values % keys or not inner or inner % values:
             return None
         return DeltaOrder(keys, values, key_dim, inner // values)
@@ -241,10 +243,11 @@ class DeltaOrder(NamedTuple):
 def _draft_name(name: str, first: int) -> str:
     """The name of a tensor as Hugging Face's files have it: layers for native drafts are counted apart. first: the
     number of the first one here."""
-    found = _BLOCK.match(name)
-    if not found or int(found[1]) < first:
+    match = _BLOCK.match(name)
+    if not match or int(match[1]) < first:
         return name
-    layer, part = f"layers.{int(found[1]) - first}.", found[2]
+    layer = f"layers.{int(match[1]) - first}."
+    part = match[2]
     stem = part.removesuffix(".weight")
     if stem in _DRAFT_PARTS:  # one of each for all such layers
         part = f"{_DRAFT_PARTS[stem]}.weight"
@@ -281,12 +284,13 @@ def stored_rows(count: int, heads: int) -> Tensor | None:
     return (torch.arange(heads)[:, None] * dim + head).flatten()
 
 
-def _one_by_one(found: re.Match[str], entry: TensorEntry, form: ExpertsFormat) -> dict[str, TensorEntry]:
+def _one_by_one(match: re.Match[str], entry: TensorEntry, form: ExpertsFormat) -> dict[str, TensorEntry]:
     """The matrices of a tensor [experts, N, K], or the biases of one [experts, N]. Of a tensor of gate and up, the
     first N / 2 rows of each are gate."""
-    layer, part, kind = found.groups()
+    layer, part, kind = match.groups()
     parts = part.split("_")
-    count, size = entry.shape[0] * len(parts), (entry.stop - entry.start) // (entry.shape[0] * len(parts))
+    count = entry.shape[0] * len(parts)
+    size = (entry.stop - entry.start) // count
     shape = (entry.shape[1] // len(parts), *entry.shape[2:])
     return {_expert_name(layer, parts[i % len(parts)], i // len(parts), form, kind): TensorEntry(
         entry.type, shape, entry.start + i * size, entry.start + (i + 1) * size) for i in range(count)}
@@ -305,8 +309,8 @@ def _heads(model: Gguf, name: str, key: str) -> int:
 
 def _translated(name: str, different: dict[str, str]) -> str:
     """The Hugging Face name of a tensor; its own where there is none, which is refused as unexpected."""
-    if found := _LAYER.fullmatch(name):
-        layer, part, suffix = found.groups()
+    if match := _LAYER.fullmatch(name):
+        layer, part, suffix = match.groups()
         if part == "attn_sinks":
             return f"model.layers.{layer}.self_attn.sinks"
         known = _INSIDE | different
