@@ -245,10 +245,10 @@ class BatchWorker:
         return [int(line) for line in lines if line.isdigit()]  # a power cut may leave any content
 
 
-def identity_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def identity_differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     """The differences from `expected`, such as "kernels is reference, expected avx2"."""
-    return [f"{name} is {found.get(name, 'missing')}, expected {value}" for name, value in sorted(expected.items())
-            if found.get(name, "missing") != value]
+    return [f"{name} is {actual.get(name, 'missing')}, expected {value}" for name, value in sorted(expected.items())
+            if actual.get(name, "missing") != value]
 
 
 def _failed(request: BatchRequest, code: str, message: str) -> RowProgress:

@@ -46,7 +46,7 @@ class AttentionOutput(NamedTuple):
 class AttentionRows(NamedTuple):
     """Some rows of `output`, the attention of several layers. They are gathered where they are read.
 
-    rows  their places; negative ones count from the end
+    rows  their indices; negative ones count from the end
     """
 
     output: AttentionOutput

@@ -82,11 +82,11 @@ def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: 
     gated = ops.geglu if experts.has_gelu else ops.swiglu
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index in torch.unique(chosen).tolist():  # ascending
-        rows, places = torch.where(chosen == index)
+        rows, ranks = torch.where(chosen == index)
         expert = experts.mlps[index]
         gate_up = ops.linear(x[rows], expert.gate_up)
         inner = ops.clamped_swiglu(gate_up, *experts.clamp) if experts.clamp else gated(gate_up)
-        total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, places, None]
+        total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, ranks, None]
     if (shared := shared_expert(ops, x, experts)) is not None:
         total += shared[0] * shared[1]
     return (experts.complete(total) if experts.complete else total).to(x.dtype)

@@ -26,7 +26,6 @@ from longdraft.parts.heads import HEADS_KIND
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import IGNORED, FrozenModel, Scores, StoredTensor, as_ids, mixed_loss, read_part
-from longdraft.train.loop import decayed
 from longdraft.train.settings import HeadSettings
 
 
@@ -189,10 +188,7 @@ class HeadsTask:
     settings: HeadSettings
     validation: Tokens
 
-    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        return decayed(list(self.module.named_parameters()), weight_decay)
-
-    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+    def accumulate(self, sequences: Tokens, scale: float, first: int) -> Tensor:
         """Sum over heads of the mean loss over their rows; returns the mean of each head [heads]."""
         base, part, count = self.base, self.settings.distill, self.settings.heads
         ids = as_ids(sequences, base.device)

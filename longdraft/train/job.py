@@ -141,7 +141,7 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
         context = TRAININGS[settings.KIND].prepare(settings, output, processes)
         sequences, validation = load_data(settings, context, output, processes, shown)
         task = context.task(sequences.packed, validation)
-        optimizer = make_optimizer(task, settings)
+        optimizer = make_optimizer(task.module, settings)
         identity = {"kind": settings.KIND, "settings": settings.as_dict(), "data_sha256": sequences.fingerprint(),
                     "base_sha256": context.fingerprint, "processes": processes.size}
         position = Position() if saved is None else _restore(saved, identity, task.module, optimizer)
@@ -271,7 +271,7 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
     length = min(prompts.shape[1], _LONGEST_PROMPT, engine.model.config.max_positions - tokens)
     if length < 1:
         return []
-    found = []
+    measured = []
     for sampling in _PROBE_SAMPLING:
         written, steps, ratios = 0, 0, []
         for prompt in prompts[:_PROBE_PROMPTS, :length].tolist():
@@ -283,9 +283,9 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
                                      "longdraft, please report it")
             written, steps = written + stats["new_tokens"], steps + stats["steps"]
             ratios.append(plain[0] / drafted[0])
-        found.append({"temperature": sampling["temperature"], "context": length, "new_tokens": written,
-                      "mean_accepted_length": written / steps, "to_plain": statistics.median(ratios)})
-    return found
+        measured.append({"temperature": sampling["temperature"], "context": length, "new_tokens": written,
+                         "mean_accepted_length": written / steps, "to_plain": statistics.median(ratios)})
+    return measured
 
 
 def _write(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[tuple[float, str], dict[str, Any]]:

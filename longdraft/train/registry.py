@@ -48,11 +48,6 @@ class Drafting(NamedTuple):
     heads: str | None
 
 
-class ExportableTask(TrainingTask, Protocol):
-    def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write the trained weights with their provenance."""
-
-
 class TrainingContext(Protocol):
     """The tokenizer and the models that a training needs."""
 
@@ -60,7 +55,7 @@ class TrainingContext(Protocol):
     end_id: int | None  # token id at the end of a document
     fingerprint: str  # sha256 of the frozen model's weights; empty without one
 
-    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
+    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
         """The task of training on the packed sequences `tokens`."""
 
     def about(self) -> dict[str, Any]:
@@ -83,7 +78,7 @@ class _FrozenModelContext:
         self.end_id = next(iter(config.eos_token_ids), None)
         self.fingerprint = self._base.fingerprint
 
-    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
+    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
         task = self._new_task(tokens, validation)
         if self._settings.start:
             folder = resolve(self._settings.start)
@@ -192,7 +187,7 @@ class _LanguageModelContext:
                              f"{self._settings.start!r}, if that is a Llama")
         return lm.with_fewer_kv_heads(model, wanted)
 
-    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
+    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
         settings, device = self._settings, self._processes.device
         module = lm.prepare(self._start, settings, device)
         dtype = torch.bfloat16 if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]

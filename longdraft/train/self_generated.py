@@ -73,12 +73,12 @@ def remove(output: Path) -> None:
 
 def _prompts(documents: list[Tokens], length: int, count: int, seed: int) -> list[list[int]]:
     draw = np.random.default_rng([seed, 4])
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     for _ in range(count):
         document = documents[int(draw.integers(len(documents)))]
         start = int(draw.integers(max(1, len(document) - length)))
-        found.append(document[start : start + length].tolist())
-    return found
+        prompts.append(document[start : start + length].tolist())
+    return prompts
 
 
 def _identity(settings: FrozenTargetSettings, fingerprint: str, documents: list[Tokens]) -> str:
