@@ -13,9 +13,9 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
@@ -128,7 +128,7 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot read the input {path}: {error.strerror or error}; give a file of JSON lines or Parquet")
 
 
-class RecordFile:
+class RecordFile(AbstractContextManager["RecordFile"]):
     """The records of a job, in a file that only grows.
 
     done         ids of the rows that have a record
@@ -264,11 +264,7 @@ class RecordFile:
     def close(self) -> None:
         os.close(self._file)
 
-    def __enter__(self) -> RecordFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

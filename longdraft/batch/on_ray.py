@@ -242,7 +242,8 @@ def _actor(job: BatchJob) -> type:
     Ray pickles it by value, and its methods import `longdraft` themselves: no part of the package may be imported
     before the path is set. The job is part of the class, because Ray keeps arguments in the memory of one node.
     """
-    pickled, home = pickle.dumps(job), str(Path(kernels.__file__).parents[2])
+    pickled = pickle.dumps(job)
+    home = str(Path(kernels.__file__).parents[2])
 
     class Actor:
         def __init__(self) -> None:

@@ -39,7 +39,8 @@ class ChatTemplate:
     """A model's template, with the special tokens that it may use. source: in jinja's language"""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        self._tokens, self.source = tokens, source
+        self.source = source
+        self._tokens = tokens
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -126,7 +127,8 @@ class _TooSlowError(BaseException):
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise _TooSlowError in this thread's Python code after a time. A single long operation is not interrupted."""
-    before, deadline = sys.gettrace(), time.monotonic() + seconds
+    before = sys.gettrace()
+    deadline = time.monotonic() + seconds
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         if time.monotonic() > deadline:
@@ -159,16 +161,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
                                                 extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
 def _raise_exception(message: str) -> None:
     raise _RefusedError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,

@@ -262,7 +262,9 @@ class IncrementalDecoder:
     def copy(self) -> IncrementalDecoder:
         """A decoder in the same state."""
         other = IncrementalDecoder(self._tokenizer)
-        other._emitted, other._pending, other._num_emitted = [*self._emitted], [*self._pending], self._num_emitted
+        other._emitted = [*self._emitted]
+        other._pending = [*self._pending]
+        other._num_emitted = self._num_emitted
         return other
 
     def flush(self) -> str:
@@ -304,7 +306,8 @@ class StopText:
 
     def flush(self) -> str:
         """The text held back, at the end of the stream or while stop texts do not apply yet."""
-        held, self._state, self._held = self._held, self._states[0], ""
+        held, self._held = self._held, ""
+        self._state = self._states[0]
         return held
 
 

@@ -32,7 +32,7 @@ from longdraft.train.data_files import Tokens
 from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizer
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
-from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContext
+from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContext, settle
 from longdraft.train.settings import FrozenTargetSettings, TrainingSettings, from_dict, resumed
 
 METRICS = "metrics.jsonl"
@@ -111,7 +111,7 @@ def _check_writable(output: Path) -> None:
 def train(settings: TrainingSettings, output: Path, progress: TrainingProgress | None = None) -> Result:
     """Train into a new folder. All input is checked before the first step."""
     data_files.check_files(settings.local_files())
-    settings = TRAININGS[settings.KIND].settle(settings)
+    settings = settle(settings)
     processes = DistributedProcesses(settings.device)
     if processes.is_main:
         prepare_output(output, settings)
@@ -273,7 +273,8 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
         return []
     measured = []
     for sampling in _PROBE_SAMPLING:
-        written, steps, ratios = 0, 0, []
+        written = steps = 0
+        ratios = []
         for prompt in prompts[:_PROBE_PROMPTS, :length].tolist():
             params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=1, **sampling)
             plain, _ = _write(plain_engine, prompt, params)
@@ -281,7 +282,8 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
             if plain[1] != drafted[1]:
                 raise LongdraftError(f"{drafting.drafter} and plain decoding wrote different texts; that is a bug of "
                                      "longdraft, please report it")
-            written, steps = written + stats["new_tokens"], steps + stats["steps"]
+            written += stats["new_tokens"]
+            steps += stats["steps"]
             ratios.append(plain[0] / drafted[0])
         measured.append({"temperature": sampling["temperature"], "context": length, "new_tokens": written,
                          "mean_accepted_length": written / steps, "to_plain": statistics.median(ratios)})

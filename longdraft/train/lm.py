@@ -106,8 +106,7 @@ class LanguageModelTask:
     module: nn.Module  # a model of `transformers`, float32
     settings: LmSettings
     device: torch.device
-    dtype: torch.dtype  # of the arithmetic
-    saved_dtype: torch.dtype
+    dtype: torch.dtype  # of the arithmetic and of the saved weights
     teacher: FrozenModel | None
     validation: Tokens
 
@@ -160,7 +159,7 @@ class LanguageModelTask:
         from longdraft.checkpoint.tensor_files import dump_json
 
         module: Any = self.module
-        module.to(self.saved_dtype).save_pretrained(folder)
+        module.to(self.dtype).save_pretrained(folder)
         dump_json(folder / "training.json", record)
 
 

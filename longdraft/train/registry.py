@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _SAME_TOKENIZER = "a drafter and its target need the same tokenizer; give --start or --tokenizer with it"
+MODELS = ("model", "tokenizer", "start", "distill_from")  # settings that name one
 
 
 def _vocabulary_sha256(tokenizer: Tokenizer) -> str:
@@ -121,7 +122,8 @@ class _LanguageModelContext:
     """For a language model: a tokenizer, a model to start from, and a teacher for distillation."""
 
     def __init__(self, settings: LmSettings, output: Path, processes: DistributedProcesses) -> None:
-        self._settings, self._processes = settings, processes
+        self._settings = settings
+        self._processes = processes
         self._base = self._teacher()
         source = self._tokenizer_folder(output)
         if source != output and processes.is_main:
@@ -172,8 +174,7 @@ class _LanguageModelContext:
             return self._grouped(pretrained(source, torch.float32, self._processes.device))
         if (source / "config.json").exists():
             config = read_config(source)
-            begin, end = None, next(iter(config.eos_token_ids), None)
-            return lm.new_model(settings, config.vocab_size, begin, end)
+            return lm.new_model(settings, config.vocab_size, None, next(iter(config.eos_token_ids), None))
         tokenizer = data.load_tokenizer(source, 2**31)
         return lm.new_model(settings, tokenizer.get_vocab_size(), tokenizer.token_to_id(lm.BEGIN),
                             tokenizer.token_to_id(lm.END))
@@ -188,10 +189,11 @@ class _LanguageModelContext:
         return lm.with_fewer_kv_heads(model, wanted)
 
     def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
-        settings, device = self._settings, self._processes.device
+        settings = self._settings
+        device = self._processes.device
         module = lm.prepare(self._start, settings, device)
         dtype = torch.bfloat16 if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
-        return lm.LanguageModelTask(module, settings, device, dtype, dtype, self._base, validation)
+        return lm.LanguageModelTask(module, settings, device, dtype, self._base, validation)
 
     def about(self) -> dict[str, Any]:
         settings = self._settings
@@ -207,29 +209,9 @@ class _LanguageModelContext:
         return Drafting(self._settings.model, "draft-model", options, None)
 
 
-MODELS = ("model", "tokenizer", "start", "distill_from")  # settings that name one
-
-
 class TrainingKind(NamedTuple):
     settings: type[TrainingSettings]
     prepare: Callable[[Any, Path, DistributedProcesses], TrainingContext]
-
-    def settle(self, settings: TrainingSettings) -> TrainingSettings:
-        """The settings of a new training, with those that the named models decide.
-
-        Raises ModelError for a missing model and UsageError for settings without effect.
-        """
-        settings.require_effective()
-        folders = {name: resolve(value) for name in MODELS if (value := getattr(settings, name, ""))}
-        if isinstance(settings, LmSettings) and settings.start:
-            limit = read_config(folders["start"]).trained_positions
-            usual = next(each.default for each in fields(settings) if each.name == "context")
-            check(settings.context in (limit, usual), "context", settings.context,
-                  f"{limit}, the context of {settings.start!r}", "leave it out")
-            check(settings.sequence_length <= limit, "sequence_length", settings.sequence_length,
-                  f"at most the model's context ({limit})")
-            return replace(settings, context=limit)
-        return settings
 
 
 TRAININGS: dict[str, TrainingKind] = {
@@ -239,3 +221,20 @@ TRAININGS: dict[str, TrainingKind] = {
     "draft": TrainingKind(DraftSettings, _LanguageModelContext),
     "lm": TrainingKind(LmSettings, _LanguageModelContext),
 }
+
+
+def settle(settings: TrainingSettings) -> TrainingSettings:
+    """The settings of a new training, with those that the named models decide.
+
+    Raises ModelError for a missing model and UsageError for settings without effect.
+    """
+    settings.require_effective()
+    folders = {name: resolve(value) for name in MODELS if (value := getattr(settings, name, ""))}
+    if not isinstance(settings, LmSettings) or not settings.start:
+        return settings
+    limit = read_config(folders["start"]).trained_positions
+    check(settings.context in (limit, type(settings).context), "context", settings.context,
+          f"{limit}, the context of {settings.start!r}", "leave it out")
+    check(settings.sequence_length <= limit, "sequence_length", settings.sequence_length,
+          f"at most the model's context ({limit})")
+    return replace(settings, context=limit)

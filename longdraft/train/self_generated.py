@@ -49,7 +49,8 @@ def write(settings: FrozenTargetSettings, fingerprint: str, documents: list[Toke
     path = output / f"own-{_identity(settings, fingerprint, documents)}.safetensors"
     written = _saved(path)[: len(prompts)]
     if len(written) < len(prompts):
-        engine, saved_at = load(settings.model, drafter="auto", cache_ram=0), time.monotonic()
+        engine = load(settings.model, drafter="auto", cache_ram=0)
+        saved_at = time.monotonic()
         for ids in prompts[len(written) :]:
             params = SamplingParams(max_new_tokens=new, ignore_eos=True, seed=settings.seed + len(written), **_SAMPLING)
             text = engine.generate(ids, params)
