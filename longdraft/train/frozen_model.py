@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longdraft.checkpoint.config_file import read_config
-from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_files import TensorFiles, dump_json
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.config import ModelConfig
+from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data_files import Tokens
 from longdraft.train.delta import use_chunks
 
@@ -316,6 +317,12 @@ def read_part(files: TensorFiles, tensors: Iterable[StoredTensor], names: Mappin
                 "sizes")
     for each in tensors:
         each.parameter.copy_(files.read(present[each.name]).float() / each.factor)
+
+
+def write_part(path: Path, tensors: Iterable[StoredTensor], dtype: torch.dtype, config: Mapping[str, Any]) -> None:
+    """Write the file of a part, and config.json beside it."""
+    write_tensors(path, {each.name: each.value(dtype) for each in tensors}, {"format": "pt"})
+    dump_json(path.with_name("config.json"), config)
 
 
 class LayerModule(nn.Module):

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles, dump_json
+from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles
 from longdraft.parts.glide import GLIDE_KIND, glide_shapes, require_supported
-from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import (
     FrozenModel,
@@ -33,6 +32,7 @@ from longdraft.train.frozen_model import (
     as_ids,
     backward_in_chunks,
     read_part,
+    write_part,
 )
 from longdraft.train.settings import GlideSettings
 
@@ -138,10 +138,8 @@ class GlideTask:
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """Write the files that longdraft.parts.glide reads."""
-        tensors = {each.name: each.value(self.base.saved_dtype) for each in self.module.stored()}
-        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-        dump_json(folder / "config.json", {"kind": GLIDE_KIND, "window": self.settings.window,
-                                           "max_lag": self.settings.max_lag, **record})
+        config = {"kind": GLIDE_KIND, "window": self.settings.window, "max_lag": self.settings.max_lag, **record}
+        write_part(folder / WEIGHTS, self.module.stored(), self.base.saved_dtype, config)
 
 
 def glide_task(base: FrozenModel, settings: GlideSettings, validation: Tokens) -> GlideTask:
