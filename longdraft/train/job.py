@@ -160,23 +160,25 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
         with MetricsLog(path, position.step, settings.tensorboard) as metrics:
             loop = TrainingLoop(task, optimizer, sequences, settings, save, metrics, shown, processes)
             outcome = loop.run(position)
+            step = outcome.position.step
+            tokens = step * settings.sequences_per_step * settings.sequence_length * processes.size
+            result = Result(settings.KIND, output, step, tokens, outcome.position.seconds, [], [], outcome.signal,
+                            processes.is_main)
             if outcome.signal is not None:
-                return _result(output, settings, processes, outcome, [], [])
+                return result
             save(outcome.position)  # a kill during the last validation, which can be long, loses nothing
-            parts = task.validate()
-            metrics.write({"step": outcome.position.step, "validation": parts, "is_final": True})
-        probed: list[dict[str, float]] = []
+            result = result._replace(validation=task.validate())
+            metrics.write({"step": step, "validation": result.validation, "is_final": True})
         if processes.is_main:
-            result = _result(output, settings, processes, outcome, parts, probed)
             task.export(output, context.about() | {"training": _record(settings, result, outcome, validation)})
             (output / checkpoints.CHECKPOINT_FILE).unlink()
             self_generated.remove(output)
             drafting = context.drafting(output)
             if settings.probe_tokens and drafting:
                 shown.say("measuring the drafter on held-out prompts")
-                probed = probe(drafting, validation, settings.probe_tokens)
+                result = result._replace(probe=probe(drafting, validation, settings.probe_tokens))
         processes.wait_for_all()  # the launcher treats a process that exits early as failed
-    return _result(output, settings, processes, outcome, parts, probed)
+    return result
 
 
 def _use_threads(threads: int) -> None:
@@ -237,14 +239,6 @@ def _restore(saved: checkpoints.Checkpoint, identity: Mapping[str, Any], module:
                          f"{identity['processes']}; start as many, or start again in another --output")
     checkpoints.restore(saved, module, optimizer)
     return Position(int(saved.state["step"]), float(saved.state["elapsed_s"]))
-
-
-def _result(output: Path, settings: TrainingSettings, processes: DistributedProcesses, outcome: Outcome,
-            parts: list[dict[str, float]], probed: list[dict[str, float]]) -> Result:
-    step = outcome.position.step
-    tokens = step * settings.sequences_per_step * settings.sequence_length * processes.size
-    return Result(settings.KIND, output, step, tokens, outcome.position.seconds, parts, probed, outcome.signal,
-                  processes.is_main)
 
 
 def _record(settings: TrainingSettings, result: Result, outcome: Outcome, validation: Tokens) -> dict[str, Any]:
