@@ -1,6 +1,6 @@
 """The files of a batch job: rows of the input, and the records of the output. Both are JSON lines or Parquet.
 
-    with RecordFile.open(Path("out.jsonl"), work) as records:
+    with RecordFile(Path("out.jsonl"), work) as records:
         records.add(record)       # on the disk when this returns
         records.finish()          # makes a Parquet output of the collected records
 
@@ -10,18 +10,17 @@ A line that a power cut left incomplete is removed when the file is opened again
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError
-from longdraft.system.files import sync_folder, write_synced
+from longdraft.system.files import append_synced, open_locked, sync_folder, write_synced
 
 PARQUET = ".parquet"
 _LONGEST_LINE = 1 << 28  # bytes
@@ -129,7 +128,7 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot read the input {path}: {error.strerror or error}; give a file of JSON lines or Parquet")
 
 
-class RecordFile:
+class RecordFile(AbstractContextManager["RecordFile"]):
     """The records of a job, in a file that only grows.
 
     done         ids of the rows that have a record
@@ -138,26 +137,7 @@ class RecordFile:
     fingerprint  of the engine that wrote the texts; None if there are none
     """
 
-    def __init__(self, output: Path, work: Path) -> None:
-        self._output = output
-        self._path = work / _COLLECTED if is_parquet(output) else output
-        self.done: set[str] = set()
-        self.failed = self.tokens = 0
-        self.fingerprint: str | None = None
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not self._path.exists()
-            self._file = _open_locked(self._path)
-            if is_new:
-                sync_folder(self._path.parent)
-        except BlockingIOError as error:
-            raise UsageError(f"another job writes {output}; wait for it, or give another output") from error
-        except OSError as error:
-            raise UsageError(f"cannot write the output {output}: {error.strerror or error}; choose another "
-                             "path") from error
-
-    @classmethod
-    def open(cls, output: Path, work: Path, *, without_errors: bool = False) -> RecordFile:
+    def __init__(self, output: Path, work: Path, *, without_errors: bool = False) -> None:
         """Open the existing records and prepare to add more.
 
         without_errors  remove the error records, so that their rows are written again
@@ -166,20 +146,38 @@ class RecordFile:
         """
         if is_parquet(output) and os.path.exists(output):  # a Parquet output is complete once it exists
             raise UsageError(f"the output {output} exists and is complete; give another name, or remove it")
-        records = cls(output, work)
+        self._output = output
+        self._path = work / _COLLECTED if is_parquet(output) else output
+        self._reset_counts()
+        self.fingerprint: str | None = None
         try:
-            size = records._read()
-            os.ftruncate(records._file, size)
-            if without_errors and records.failed:
-                records._drop_errors()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not self._path.exists()
+            self._file = open_locked(self._path, os.O_RDWR | os.O_APPEND)
+            if is_new:
+                sync_folder(self._path.parent)
+        except BlockingIOError as error:
+            raise UsageError(f"another job writes {output}; wait for it, or give another output") from error
+        except OSError as error:
+            raise UsageError(f"cannot write the output {output}: {error.strerror or error}; choose another "
+                             "path") from error
+        try:
+            os.ftruncate(self._file, self._read())
+            if without_errors and self.failed:
+                self._drop_errors()
         except BaseException:
-            records.close()
+            self.close()
             raise
-        return records
+
+    def _reset_counts(self) -> None:
+        self.done: set[str] = set()
+        self.failed = 0
+        self.tokens = 0
 
     def _read(self) -> int:
         """Count the existing records; returns the offset in bytes where the last whole line ends."""
-        size, end = 0, os.fstat(self._file).st_size
+        size = 0
+        end = os.fstat(self._file).st_size
         for number, line in enumerate(self._lines(), 1):
             if not line.endswith(b"\n") and (size or _is_torn_record(line)):
                 break
@@ -213,15 +211,14 @@ class RecordFile:
         partial = self._path.with_name(self._path.name + ".partial")
         try:
             write_synced(partial, kept, os.O_TRUNC)
-            fresh = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-            fcntl.flock(fresh, fcntl.LOCK_EX)
+            fresh = open_locked(partial, os.O_RDWR | os.O_APPEND)
             os.replace(partial, self._path)
             sync_folder(self._path.parent)  # else a power cut could leave the old file without the records to come
         except OSError as error:
             raise self._failure(error) from error
         os.close(self._file)
         self._file = fresh
-        self.done, self.failed, self.tokens = set(), 0, 0
+        self._reset_counts()
         self._read()
 
     def add(self, record: OutputRecord) -> None:
@@ -229,10 +226,7 @@ class RecordFile:
         line = _line(record)
         size = os.fstat(self._file).st_size
         try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-            os.fsync(self._file)
+            append_synced(self._file, line)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, size)
@@ -270,26 +264,17 @@ class RecordFile:
     def close(self) -> None:
         os.close(self._file)
 
-    def __enter__(self) -> RecordFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-def _open_locked(path: Path) -> int:
-    """Open a file, created if necessary, and lock it. BlockingIOError if another process has it locked."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
-                return file
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)  # another process replaced it meanwhile, to drop its errors: try again
+def _is_torn_record(line: bytes) -> bool:
+    """Whether the only line of a file may be a record of which a power cut left some sectors; the others are zeros."""
+    if _is_json(line):
+        content = json.loads(line)
+        return isinstance(content, dict) and key_of(content) is not None
+    lost_start = line.startswith(bytes(min(_SECTOR, len(line)))) and line.rstrip(b"\n\0")[-1:] in (b"", b"}")
+    return line.startswith(_RECORD_START) or _RECORD_START.startswith(line) or lost_start
 
 
 def _is_json(line: bytes) -> bool:
@@ -298,16 +283,6 @@ def _is_json(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _is_torn_record(line: bytes) -> bool:
-    """Whether the only line of a file may be a record of which a power cut left some sectors; the others are zeros."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        lost_start = line.startswith(bytes(min(_SECTOR, len(line)))) and line.rstrip(b"\n\0")[-1:] in (b"", b"}")
-        return line.startswith(_RECORD_START) or _RECORD_START.startswith(line) or lost_start
-    return isinstance(found, dict) and key_of(found) is not None
 
 
 def _line(record: OutputRecord) -> bytes:

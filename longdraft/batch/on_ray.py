@@ -117,9 +117,9 @@ def _execute(ray: ModuleType, job: BatchJob, requests: list[BatchRequest], wante
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     resources = _per_actor(ray, wanted)
     job = _with_identity(job, "cuda" if resources["num_gpus"] else "cpu")
-    most = min(-(-len(requests) // job.batch_size), wanted.workers or _fitting(ray, resources))
     rows = [{"request": pickle.dumps(request)} for request in requests]
     blocks = -(-len(rows) // job.batch_size)
+    most = min(blocks, wanted.workers or _fitting(ray, resources))
     data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
         _actor(job), batch_size=job.batch_size, concurrency=(1, most), **resources)
     progress = JournalProgress(job, requests)
@@ -174,21 +174,21 @@ class JournalProgress:
 def _with_pauses(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str, Any] | BaseException | None]:
     """The rows as they arrive, or the error that ended them, and None after `_POLL_S` without one: a text may take
     hours, and a signal must not wait for it."""
-    found: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
+    arrived: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
 
     def wait() -> None:
         try:
             for row in rows:
-                found.put(row)
-            found.put(None)
+                arrived.put(row)
+            arrived.put(None)
         except BaseException as error:  # any error is raised in the thread that reads the rows
-            found.put(error)
+            arrived.put(error)
 
     Thread(target=wait, daemon=True).start()
     while True:
         check()
         try:
-            row = found.get(timeout=_POLL_S)
+            row = arrived.get(timeout=_POLL_S)
         except Empty:
             yield None
             continue
@@ -242,7 +242,8 @@ def _actor(job: BatchJob) -> type:
     Ray pickles it by value, and its methods import `longdraft` themselves: no part of the package may be imported
     before the path is set. The job is part of the class, because Ray keeps arguments in the memory of one node.
     """
-    pickled, home = pickle.dumps(job), str(Path(kernels.__file__).parents[2])
+    pickled = pickle.dumps(job)
+    home = str(Path(kernels.__file__).parents[2])
 
     class Actor:
         def __init__(self) -> None:
@@ -277,23 +278,22 @@ class ActorWorker:
 
     def answers(self, requests: Iterable[bytes]) -> list[bytes]:
         """The pickled progress of finished rows, and at most one error at the end."""
-        return [pickle.dumps(answer) for answer in self._answers(map(pickle.loads, requests))]
-
-    def _answers(self, requests: Iterator[BatchRequest]) -> Iterator[RowProgress | LongdraftError | MemoryError]:
         if self._error:
-            yield self._error
-            return
+            return [pickle.dumps(self._error)]
+        answers: list[bytes] = []
+        unwritten = map(pickle.loads, requests)
         try:
-            for progress in self._batch_worker.write(lambda is_idle: next(requests, None)):
+            for progress in self._batch_worker.write(lambda is_idle: next(unwritten, None)):
                 if progress and progress.record:
-                    yield progress
+                    answers.append(pickle.dumps(progress))
         except (LongdraftError, MemoryError) as error:
-            yield error
+            answers.append(pickle.dumps(error))
+        return answers
 
 
 def _unpickled(row: dict[str, Any]) -> RowProgress:
-    found = pickle.loads(row["progress"])
-    if isinstance(found, Exception):
-        raise found
-    assert isinstance(found, RowProgress)
-    return found
+    answer = pickle.loads(row["progress"])
+    if isinstance(answer, Exception):
+        raise answer
+    assert isinstance(answer, RowProgress)
+    return answer

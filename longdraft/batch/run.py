@@ -120,7 +120,7 @@ def run(rows: Path, output: Path, job: BatchJob, executor: Executor, *, check: C
     settings = {"seed": job.seed, "sampling": dict(job.defaults), "model": job.model}
     # First, so that another job's records are not mistaken for this one's.
     work_folder.require_same_job(job.work_folder, output, settings, begin=False)
-    with RecordFile.open(output, job.work_folder, without_errors=retry_errors) as records:
+    with RecordFile(output, job.work_folder, without_errors=retry_errors) as records:
         work_folder.require_same_job(job.work_folder, output, settings, begin=True)
         totals = Totals(num_rows, len(records.done), records.failed)
         requests = _pending(rows, job.model, frozenset(records.done))

@@ -52,8 +52,8 @@ def require_same_job(work: Path, output: Path, settings: Mapping[str, Any], *, b
     Raises UsageError if the folder belongs to another output, the settings differ, or it cannot be used.
     """
     # The output's path is relative to the work folder, so that both can be moved together.
-    place = os.path.relpath(os.path.realpath(output.parent) + f"/{output.name}", os.path.realpath(work))
-    ours = json.loads(json.dumps({"output": place, **settings}))
+    relative = os.path.relpath(os.path.realpath(output.parent) + f"/{output.name}", os.path.realpath(work))
+    ours = json.loads(json.dumps({"output": relative, **settings}))
     path = work / _JOB
     try:
         begun = write_once(path, ours) if begin else _read(path) if path.exists() else ours
@@ -62,7 +62,7 @@ def require_same_job(work: Path, output: Path, settings: Mapping[str, Any], *, b
                          "--work") from error
     if not isinstance(begun.get("output"), str):
         raise _unknown_content(path)
-    if begun["output"] != place:
+    if begun["output"] != relative:
         other = os.path.normpath(os.path.realpath(work) + f"/{begun['output']}")
         raise UsageError(f"the work folder {work} belongs to the job of {other}, which is not done; give each job its "
                          "own with --work")
@@ -88,12 +88,12 @@ def write_once(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise _unknown_content(path)
-    return found
+    return content
 
 
 def _unknown_content(path: Path) -> UsageError:

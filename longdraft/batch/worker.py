@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -71,7 +72,7 @@ class _RunningRow:
     text: list[str] = field(default_factory=list)
 
 
-class BatchWorker:
+class BatchWorker(AbstractContextManager["BatchWorker"]):
     """Loads an engine for a job. Raises UsageError if it would write other texts than the job's other workers."""
 
     def __init__(self, job: BatchJob) -> None:
@@ -89,15 +90,13 @@ class BatchWorker:
 
     def _require_same_as_first_worker(self) -> None:
         """The first worker saves its identity. Later ones must have the same, or texts would depend on the worker."""
-        ours, path = self._engine.identity, self._job.work_folder / work_folder.ENGINE
+        ours = self._engine.identity
+        path = self._job.work_folder / work_folder.ENGINE
         with work_folder.translate_storage_errors(self._job.work_folder):
             first = work_folder.write_once(path, ours)
         if unlike := identity_differences(dict.fromkeys(ours, "missing") | first, ours):
             raise UsageError(f"the job was begun by another engine: {'; '.join(unlike)}; use the same everywhere "
                              "(LONGDRAFT_KERNELS chooses kernels), or begin the job again with another output")
-
-    def __enter__(self) -> BatchWorker:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._engine.close()
@@ -171,9 +170,9 @@ class BatchWorker:
         tokens, resumed = len(row.generation.tokens), row.generation.num_resumed
         if event.stats is None:
             return RowProgress(row.request.key, tokens, resumed)
-        text, generation = "".join(row.text), row.generation
-        answer = divide(self._answer_format if row.request.kind == "chat" else None, generation.prompt,
-                        generation.tokens.tolist(), text)
+        text = "".join(row.text)
+        answer = divide(self._answer_format if row.request.kind == "chat" else None, row.generation.prompt,
+                        row.generation.tokens.tolist(), text)
         record = text_record(row.request, text, answer, event.stats, self._job.model, self._fingerprint)
         return RowProgress(row.request.key, tokens, resumed, record)
 
@@ -205,7 +204,8 @@ class BatchWorker:
     def _start_or_resume(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
         """Delete a journal only if its content is unusable. A journal that cannot be read now may be readable when the
         job is started again."""
-        folder, fsync = self._job.journal(key), self._job.fsync
+        folder = self._job.journal(key)
+        fsync = self._job.fsync
         if journal_exists(folder):
             try:
                 header = read_journal(folder).header
@@ -227,7 +227,9 @@ class BatchWorker:
 
     def _has_failed_too_often(self, key: str) -> bool:
         """Whether `retries` + 1 attempts in a row ended without a new token. Records one more attempt."""
-        allowed, before, now = self._job.retries + 1, self._attempts(key), num_written(self._job.journal(key))
+        allowed = self._job.retries + 1
+        before = self._attempts(key)
+        now = num_written(self._job.journal(key))
         path = work_folder.attempts(self._job.work_folder, key)
         with work_folder.translate_storage_errors(self._job.work_folder):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,10 +247,10 @@ class BatchWorker:
         return [int(line) for line in lines if line.isdigit()]  # a power cut may leave any content
 
 
-def identity_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def identity_differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     """The differences from `expected`, such as "kernels is reference, expected avx2"."""
-    return [f"{name} is {found.get(name, 'missing')}, expected {value}" for name, value in sorted(expected.items())
-            if found.get(name, "missing") != value]
+    return [f"{name} is {actual.get(name, 'missing')}, expected {value}" for name, value in sorted(expected.items())
+            if actual.get(name, "missing") != value]
 
 
 def _failed(request: BatchRequest, code: str, message: str) -> RowProgress:

@@ -29,15 +29,6 @@ class AttentionOutput(NamedTuple):
         q, output, content = (part[list(which), ..., :dim] for part in (self.queries, self.output, self.content))
         return AttentionOutput(q, output, self.lse[list(which)], content)
 
-    def rows(self, rows: Sequence[int]) -> AttentionOutput:
-        """These rows, of several layers; views if they follow one another, as those of a chain do."""
-        run = range(rows[0], rows[0] + len(rows))
-        return self.cut(slice(run.start, run.stop or None) if list(rows) == list(run) else list(rows))
-
-    def last(self, count: int) -> AttentionOutput:
-        """The last `count` rows, of several layers."""
-        return self.cut(slice(-count, None))
-
     def cut(self, rows: list[int] | slice) -> AttentionOutput:
         """Some rows, of several layers; views if they are a slice."""
         return AttentionOutput(self.queries[:, rows], self.output[:, rows], self.lse[:, rows], self.content[:, rows])
@@ -46,7 +37,7 @@ class AttentionOutput(NamedTuple):
 class AttentionRows(NamedTuple):
     """Some rows of `output`, the attention of several layers. They are gathered where they are read.
 
-    rows  their places; negative ones count from the end
+    rows  their indices; negative ones count from the end
     """
 
     output: AttentionOutput
@@ -65,4 +56,7 @@ class AttentionRows(NamedTuple):
         return AttentionRows(self.output.layers(which, dim), self.rows)
 
     def gathered(self) -> AttentionOutput:
-        return self.output.rows(self.rows)
+        """The rows; views if they follow one another, as those of a chain do."""
+        run = range(self.rows[0], self.rows[0] + len(self.rows))
+        follow = list(self.rows) == list(run)
+        return self.output.cut(slice(run.start, run.stop or None) if follow else list(self.rows))

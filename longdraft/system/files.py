@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +29,12 @@ class OutputFile:
                 raise UsageError(f"{option} cannot write {path}: it is write-protected; choose another name")
             self._partial = path if is_special else self.path.with_name(self.path.name + ".partial")
             # Open, and locked, until `finish` or `abandon`.
-            self._file: IO[bytes] = open(self._partial, "wb") if is_special else _open_locked(self._partial)  # noqa: SIM115
+            self._file: IO[bytes]
+            if is_special:
+                self._file = open(self._partial, "wb")  # noqa: SIM115
+            else:
+                self._file = os.fdopen(open_locked(self._partial, os.O_WRONLY, _lock_if_possible), "wb")
+                self._file.truncate()
         except BlockingIOError as error:
             raise UsageError(f"{option} cannot write {path}: another process is writing it; wait for that, or choose "
                              "another name") from error
@@ -74,24 +79,28 @@ class OutputFile:
             self._file.close()
 
 
-def _open_locked(path: Path) -> IO[bytes]:
-    """Open the file, empty, and lock it until it is closed. BlockingIOError if another process has locked it."""
+def lock(file: int) -> None:
+    """Lock a file until it is closed. BlockingIOError if another process has locked it."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def open_locked(path: Path, flags: int, lock_file: Callable[[int], None] = lock) -> int:
+    """Open a file, created if necessary, and lock it. Raises OSError; see `lock`."""
     while True:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            _lock(file)
+            lock_file(file)
             if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
-                os.ftruncate(file, 0)
-                return os.fdopen(file, "wb")
+                return file
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # another process renamed or deleted it meanwhile: try again
+        os.close(file)  # another process replaced, renamed or deleted it meanwhile: try again
 
 
-def _lock(file: int) -> None:
+def _lock_if_possible(file: int) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
     except BlockingIOError:
         raise
     except OSError:
@@ -123,12 +132,17 @@ def write_synced(path: Path, data: bytes, flag: int = os.O_APPEND) -> None:
     """Append to a file, or with O_TRUNC replace its content; it is on the disk when this returns. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o666)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(file, rest) :]
-        os.fsync(file)
+        append_synced(file, data)
     finally:
         os.close(file)
+
+
+def append_synced(file: int, data: bytes) -> None:
+    """Write to an open file; the data is on the disk when this returns. Raises OSError."""
+    remainder = memoryview(data)
+    while remainder:
+        remainder = remainder[os.write(file, remainder) :]
+    os.fsync(file)
 
 
 def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:

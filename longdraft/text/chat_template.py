@@ -39,7 +39,8 @@ class ChatTemplate:
     """A model's template, with the special tokens that it may use. source: in jinja's language"""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        self._tokens, self.source = tokens, source
+        self.source = source
+        self._tokens = tokens
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -53,21 +54,21 @@ class ChatTemplate:
         """The template of a model folder or a GGUF file, if it has one. A file of its own overrides
         tokenizer_config.json."""
         if folder.is_file():
-            source, tokens = template_of(open_gguf(folder))
-            return cls(_template_source(source), tokens) if source else None
+            of_file, tokens = template_of(open_gguf(folder))
+            return cls(_template_source(of_file), tokens) if of_file else None
         settings = _read_settings(folder / "tokenizer_config.json")
         others = _read_settings(folder / "chat_template.json")
-        found: object = settings.get("chat_template") or others.get("chat_template")
+        source: object = settings.get("chat_template") or others.get("chat_template")
         file = folder / "chat_template.jinja"
         if file.is_file():
             try:
-                found = file.read_text(encoding="utf-8")
+                source = file.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise ModelError(f"cannot read {file}: {error}") from error
-        if not found:
+        if not source:
             return None
         special_tokens = _special_tokens(_read_settings(folder / "special_tokens_map.json") | settings)
-        return cls(_template_source(found), special_tokens)
+        return cls(_template_source(source), special_tokens)
 
     @property
     def options(self) -> list[str]:
@@ -104,8 +105,8 @@ class ChatTemplate:
         keeps templates from stripping white space at its end."""
         *others, last = messages
         marked = {**last, "content": f"{last['content']}{_MARK}"}
-        prompt, mark, rest = self.render([*others, marked], add_generation_prompt=False, **options).partition(_MARK)
-        if not mark or _MARK in rest:
+        prompt, mark, after = self.render([*others, marked], add_generation_prompt=False, **options).partition(_MARK)
+        if not mark or _MARK in after:
             raise UsageError("the model's chat template does not show the last message once, so it cannot be "
                              "continued; send the prompt to /v1/completions")
         return prompt
@@ -126,7 +127,8 @@ class _TooSlowError(BaseException):
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise _TooSlowError in this thread's Python code after a time. A single long operation is not interrupted."""
-    before, deadline = sys.gettrace(), time.monotonic() + seconds
+    before = sys.gettrace()
+    deadline = time.monotonic() + seconds
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         if time.monotonic() > deadline:
@@ -159,16 +161,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
                                                 extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
 def _raise_exception(message: str) -> None:
     raise _RefusedError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
@@ -177,17 +175,17 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _template_source(found: object) -> str:
-    """The source of the template in use: `found` is a text, or a list of named templates."""
-    if isinstance(found, list) and all(isinstance(entry, dict) and "name" in entry for entry in found):
-        named = {entry["name"]: entry.get("template") for entry in found}
+def _template_source(source: object) -> str:
+    """The source of the template in use: `source` is a text, or a list of named templates."""
+    if isinstance(source, list) and all(isinstance(entry, dict) and "name" in entry for entry in source):
+        named = {entry["name"]: entry.get("template") for entry in source}
         if _DEFAULT_NAME not in named:
             raise ModelError(f"the model has the chat templates {', '.join(map(str, named))}, but none is named "
                              f"{_DEFAULT_NAME!r}; copy one to chat_template.jinja in its folder")
-        found = named[_DEFAULT_NAME]
-    if not isinstance(found, str):
-        raise ModelError(f"chat_template is a {type(found).__name__}; allowed: a text, or a list of named texts")
-    return found
+        source = named[_DEFAULT_NAME]
+    if not isinstance(source, str):
+        raise ModelError(f"chat_template is a {type(source).__name__}; allowed: a text, or a list of named texts")
+    return source
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

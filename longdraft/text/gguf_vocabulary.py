@@ -125,10 +125,10 @@ def _list(model: Gguf, name: str, count: int | None = None, default: object = No
     if not isinstance(value, Array):
         model.fail(f"{key} is {'missing' if value is None else 'no list'}; give the original tokenizer with "
                    "--tokenizer")
-    found = model.array(key)
-    if count is not None and (len(found) != count or isinstance(found[0], str)):
-        model.fail(f"{key} has {len(found):,} values for {count:,} tokens; get the file again")
-    return found
+    values = model.array(key)
+    if count is not None and (len(values) != count or isinstance(values[0], str)):
+        model.fail(f"{key} has {len(values):,} values for {count:,} tokens; get the file again")
+    return values
 
 
 def _sentencepiece(model: Gguf, pieces: list[Piece]) -> HFTokenizer:
@@ -155,11 +155,11 @@ def _without_padding(pieces: list[Piece]) -> list[Piece]:
 
 def _split(model: Gguf) -> _Split:
     name = model.values.get(f"{_PREFIX}pre")
-    found = _SPLITS.get(name) if isinstance(name, str) else None
-    if found is None:
+    split = _SPLITS.get(name) if isinstance(name, str) else None
+    if split is None:
         model.fail(f"{_PREFIX}pre, the pre-tokenizer, is {name!r}; supported: {', '.join(_SPLITS)}; give the original "
                    "tokenizer with --tokenizer")
-    return found
+    return split
 
 
 def _merged_pieces(model: Gguf, pieces: list[Piece]) -> HFTokenizer:

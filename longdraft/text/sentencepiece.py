@@ -28,7 +28,7 @@ class Kind(IntEnum):
 
 
 class Piece(NamedTuple):
-    """A token of the vocabulary; its id is its place."""
+    """A token of the vocabulary; its id is its index."""
 
     text: str
     score: float

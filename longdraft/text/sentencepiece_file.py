@@ -146,5 +146,5 @@ def _end(tokenizer: HFTokenizer, settings: Mapping[str, Any], name: str, default
         return None
     token = settings.get(f"{name}_token")
     token = token.get("content") if isinstance(token, dict) else token
-    found = tokenizer.token_to_id(token) if isinstance(token, str) else given
-    return found if isinstance(found, int) and tokenizer.id_to_token(found) is not None else None
+    token_id = tokenizer.token_to_id(token) if isinstance(token, str) else given
+    return token_id if isinstance(token_id, int) and tokenizer.id_to_token(token_id) is not None else None

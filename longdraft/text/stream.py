@@ -1,6 +1,7 @@
-"""The text of the new tokens, and where it ends. Both depend on the tokens and the settings alone.
+"""The text of the new tokens, where it ends, and where its special tokens are.
 
-The same tokens give the same text and the same end, whether they are pushed at once, step by step, or after a restart.
+All of these depend on the tokens and the settings alone. The same tokens give the same text and the same end, whether
+they are pushed at once, step by step, or after a restart.
 """
 
 from __future__ import annotations

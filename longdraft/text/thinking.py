@@ -98,7 +98,8 @@ class ThinkingTags(NamedTuple):
     @classmethod
     def find(cls, tokenizer: Tokenizer) -> ThinkingTags | None:
         """The tags that are tokens of the model, or that its chat template looks for in answers; None without any."""
-        ids, template = tokenizer.vocabulary(), tokenizer.chat_template
+        ids = tokenizer.vocabulary()
+        template = tokenizer.chat_template
         for tag in _TAGS:
             is_tokens = tag.opening in ids and tag.closing in ids
             if not is_tokens and (template is None or tag.closing not in template.source):
@@ -127,7 +128,8 @@ class ThinkingReader:
     """The parts of one answer. is_open: the prompt has opened the block"""
 
     def __init__(self, tags: ThinkingTags, *, is_open: bool) -> None:
-        self._tags, self._is_open = tags, is_open
+        self._tags = tags
+        self._is_open = is_open
         self._marker = TokenMarker(tags.tokenizer, tags.marks) if tags.marks else None
         self._has_begun = False  # whether the opening tag, or text in its place, has come
         self._is_thinking = False

@@ -58,8 +58,8 @@ class Tokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, added tokens included."""
-        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return found
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return ids
 
     @cached_property
     def longest_token(self) -> int:
@@ -72,8 +72,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Raises UsageError for a text with half of a surrogate pair, which is not a character."""
-        if (place := lone_surrogate(text)) is not None:
-            raise UsageError(f"the text has half of a surrogate pair, {text[place]!a}, as character {place + 1}; "
+        if (index := lone_surrogate(text)) is not None:
+            raise UsageError(f"the text has half of a surrogate pair, {text[index]!a}, as character {index + 1}; "
                              "allowed: whole characters")
         if len(text) < _LONG_TEXT:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -87,10 +87,10 @@ class Tokenizer:
 
         May be false for texts with slightly more: blocks of the text are tokenised one by one, and the cuts add tokens.
         """
-        found = 0
+        count = 0
         for start in range(0, len(text), _BLOCK):
-            found += len(self.encode(text[start : start + _BLOCK], add_special_tokens=False)) - _MAX_CUT
-            if found > limit:
+            count += len(self.encode(text[start : start + _BLOCK], add_special_tokens=False)) - _MAX_CUT
+            if count > limit:
                 return True
         return False
 
@@ -262,7 +262,9 @@ class IncrementalDecoder:
     def copy(self) -> IncrementalDecoder:
         """A decoder in the same state."""
         other = IncrementalDecoder(self._tokenizer)
-        other._emitted, other._pending, other._num_emitted = [*self._emitted], [*self._pending], self._num_emitted
+        other._emitted = [*self._emitted]
+        other._pending = [*self._pending]
+        other._num_emitted = self._num_emitted
         return other
 
     def flush(self) -> str:
@@ -304,7 +306,8 @@ class StopText:
 
     def flush(self) -> str:
         """The text held back, at the end of the stream or while stop texts do not apply yet."""
-        held, self._state, self._held = self._held, self._states[0], ""
+        held, self._held = self._held, ""
+        self._state = self._states[0]
         return held
 
 

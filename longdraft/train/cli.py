@@ -13,13 +13,13 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.errors import UsageError
+from longdraft.errors import UsageError, check
 from longdraft.train.presets import PRESETS
 from longdraft.train.settings import (
     DraftSettings,
@@ -41,20 +41,15 @@ def _group() -> None:
     """Train drafters (heads, a glide layer, an EAGLE head, a small model) and small language models."""
 
 
-# Options of the run, which are not settings of the training.
-_RUN: dict[str, Any] = {
-    "output": Annotated[Path, typer.Option(
+# Options of the run, which are not settings of the training: annotation and default by name.
+_RUN: dict[str, tuple[Any, Any]] = {
+    "output": (Annotated[Path, typer.Option(
         help="Output folder, new or empty unless --resume is given. At the end it has the weights, config.json and "
-             "metrics.jsonl.")],
-    "resume": Annotated[bool, typer.Option(
-        "--resume", help="Continue the unfinished training in --output, with its settings.")],
-    "quiet": Annotated[bool, typer.Option("--quiet", help="Print no progress on stderr.")],
+             "metrics.jsonl.")], inspect.Parameter.empty),
+    "resume": (Annotated[bool, typer.Option(
+        "--resume", help="Continue the unfinished training in --output, with its settings.")], False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", help="Print no progress on stderr.")], False),
 }
-
-
-def _preset_option(kind: str) -> Any:
-    return Annotated[str, typer.Option(
-        help=f"A published recipe; other options override it. One of {', '.join(PRESETS[kind])}.")]
 
 
 def _command(kind: type[TrainingSettings], text: str) -> None:
@@ -62,38 +57,31 @@ def _command(kind: type[TrainingSettings], text: str) -> None:
     def command(called: typer.Context, **given: Any) -> None:
         _run(kind, called, given)
 
+    options = dict(_RUN)
+    if recipes := PRESETS.get(kind.KIND):
+        options["preset"] = Annotated[str, typer.Option(
+            help=f"A published recipe; other options override it. One of {', '.join(recipes)}.")], ""
     hints = typing.get_type_hints(kind)
-    run = [_parameter(name, hint, inspect.Parameter.empty if name == "output" else False)
-           for name, hint in _RUN.items()]
-    preset = [_parameter("preset", _preset_option(kind.KIND), "")] if kind.KIND in PRESETS else []
-    settings = [_parameter(field.name, _option(field, hints[field.name]), _default(field)) for field in fields(kind)]
-    # Typer reads the parameters from this attribute.
+    for field in fields(kind):
+        hint = list[str] | None if hints[field.name] == tuple[str, ...] else hints[field.name]
+        default = None if field.default in (MISSING, ()) else field.default
+        options[field.name] = Annotated[hint, typer.Option(help=field.metadata["help"])], default
+    # Typer reads the parameters from these attributes.
     command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
         inspect.Parameter("called", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
-        *run, *preset, *settings])
-    command.__annotations__ = {"called": typer.Context} | {p.name: p.annotation for p in [*run, *preset, *settings]}
+        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+          for name, (annotation, default) in options.items())])
+    command.__annotations__ = {"called": typer.Context} | {name: option[0] for name, option in options.items()}
     command.__doc__ = text
     app.command(kind.KIND)(typing.cast(Callable[..., None], command))
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _option(field: Field[Any], hint: Any) -> Any:
-    hint = list[str] | None if hint == tuple[str, ...] else hint
-    return Annotated[hint, typer.Option(help=field.metadata["help"])]
-
-
-def _default(field: Field[Any]) -> Any:
-    return None if field.default in (MISSING, ()) else field.default
 
 
 def _run(kind: type[TrainingSettings], called: typer.Context, given: dict[str, Any]) -> None:
     from longdraft.train import job
     from longdraft.train.progress import TrainingProgress
 
-    output, is_resumed = given.pop("output"), given.pop("resume")
+    output = given.pop("output")
+    is_resumed = given.pop("resume")
     progress = TrainingProgress(sys.stderr, given.pop("quiet"))
     preset = given.pop("preset", "")
     explicit = {name: _setting(name, value) for name, value in given.items()
@@ -104,14 +92,10 @@ def _run(kind: type[TrainingSettings], called: typer.Context, given: dict[str, A
                              "leave it out")
         result = job.resume(kind.KIND, output, explicit, progress)
     else:
-        result = job.train(kind(**(_preset(kind.KIND, preset) | {"data": ()} | explicit)), output, progress)
+        recipes = PRESETS.get(kind.KIND, {})
+        check(preset in ("", *recipes), "preset", preset, ", ".join(recipes))
+        result = job.train(kind(**({"data": ()} | recipes.get(preset, {}) | explicit)), output, progress)
     _report(result)
-
-
-def _preset(kind: str, name: str) -> dict[str, Any]:
-    if name and name not in PRESETS[kind]:
-        raise UsageError(f"preset is {name!r}; allowed: {', '.join(PRESETS[kind])}")
-    return dict(PRESETS[kind][name]) if name else {}
 
 
 def _setting(name: str, value: Any) -> Any:
@@ -146,7 +130,7 @@ def _report(result: Result) -> None:
 
 
 def _part(kind: str, index: int, part: dict[str, float]) -> str:
-    """The token that a head predicts, the lag of glide's keys, or the place in EAGLE's chain."""
+    """The token that a head predicts, the lag of glide's keys, or the number of the draft in EAGLE's chain."""
     if "draft" in part:
         return f"t+{part['draft']:.0f}"
     return f"t+{1 + index}" if kind == "heads" else f"lag {part['lag']:.0f}" if "lag" in part else "t+1"
@@ -156,7 +140,7 @@ _STOPS = "Ctrl-C finishes the step, saves a checkpoint and prints how to resume.
 
 _command(HeadSettings, f"""Train heads on a frozen model, for --drafter tokenswift or medusa.
 
-Head j predicts the token 1 + j places ahead from a row of the model's last layer. The loss is the sum of
+Head j predicts the token 1 + j positions ahead from a row of the model's last layer. The loss is the sum of
 the heads' mean cross-entropies. {_STOPS}""")
 _command(GlideSettings, f"""Train a one-layer drafter on a frozen model's cache, for --drafter glide.
 

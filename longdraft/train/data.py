@@ -48,34 +48,36 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def tokenise(documents: Iterator[Document], tokenizer: Tokenizer, end_id: int | None) -> Iterator[Tokens]:
     """Token ids of each document, with `end_id` at its end unless that is None. Documents of token ids come unchanged,
     each after the texts before it. UsageError for an id outside the vocabulary."""
-    batch: list[str] = []
-    size = 0
-
-    def flush() -> Iterator[Tokens]:
+    vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+    for batch in _batches(documents):
+        if not isinstance(batch, list):
+            extremes = int(batch.min()), int(batch.max())
+            bad = next((token for token in extremes if not 0 <= token < vocabulary), None)
+            check(bad is None, "a token id of the data", bad, f"0 to {vocabulary - 1}, those of the model's tokenizer")
+            yield batch
+            continue
         for encoding in tokenizer.encode_batch_fast(batch):
             ids = encoding.ids
             if end_id is not None and ids and ids[-1] != end_id:
                 ids = [*ids, end_id]
             yield np.array(ids, dtype=np.int32)
 
-    vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[str] | Tokens]:
+    """Texts in lists of BATCH_CHARACTERS or a little more, and documents of token ids, in order."""
+    texts: list[str] = []
+    size = 0
     for document in documents:
+        if isinstance(document, str):
+            texts.append(document)
+            size += len(document)
+        if texts and (not isinstance(document, str) or size >= BATCH_CHARACTERS):
+            yield texts
+            texts, size = [], 0
         if not isinstance(document, str):
-            if batch:
-                yield from flush()
-                batch, size = [], 0
-            ends = int(document.min()), int(document.max())
-            bad = next((token for token in ends if not 0 <= token < vocabulary), None)
-            check(bad is None, "a token id of the data", bad, f"0 to {vocabulary - 1}, those of the model's tokenizer")
             yield document
-            continue
-        batch.append(document)
-        size += len(document)
-        if size >= BATCH_CHARACTERS:
-            yield from flush()
-            batch, size = [], 0
-    if batch:
-        yield from flush()
+    if texts:
+        yield texts
 
 
 def limited(documents: Iterator[Tokens], least: int, most: int, count: int) -> Iterator[Tokens]:
@@ -83,8 +85,8 @@ def limited(documents: Iterator[Tokens], least: int, most: int, count: int) -> I
 
     Nothing is read after the last one.
     """
-    found = (document[:most] if most else document for document in documents if len(document) >= least)
-    return islice(found, count or None)
+    used = (document[:most] if most else document for document in documents if len(document) >= least)
+    return islice(used, count or None)
 
 
 def hold_out(documents: list[Tokens], part: float, seed: int) -> Split:
@@ -113,7 +115,7 @@ def pack(documents: list[Tokens], sequence_length: int, seed: int, what: str) ->
 
 
 class Sequences:
-    """An endless series of packed sequences: position p is place p % N of epoch p // N."""
+    """An endless series of packed sequences: position p is number p % N of epoch p // N."""
 
     def __init__(self, packed: Tokens, seed: int) -> None:
         self.packed = packed
@@ -129,11 +131,11 @@ class Sequences:
         return np.stack([self.packed[self._index(p)] for p in range(position, position + count)])
 
     def _index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.packed))
+        epoch, number = divmod(position, len(self.packed))
         if epoch != self._epoch:
             self._order = np.random.default_rng([self._seed, 2, epoch]).permutation(len(self.packed))
             self._epoch = epoch
-        return int(self._order[place])
+        return int(self._order[number])
 
     def fingerprint(self) -> str:
         """sha256 of shape and ids. A training can be resumed on the same data only."""
@@ -165,5 +167,5 @@ def versions() -> dict[str, Any]:
     import platform
     from importlib import metadata
 
-    found = {name: metadata.version(name) for name in ("accelerate", "torch", "transformers", "tokenizers")}
-    return found | {"longdraft": __version__, "python": platform.python_version()}
+    libraries = {name: metadata.version(name) for name in ("accelerate", "torch", "transformers", "tokenizers")}
+    return libraries | {"longdraft": __version__, "python": platform.python_version()}

@@ -68,9 +68,9 @@ def _has_content(document: Document) -> bool:
 def _ids(values: Any, where: str, column: str) -> Tokens:
     """Token ids from a row. UsageError unless they are whole numbers that int32 holds."""
     try:
-        found = np.asarray(values)
-        if found.ndim == 1 and (not len(found) or (found.dtype.kind in "iu" and int(found.max()) < 1 << 31)):
-            return found.astype(np.int32)
+        ids = np.asarray(values)
+        if ids.ndim == 1 and (not len(ids) or (ids.dtype.kind in "iu" and int(ids.max()) < 1 << 31)):
+            return ids.astype(np.int32)
     except (TypeError, ValueError, OverflowError):
         pass
     raise UsageError(f"{where}: {column!r} is not a list of token ids; name a column of texts or of token ids with "
@@ -96,9 +96,9 @@ def _jsonl(path: Path, column: str) -> Iterator[Document]:
                 continue
             if not isinstance(text, str):
                 raise UsageError(f"{path} line {number}: {column!r} is a {type(text).__name__}, not a text")
-            if (place := lone_surrogate(text)) is not None:  # only JSON can contain a lone surrogate
+            if (index := lone_surrogate(text)) is not None:  # only JSON can contain a lone surrogate
                 raise UsageError(f"{path} line {number}: {column!r} has a lone surrogate at character "
-                                 f"{place}; correct or remove the document")
+                                 f"{index}; correct or remove the document")
             yield text
 
 
@@ -158,10 +158,9 @@ def _require_column(path: Path, schema: Any, column: str) -> None:
 
 def _of_batches(path: Path, batches: Iterator[Any], column: str) -> Iterator[Document]:
     for batch in batches:
-        for value in batch.column(0):
-            found = value.as_py()
-            if found is not None:
-                yield found if isinstance(found, str) else _ids(found, str(path), column)
+        for value in batch.column(0).to_pylist():
+            if value is not None:
+                yield value if isinstance(value, str) else _ids(value, str(path), column)
 
 
 def _hub(name: str, column: str) -> Iterator[Document]:

@@ -1,7 +1,7 @@
 """Training of EAGLE-3 heads (arXiv 2503.01840) by training-time test: several passes over one sequence.
 
 A pass s > 0 stands for the s-th draft of a step: row i has the head's own output of the pass before instead of the
-target's states, and the token s places later.
+target's states, and the token s positions later.
 
     pass 0   row i: y = fc(states of position i)      token i + 1       keys: rows 0 .. i of pass 0
     pass s   row i: y = output of row i in pass s - 1, token i + 1 + s  keys: the same, and row i of the passes 1 .. s
@@ -43,10 +43,8 @@ from longdraft.train.frozen_model import (
     as_ids,
     mixed_loss,
     read_part,
-    row_chunks,
 )
 from longdraft.train.glide import offset_positions, rotate
-from longdraft.train.loop import decayed
 from longdraft.train.settings import EagleSettings
 
 _FORMAT = "0.9.0"  # version of speculators whose format is written
@@ -102,10 +100,10 @@ class EagleModule(LayerModule):
         y = self._linear(torch.cat(parts, -1), "fc").float()
         keys: list[tuple[Tensor, Tensor]] = []
         outputs = []
-        for place in range(passes):
-            count = ids.shape[1] - 1 - place
+        for s in range(passes):
+            count = ids.shape[1] - 1 - s
             y = y[:, :count]
-            y = self._norm(self._layer(y, ids[:, 1 + place :], positions[:, :count] + place, keys), "norm")
+            y = self._norm(self._layer(y, ids[:, 1 + s :], positions[:, :count] + s, keys), "norm")
             outputs.append(y)
         return outputs
 
@@ -116,14 +114,10 @@ class EagleModule(LayerModule):
         source = torch.cat([self._norm(e, "layers.0.input_layernorm"), m], -1)
         angles = positions[..., None].float() * self._inverse
         cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
-        q, k, v = (self._linear(source, f"layers.0.self_attn.{name}_proj").view(
-            *ids.shape, -1, self.config.layer.head_dim).transpose(1, 2) for name in "qkv")
+        q, k, v = (self._heads(source, f"layers.0.self_attn.{name}_proj") for name in "qkv")
         keys.append((rotate(k, cos, sin), v))
-        out = self._attention(rotate(q, cos, sin), keys)
-        x = m + self._linear(out.transpose(1, 2).flatten(2), "layers.0.self_attn.o_proj").float()
-        normed = self._norm(x, "layers.0.post_attention_layernorm")
-        gate, up = (self._linear(normed, f"layers.0.mlp.{name}_proj") for name in ("gate", "up"))
-        return x + self._linear(functional.silu(gate) * up, "layers.0.mlp.down_proj").float()
+        x = m + self._merge(self._attention(rotate(q, cos, sin), keys), "layers.0.self_attn.o_proj")
+        return x + self._mlp(x, "layers.0.")
 
     def _attention(self, q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Rows q [B, H, T, D] of the last pass over the window of pass 0, and over their own rows of the others."""
@@ -145,17 +139,13 @@ class EagleModule(LayerModule):
         scores += [(rows * mine[:, :, run]).sum(-1, keepdim=True).float() for mine, _ in own]
         weights = torch.cat(scores, -1).softmax(-1).to(v.dtype)
         out = weights[..., : k.shape[2]] @ v
-        for place, (_, values) in enumerate(own):
-            out = out + weights[..., k.shape[2] + place, None] * values[:, :, run]
+        for column, (_, values) in enumerate(own, k.shape[2]):
+            out = out + weights[..., column, None] * values[:, :, run]
         return out
 
     def logits(self, rows: Tensor) -> Tensor:
         """Logits [R, draft vocabulary] float32 of normalised rows [R, hidden]."""
         return functional.linear(rows.to(self.head.dtype), self.head).float() / self._base.config.logits_divisor
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self._weight(name)
-        return functional.rms_norm(x, weight.shape, weight, self.config.layer.rms_norm_eps)
 
 
 @dataclass
@@ -167,35 +157,33 @@ class EagleTask:
     settings: EagleSettings
     validation: Tokens
 
-    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        return decayed(list(self.module.named_parameters()), weight_decay)
-
     def _states(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The tapped states [taps, B, L, hidden] and the last rows, normalised [B, L, hidden]."""
         layers = self.module.config.tapped_ids
         states = self.base.states(ids, positions, (*layers, self.base.config.num_layers))
         return states[:-1], self.base.normed(states[-1])
 
-    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+    def accumulate(self, sequences: Tokens, scale: float, first: int) -> Tensor:
         """The loss of each pass, averaged over the rows whose token, as the target would choose it, the head has."""
         settings, module = self.settings, self.module
         ids = as_ids(sequences, self.base.device)
-        room = settings.positions or self.base.config.trained_positions
-        places = offset_positions(settings.seed, settings.anchors, room, place, *ids.shape).to(self.base.device)
-        states, taught = self._states(ids, places)
-        outputs = module(ids, places, states, settings.passes)
+        most = settings.positions or self.base.config.trained_positions
+        positions = offset_positions(settings.seed, settings.anchors, most, first, *ids.shape).to(self.base.device)
+        states, last_rows = self._states(ids, positions)
+        outputs = module(ids, positions, states, settings.passes)
         rows = [output.detach().requires_grad_() for output in outputs]
         losses = torch.zeros(settings.passes, device=self.base.device)
         for text in range(len(ids)):
-            for run in row_chunks(self.base.device, self.base.config.vocab_size, ids.shape[1] - 1):
+            for run in self.base.row_chunks(ids.shape[1] - 1):
                 with torch.no_grad():
-                    logits = self.base.logits(taught[text, 1:][run])
-                    said, wanted = logits[:, module.ids].softmax(-1), self._wanted(logits)
+                    logits = self.base.logits(last_rows[text, 1:][run])
+                    taught = logits[:, module.ids].softmax(-1)
+                    wanted = self._wanted(logits)
                 for s in range(settings.passes):  # the row of pass s with the token of position p is p - 1 - s
                     skipped = max(0, s - run.start)
                     own = rows[s][text, run.start + skipped - s : run.stop - s]
                     if len(own):
-                        loss = self._loss(module.logits(own), said[skipped:], wanted[skipped:])
+                        loss = self._loss(module.logits(own), taught[skipped:], wanted[skipped:])
                         loss = loss / rows[s].shape[:2].numel()
                         (loss * scale * settings.decay**s).backward()
                         losses[s] += loss.detach()
@@ -205,41 +193,42 @@ class EagleTask:
     def _wanted(self, logits: Tensor) -> Tensor:
         """The target's first choice in the head's vocabulary [R], IGNORED where the head does not have it."""
         chosen = logits.argmax(-1)
-        places = torch.searchsorted(self.module.ids, chosen).clamp(max=len(self.module.ids) - 1)
-        return torch.where(self.module.ids[places] == chosen, places, IGNORED)
+        indices = torch.searchsorted(self.module.ids, chosen).clamp(max=len(self.module.ids) - 1)
+        return torch.where(self.module.ids[indices] == chosen, indices, IGNORED)
 
-    def _loss(self, logits: Tensor, said: Tensor, wanted: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, taught: Tensor, wanted: Tensor) -> Tensor:
         """Summed over the rows that count: cross-entropy to the target's distribution, or the total variation."""
         if self.settings.loss == "tv":
-            return (0.5 * (logits.softmax(-1) - said).abs().sum(-1))[wanted != IGNORED].sum()
-        return mixed_loss(logits, wanted, said, 1.0)
+            return (0.5 * (logits.softmax(-1) - taught).abs().sum(-1))[wanted != IGNORED].sum()
+        return mixed_loss(logits, wanted, taught, 1.0)
 
     @torch.no_grad()
     def validate(self) -> list[dict[str, float]]:
         """Of each pass: the text's tokens that the head has."""
         passes = self.settings.passes
         scores = Scores(passes)
-        place_of = torch.full((self.base.config.vocab_size,), -1, device=self.base.device)
-        place_of[self.module.ids] = torch.arange(len(self.module.ids), device=self.base.device)
+        index_of = torch.full((self.base.config.vocab_size,), -1, device=self.base.device)
+        index_of[self.module.ids] = torch.arange(len(self.module.ids), device=self.base.device)
         for sequence in self.validation:
             ids = as_ids(sequence[None], self.base.device)
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
             states, _ = self._states(ids, positions)
             for s, output in enumerate(self.module(ids, positions, states, passes)):
-                rows, wanted = output[0, :-1], place_of[ids[0, 2 + s :]]
+                rows, wanted = output[0, :-1], index_of[ids[0, 2 + s :]]
                 for run in self.base.row_chunks(len(rows)):
                     known = wanted[run] >= 0
                     scores.add(s, self.module.logits(rows[run][known]), wanted[run][known])
-        return [{"draft": float(s + 1)} | found for s, found in enumerate(scores.metrics())]
+        return [{"draft": float(s + 1)} | part for s, part in enumerate(scores.metrics())]
 
     def start_from(self, folder: Path) -> None:
         """The norms and the tapped layers must be the same; window and vocabulary may be others."""
-        files, own = TensorFiles(folder), self.module.config
-        found = read_eagle_config(folder, files)
+        files = TensorFiles(folder)
+        earlier = read_eagle_config(folder, files)
         for name in ("tapped_ids", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-            if getattr(found, name) != getattr(own, name):
-                raise ModelError(f"{folder} has {name} {getattr(found, name)}, the head to train {getattr(own, name)}; "
-                                 "give --start a head that longdraft trained for a model of these sizes")
+            before, now = getattr(earlier, name), getattr(self.module.config, name)
+            if before != now:
+                raise ModelError(f"{folder} has {name} {before}, the head to train {now}; give --start a head that "
+                                 "longdraft trained for a model of these sizes")
         read_part(files, self.module.stored(), canonical_names(files))
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:

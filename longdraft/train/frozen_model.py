@@ -6,7 +6,7 @@ logits of one chunk at a time are computed, differentiated and freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longdraft.checkpoint.config_file import read_config
-from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.checkpoint.tensor_files import TensorFiles, dump_json
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.config import ModelConfig
+from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data_files import Tokens
 from longdraft.train.delta import use_chunks
 
 CPU_CHUNK_ELEMENTS = 2**21  # logits of a chunk; 8 MiB of float32, about the L2 cache of a server's core
 GPU_CHUNK_ELEMENTS = 2**28
-_TOP = 3  # validation counts targets among this many likeliest tokens
 IGNORED = -100
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -59,16 +59,10 @@ class FrozenModel:
     @torch.no_grad()
     def outputs(self, ids: Tensor, positions: Tensor | None = None) -> FrozenOutputs:
         """One forward of ids [B, L] int64 at positions [B, L] (default: 0, 1, 2, ...)."""
-        kept = _last_keys(self.config.kv_layers[-1])
-        hidden = self._read(ids, positions, past_key_values=kept).last_hidden_state
-        keys, values = kept.found
+        cache = _last_keys(self.config.kv_layers[-1])
+        hidden = self._read(ids, positions, past_key_values=cache).last_hidden_state
+        keys, values = cache.stored
         return FrozenOutputs(hidden.float().to(self.device), keys.to(self.device), values.to(self.device))
-
-    @torch.no_grad()
-    def rows(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The rows that leave the last layer, before the final norm, [B, L, hidden] float32."""
-        rows: Tensor = self._read(ids, positions).last_hidden_state
-        return rows.float().to(self.device)
 
     def _read(self, ids: Tensor, positions: Tensor | None, **more: Any) -> Any:
         """One forward. A cache keeps `transformers` from taking a jump of the positions for the start of another
@@ -82,8 +76,8 @@ class FrozenModel:
 
         The number of layers stands for the rows that leave the last one, before the final norm.
         """
-        found = self._read(ids, positions, output_hidden_states=True).hidden_states
-        return torch.stack([found[layer].float().to(self.device) for layer in layers])
+        states = self._read(ids, positions, output_hidden_states=True).hidden_states
+        return torch.stack([states[layer].float().to(self.device) for layer in layers])
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, window: int = 0, sinks: int = 0) -> Tensor:
@@ -94,8 +88,8 @@ class FrozenModel:
         """
         mask: Any = None
         if window:
-            row, column = torch.arange(ids.shape[1], device=ids.device)[:, None], torch.arange(ids.shape[1],
-                                                                                             device=ids.device)
+            column = torch.arange(ids.shape[1], device=ids.device)
+            row = column[:, None]
             mask = ((column <= row) & ((column < sinks) | (row - column < window)))[None, None]
             mask = {"full_attention": mask, "linear_attention": None} if self.config.hybrid else mask
         hidden: Tensor = self.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
@@ -127,8 +121,13 @@ class FrozenModel:
         cap = self.config.logits_cap
         return (logits / cap).tanh() * cap if cap else logits
 
+    @torch.no_grad()
+    def probabilities(self, hidden: Tensor) -> Callable[[slice], Tensor]:
+        """A teacher for `backward_in_chunks`: the distributions after hidden states [B, L, hidden], of some rows."""
+        rows = self.normed(hidden).flatten(0, 1)
+        return lambda run: self.logits(rows[run]).softmax(-1)
+
     def row_chunks(self, count: int) -> Iterator[slice]:
-        """Slices of rows 0 .. count, small enough for their logits."""
         return row_chunks(self.device, self.config.vocab_size, count)
 
 
@@ -137,12 +136,12 @@ def _last_keys(layer: int) -> Any:
     from transformers import DynamicCache
 
     class LastKeys(DynamicCache):  # type: ignore[misc]
-        found: tuple[Tensor, Tensor]
+        stored: tuple[Tensor, Tensor]
 
         def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
                    **options: Any) -> tuple[Tensor, Tensor]:
             if layer_idx == layer:
-                self.found = key_states, value_states
+                self.stored = key_states, value_states
             return key_states, value_states
 
         def get_conv_state(self, *args: Any, **options: Any) -> None:
@@ -157,6 +156,7 @@ def _last_keys(layer: int) -> Any:
 
 
 def row_chunks(device: torch.device, vocab_size: int, count: int) -> Iterator[slice]:
+    """Slices of rows 0 .. count, small enough for their logits."""
     elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
     rows = max(64, elements // vocab_size)
     return (slice(start, start + rows) for start in range(0, count, rows))
@@ -172,7 +172,8 @@ def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: 
     saved = TORCH_DTYPES[config.dtype]
     model = pretrained(folder, saved if dtype == "auto" else TORCH_DTYPES[dtype], device, shard=shard)
     model.requires_grad_(False).eval()
-    body, norm = model.model, model.model.norm.weight.detach().float() + config.norm_offset
+    body = model.model
+    norm = body.norm.weight.detach().float() + config.norm_offset
     use_chunks(model)
     # With an identity in its place the body returns the hidden states before the final norm, which the heads read.
     body.norm = nn.Identity()
@@ -229,12 +230,12 @@ class _MixedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, wanted: Tensor, taught: Tensor, part: float) -> Tensor:
         is_known = wanted != IGNORED
-        places = wanted.clamp(min=0)[:, None]
+        tokens = wanted.clamp(min=0)[:, None]
         log_p = logits.log_softmax(-1)
         of_taught = torch.einsum("rv,rv->r", taught, log_p)
-        loss = -(part * of_taught + (1 - part) * log_p.gather(1, places)[:, 0])
+        loss = -(part * of_taught + (1 - part) * log_p.gather(1, tokens)[:, 0])
         gradient = log_p.exp_().sub_(taught, alpha=part)
-        gradient.scatter_add_(1, places, gradient.new_full(places.shape, part - 1.0))
+        gradient.scatter_add_(1, tokens, gradient.new_full(tokens.shape, part - 1.0))
         ctx.save_for_backward(gradient.masked_fill_(~is_known[:, None], 0.0))
         return loss.masked_fill(~is_known, 0.0).sum()
 
@@ -244,12 +245,30 @@ class _MixedLoss(torch.autograd.Function):
         return gradient * upstream, None, None, None
 
 
-class PartMetrics(NamedTuple):
-    """Validation of one part: mean cross-entropy in nats; shares of targets that rank first, and in the first three."""
+def backward_in_chunks(hidden: Tensor, wanted: Tensor, logits: Callable[[Tensor], Tensor],
+                       teacher: Callable[[slice], Tensor] | None, runs: Iterable[slice], part: float,
+                       scale: float) -> Tensor:
+    """Add `scale` times the gradient of the mean `mixed_loss` of normalised rows; returns that mean.
 
-    loss: float
-    top1: float
-    top3: float
+    The gradient of the rows is computed a chunk at a time, and that of the layers in one backward.
+
+    hidden   [R, hidden]
+    wanted   [R] int64 target tokens
+    logits   computes the logits of some rows
+    teacher  computes the teacher's probabilities for a chunk of rows; None: cross-entropy only
+    runs     the chunks of rows
+    """
+    rows = hidden.detach().requires_grad_()
+    mean = torch.zeros((), device=hidden.device)
+    for run in runs:
+        with torch.no_grad():
+            taught = teacher(run) if teacher else None
+        loss = mixed_loss(logits(rows[run]), wanted[run], taught, part) / len(wanted)
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        mean += loss.detach()
+    assert rows.grad is not None
+    hidden.backward(rows.grad)  # type: ignore[no-untyped-call]
+    return mean
 
 
 class Scores:
@@ -263,11 +282,12 @@ class Scores:
         own = logits.gather(1, target[:, None])
         rank = (logits > own).sum(1)
         loss = functional.cross_entropy(logits, target, reduction="sum")
-        row = [loss.double(), (rank < 1).sum().double(), (rank < _TOP).sum().double()]
-        self._sums[part] += torch.tensor([*(float(value) for value in row), float(len(target))], dtype=torch.float64)
+        sums = [float(loss), int((rank < 1).sum()), int((rank < 3).sum()), len(target)]
+        self._sums[part] += torch.tensor(sums, dtype=torch.float64)
 
     def metrics(self) -> list[dict[str, float]]:
-        return [PartMetrics(*(row[:3] / row[3]).tolist())._asdict() for row in self._sums]
+        """Of each part: mean cross-entropy in nats; shares of targets that rank first, and among the first three."""
+        return [dict(zip(("loss", "top1", "top3"), (row[:3] / row[3]).tolist(), strict=True)) for row in self._sums]
 
 
 class StoredTensor(NamedTuple):
@@ -296,6 +316,12 @@ def read_part(files: TensorFiles, tensors: Iterable[StoredTensor], names: Mappin
                 "sizes")
     for each in tensors:
         each.parameter.copy_(files.read(present[each.name]).float() / each.factor)
+
+
+def write_part(path: Path, tensors: Iterable[StoredTensor], dtype: torch.dtype, config: Mapping[str, Any]) -> None:
+    """Write the file of a part, and config.json beside it."""
+    write_tensors(path, {each.name: each.value(dtype) for each in tensors}, {"format": "pt"})
+    dump_json(path.with_name("config.json"), config)
 
 
 class LayerModule(nn.Module):
@@ -328,3 +354,21 @@ class LayerModule(nn.Module):
     def _linear(self, x: Tensor, name: str) -> Tensor:
         dtype = self._base.head_weight.dtype
         return functional.linear(x.to(dtype), self._weight(name).to(dtype))
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
+        """The heads [B, H, L, D] of a product of x [B, L, ...]."""
+        return self._linear(x, name).view(*x.shape[:2], -1, self._base.config.head_dim).transpose(1, 2)
+
+    def _merge(self, heads: Tensor, name: str) -> Tensor:
+        """The product [B, L, hidden] float32 of heads [B, H, L, D]."""
+        return self._linear(heads.transpose(1, 2).flatten(2), name).float()
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self._weight(name)
+        return functional.rms_norm(x, weight.shape, weight, self._base.config.rms_norm_eps)
+
+    def _mlp(self, x: Tensor, prefix: str) -> Tensor:
+        """The output [B, L, hidden] float32 of the MLP and the norm before it."""
+        normed = self._norm(x, f"{prefix}post_attention_layernorm")
+        inner = functional.silu(self._linear(normed, f"{prefix}mlp.gate_proj"))
+        return self._linear(inner * self._linear(normed, f"{prefix}mlp.up_proj"), f"{prefix}mlp.down_proj").float()

@@ -20,14 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles, dump_json
+from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles
 from longdraft.checkpoint.tensor_source import HEADS_PREFIX
 from longdraft.parts import medusa
 from longdraft.parts.heads import HEADS_KIND
-from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data_files import Tokens
-from longdraft.train.frozen_model import IGNORED, FrozenModel, Scores, StoredTensor, as_ids, mixed_loss, read_part
-from longdraft.train.loop import decayed
+from longdraft.train.frozen_model import (
+    IGNORED,
+    FrozenModel,
+    Scores,
+    StoredTensor,
+    as_ids,
+    mixed_loss,
+    read_part,
+    write_part,
+)
 from longdraft.train.settings import HeadSettings
 
 
@@ -88,6 +95,8 @@ class ChainedModule(nn.Module):
     so with the paper's initialisation W needs hundreds of steps to reach that scale. Figures: docs/training.md.
     """
 
+    FILE = WEIGHTS
+
     def __init__(self, base: FrozenModel, settings: HeadSettings, size: float) -> None:
         super().__init__()
         config = base.config
@@ -122,18 +131,15 @@ class ChainedModule(nn.Module):
         for index, head in enumerate(self.heads()):
             yield from (each._replace(name=f"{HEADS_PREFIX}{index}.{each.name}") for each in head.stored())
 
-    def start_from(self, folder: Path) -> None:
-        read_part(TensorFiles(folder), self.stored())
-
-    def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write the files that longdraft.parts.heads reads."""
-        tensors = {each.name: each.value(self._base.saved_dtype) for each in self.stored()}
-        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-        dump_json(folder / "config.json", {"kind": HEADS_KIND, "num_heads": len(self.medusa_layers), **record})
+    def config(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The content of config.json, as longdraft.parts.heads reads it."""
+        return {"kind": HEADS_KIND, "num_heads": len(self.medusa_layers), **record}
 
 
 class MedusaModule(nn.Module):
     """Independent residual blocks, in float32. They start at zero and share the model's output head."""
+
+    FILE = medusa.MEDUSA_FILE
 
     def __init__(self, base: FrozenModel, settings: HeadSettings) -> None:
         super().__init__()
@@ -157,15 +163,10 @@ class MedusaModule(nn.Module):
         return (StoredTensor(f"{index}.0.linear.{name}", p)
                 for index, block in enumerate(self.blocks) for name, p in block.named_parameters())
 
-    def start_from(self, folder: Path) -> None:
-        read_part(TensorFiles(folder, medusa.MEDUSA_FILE), self.stored())
-
-    def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """In the public format, as longdraft.parts.medusa reads it."""
-        tensors = {each.name: each.value(self._base.saved_dtype) for each in self.stored()}
-        write_tensors(folder / medusa.MEDUSA_FILE, tensors, {"format": "pt"})
-        dump_json(folder / "config.json", {"medusa_num_heads": len(self.blocks), "medusa_num_layers": 1,
-                                           "base_model_name_or_path": record["base_model"], **record})
+    def config(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The content of config.json in the public format, as longdraft.parts.medusa reads it."""
+        return {"medusa_num_heads": len(self.blocks), "medusa_num_layers": 1,
+                "base_model_name_or_path": record["base_model"], **record}
 
 
 def targets(ids: Tensor, num_heads: int) -> Tensor:
@@ -190,24 +191,21 @@ class HeadsTask:
     settings: HeadSettings
     validation: Tokens
 
-    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        return decayed(list(self.module.named_parameters()), weight_decay)
-
-    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+    def accumulate(self, sequences: Tokens, scale: float, first: int) -> Tensor:
         """Sum over heads of the mean loss over their rows; returns the mean of each head [heads]."""
-        base, part, count = self.base, self.settings.distill, self.settings.heads
+        base, settings = self.base, self.settings
         ids = as_ids(sequences, base.device)
-        wanted = targets(ids, count)
+        wanted = targets(ids, settings.heads)
         rows = (wanted != IGNORED).sum(1)
-        read = base.hidden(ids, self.settings.window, self.settings.sinks)
-        whole = base.hidden(ids) if part and self.settings.window else read
-        losses = torch.zeros(count, device=ids.device)
+        read = base.hidden(ids, settings.window, settings.sinks)
+        whole = base.hidden(ids) if settings.distill and settings.window else read
+        losses = torch.zeros(settings.heads, device=ids.device)
         for run in base.row_chunks(len(read)):
-            teacher = self._teacher(whole, run) if part else None
+            teacher = self._teacher(whole, run) if settings.distill else None
             total = torch.zeros((), device=ids.device)
             for j, normed in enumerate(self.module(read[run])):
                 own = None if teacher is None else teacher[j : j + len(normed)]
-                loss = mixed_loss(base.logits(normed), wanted[j, run], own, part) / rows[j]
+                loss = mixed_loss(base.logits(normed), wanted[j, run], own, settings.distill) / rows[j]
                 losses[j] += loss.detach()
                 total = total + loss
             (total * scale).backward()  # type: ignore[no-untyped-call]
@@ -237,10 +235,10 @@ class HeadsTask:
         return scores.metrics()
 
     def start_from(self, folder: Path) -> None:
-        self.module.start_from(folder)
+        read_part(TensorFiles(folder, self.module.FILE), self.module.stored())
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
-        self.module.export(folder, record)
+        write_part(folder / self.module.FILE, self.module.stored(), self.base.saved_dtype, self.module.config(record))
 
 
 def heads_task(base: FrozenModel, settings: HeadSettings, sample: Tokens, validation: Tokens) -> HeadsTask:

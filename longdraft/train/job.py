@@ -32,7 +32,7 @@ from longdraft.train.data_files import Tokens
 from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizer
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
-from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContext
+from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContext, settle
 from longdraft.train.settings import FrozenTargetSettings, TrainingSettings, from_dict, resumed
 
 METRICS = "metrics.jsonl"
@@ -111,7 +111,7 @@ def _check_writable(output: Path) -> None:
 def train(settings: TrainingSettings, output: Path, progress: TrainingProgress | None = None) -> Result:
     """Train into a new folder. All input is checked before the first step."""
     data_files.check_files(settings.local_files())
-    settings = TRAININGS[settings.KIND].settle(settings)
+    settings = settle(settings)
     processes = DistributedProcesses(settings.device)
     if processes.is_main:
         prepare_output(output, settings)
@@ -141,7 +141,7 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
         context = TRAININGS[settings.KIND].prepare(settings, output, processes)
         sequences, validation = load_data(settings, context, output, processes, shown)
         task = context.task(sequences.packed, validation)
-        optimizer = make_optimizer(task, settings)
+        optimizer = make_optimizer(task.module, settings)
         identity = {"kind": settings.KIND, "settings": settings.as_dict(), "data_sha256": sequences.fingerprint(),
                     "base_sha256": context.fingerprint, "processes": processes.size}
         position = Position() if saved is None else _restore(saved, identity, task.module, optimizer)
@@ -160,23 +160,25 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
         with MetricsLog(path, position.step, settings.tensorboard) as metrics:
             loop = TrainingLoop(task, optimizer, sequences, settings, save, metrics, shown, processes)
             outcome = loop.run(position)
+            step = outcome.position.step
+            tokens = step * settings.sequences_per_step * settings.sequence_length * processes.size
+            result = Result(settings.KIND, output, step, tokens, outcome.position.seconds, [], [], outcome.signal,
+                            processes.is_main)
             if outcome.signal is not None:
-                return _result(output, settings, processes, outcome, [], [])
+                return result
             save(outcome.position)  # a kill during the last validation, which can be long, loses nothing
-            parts = task.validate()
-            metrics.write({"step": outcome.position.step, "validation": parts, "is_final": True})
-        probed: list[dict[str, float]] = []
+            result = result._replace(validation=task.validate())
+            metrics.write({"step": step, "validation": result.validation, "is_final": True})
         if processes.is_main:
-            result = _result(output, settings, processes, outcome, parts, probed)
             task.export(output, context.about() | {"training": _record(settings, result, outcome, validation)})
             (output / checkpoints.CHECKPOINT_FILE).unlink()
             self_generated.remove(output)
             drafting = context.drafting(output)
             if settings.probe_tokens and drafting:
                 shown.say("measuring the drafter on held-out prompts")
-                probed = probe(drafting, validation, settings.probe_tokens)
+                result = result._replace(probe=probe(drafting, validation, settings.probe_tokens))
         processes.wait_for_all()  # the launcher treats a process that exits early as failed
-    return _result(output, settings, processes, outcome, parts, probed)
+    return result
 
 
 def _use_threads(threads: int) -> None:
@@ -239,14 +241,6 @@ def _restore(saved: checkpoints.Checkpoint, identity: Mapping[str, Any], module:
     return Position(int(saved.state["step"]), float(saved.state["elapsed_s"]))
 
 
-def _result(output: Path, settings: TrainingSettings, processes: DistributedProcesses, outcome: Outcome,
-            parts: list[dict[str, float]], probed: list[dict[str, float]]) -> Result:
-    step = outcome.position.step
-    tokens = step * settings.sequences_per_step * settings.sequence_length * processes.size
-    return Result(settings.KIND, output, step, tokens, outcome.position.seconds, parts, probed, outcome.signal,
-                  processes.is_main)
-
-
 def _record(settings: TrainingSettings, result: Result, outcome: Outcome, validation: Tokens) -> dict[str, Any]:
     """Provenance: settings, results and versions, without paths of this machine."""
     named = {name: data.model_name(value) for name, value in settings.as_dict().items()
@@ -271,9 +265,10 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
     length = min(prompts.shape[1], _LONGEST_PROMPT, engine.model.config.max_positions - tokens)
     if length < 1:
         return []
-    found = []
+    measured = []
     for sampling in _PROBE_SAMPLING:
-        written, steps, ratios = 0, 0, []
+        written = steps = 0
+        ratios = []
         for prompt in prompts[:_PROBE_PROMPTS, :length].tolist():
             params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=1, **sampling)
             plain, _ = _write(plain_engine, prompt, params)
@@ -281,11 +276,12 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
             if plain[1] != drafted[1]:
                 raise LongdraftError(f"{drafting.drafter} and plain decoding wrote different texts; that is a bug of "
                                      "longdraft, please report it")
-            written, steps = written + stats["new_tokens"], steps + stats["steps"]
+            written += stats["new_tokens"]
+            steps += stats["steps"]
             ratios.append(plain[0] / drafted[0])
-        found.append({"temperature": sampling["temperature"], "context": length, "new_tokens": written,
-                      "mean_accepted_length": written / steps, "to_plain": statistics.median(ratios)})
-    return found
+        measured.append({"temperature": sampling["temperature"], "context": length, "new_tokens": written,
+                         "mean_accepted_length": written / steps, "to_plain": statistics.median(ratios)})
+    return measured
 
 
 def _write(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[tuple[float, str], dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Training of small models: Llamas like the bundled ones and hybrids (`train lm`), and drafters (`train draft`).
 
-Positional skip-wise training (arXiv 2309.10400) teaches far positions with short sequences: the tokens after a random
-place are offset by thousands of positions, so that every distance occurs. It cannot teach attention over many keys, so
-a last phase on sequences of 16,384 tokens or more should follow (docs/training.md).
+Positional skip-wise training (arXiv 2309.10400) teaches far positions with short sequences: the positions after a
+random token jump by thousands, so that every distance occurs. It cannot teach attention over many keys, so a last phase
+on sequences of 16,384 tokens or more should follow (docs/training.md).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch.nn import functional
 
 from longdraft.train.data_files import Tokens
 from longdraft.train.delta import new_hybrid, use_chunks
-from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, mixed_loss, row_chunks
-from longdraft.train.loop import decayed
+from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, backward_in_chunks, row_chunks
 from longdraft.train.settings import HYBRID, LmSettings
 
 if TYPE_CHECKING:
@@ -86,18 +85,18 @@ def with_fewer_kv_heads(model: Any, num: int) -> Any:
     return fewer
 
 
-def jumping_positions(settings: LmSettings, place: int, count: int, length: int) -> Tensor:
-    """Positions [count, length] int64 of sequences `place`, `place` + 1, ...: some jump by a log-uniform distance.
+def jumping_positions(settings: LmSettings, index: int, count: int, length: int) -> Tensor:
+    """Positions [count, length] int64 of sequences `index`, `index` + 1, ...: some jump by a log-uniform distance.
 
     They depend on the seed and the index of the sequence, not on the number of processes.
     """
-    found = np.tile(np.arange(length), (count, 1))
+    positions = np.tile(np.arange(length), (count, 1))
     room = settings.context - length
     for row in range(count):
-        draw = np.random.default_rng([settings.seed, 3, place + row])
+        draw = np.random.default_rng([settings.seed, 3, index + row])
         if room > 1 and length > 1 and draw.random() < settings.skip:
-            found[row, draw.integers(1, length) :] += int(math.exp(draw.random() * math.log(room)))
-    return torch.from_numpy(found)
+            positions[row, draw.integers(1, length) :] += int(math.exp(draw.random() * math.log(room)))
+    return torch.from_numpy(positions)
 
 
 @dataclass
@@ -107,40 +106,19 @@ class LanguageModelTask:
     module: nn.Module  # a model of `transformers`, float32
     settings: LmSettings
     device: torch.device
-    dtype: torch.dtype  # of the arithmetic
-    saved_dtype: torch.dtype
+    dtype: torch.dtype  # of the arithmetic and of the saved weights
     teacher: FrozenModel | None
     validation: Tokens
 
-    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        return decayed(list(self.module.named_parameters()), weight_decay)
-
-    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+    def accumulate(self, sequences: Tokens, scale: float, first: int) -> Tensor:
         """Mean cross-entropy of all tokens except the first of each sequence."""
         ids = as_ids(sequences, self.device)
-        places = jumping_positions(self.settings, place, *ids[:, :-1].shape).to(self.device)
-        hidden = self._hidden(ids[:, :-1], places)
-        wanted = ids[:, 1:].flatten()
-        taught = self._taught(ids[:, :-1], places)
-        # The gradient of the rows is computed a chunk at a time, and the layers' in one backward.
-        rows = hidden.detach().flatten(0, 1).requires_grad_()
-        loss = torch.zeros((), device=self.device)
-        for run in row_chunks(self.device, self._weight.shape[0], len(rows)):
-            said = None
-            if self.teacher is not None and taught is not None:
-                with torch.no_grad():
-                    said = self.teacher.logits(taught[run]).softmax(-1)
-            part = mixed_loss(self._logits(rows[run]), wanted[run], said, self.settings.distill) / len(wanted)
-            (part * scale).backward()  # type: ignore[no-untyped-call]
-            loss += part.detach()
-        assert rows.grad is not None
-        hidden.backward(rows.grad.view_as(hidden))  # type: ignore[no-untyped-call]
-        return loss[None]
-
-    def _taught(self, ids: Tensor, places: Tensor) -> Tensor | None:
-        if self.teacher is None:
-            return None
-        return self.teacher.normed(self.teacher.rows(ids, places)).flatten(0, 1)
+        read, wanted = ids[:, :-1], ids[:, 1:].flatten()
+        positions = jumping_positions(self.settings, first, *read.shape).to(self.device)
+        hidden = self._hidden(read, positions).flatten(0, 1)
+        teacher = self.teacher.probabilities(self.teacher.outputs(read, positions).hidden) if self.teacher else None
+        return backward_in_chunks(hidden, wanted, self._logits, teacher, self._row_chunks(len(hidden)),
+                                  self.settings.distill, scale)[None]
 
     @torch.no_grad()
     def validate(self) -> list[dict[str, float]]:
@@ -149,7 +127,7 @@ class LanguageModelTask:
         for sequence in self.validation:
             ids = as_ids(sequence[None], self.device)
             rows, wanted = self._hidden(ids[:, :-1], None).flatten(0, 1), ids[0, 1:]
-            for run in row_chunks(self.device, self._weight.shape[0], len(rows)):
+            for run in self._row_chunks(len(rows)):
                 scores.add(0, self._logits(rows[run]), wanted[run])
         self.module.train()
         return scores.metrics()
@@ -159,13 +137,16 @@ class LanguageModelTask:
         weight: Tensor = self.module.get_output_embeddings().weight  # type: ignore[operator]
         return weight
 
-    def _hidden(self, ids: Tensor, places: Tensor | None) -> Tensor:
+    def _row_chunks(self, count: int) -> Iterator[slice]:
+        return row_chunks(self.device, self._weight.shape[0], count)
+
+    def _hidden(self, ids: Tensor, positions: Tensor | None) -> Tensor:
         """Normalised rows [B, L, hidden] in the arithmetic's dtype."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             # Without a mask, `transformers` takes a jump of the positions for the start of another packed text, and
             # its rows would not attend to the tokens before it. This mask hides nothing.
             hidden: Tensor = self.module.model(  # type: ignore[operator]
-                input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids),
+                input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids),
                 use_cache=False).last_hidden_state
         return hidden
 
@@ -178,7 +159,7 @@ class LanguageModelTask:
         from longdraft.checkpoint.tensor_files import dump_json
 
         module: Any = self.module
-        module.to(self.saved_dtype).save_pretrained(folder)
+        module.to(self.dtype).save_pretrained(folder)
         dump_json(folder / "training.json", record)
 
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,23 +27,23 @@ from longdraft.train.settings import TrainingSettings
 
 
 class TrainingTask(Protocol):
-    """A model with a loss, as the loop needs it."""
+    """A model with a loss."""
 
     @property
     def module(self) -> nn.Module:
         """Holds all trained parameters."""
 
-    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups for AdamW."""
-
-    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+    def accumulate(self, sequences: Tokens, scale: float, first: int) -> Tensor:
         """Add `scale` times the gradient of the loss over sequences [B, L]; returns the parts of the loss [parts].
 
-        place  index of the first sequence in the data; random numbers are functions of it and the seed
+        first  index of the first sequence in the data; random numbers are functions of it and the seed
         """
 
     def validate(self) -> list[dict[str, float]]:
         """The validation metrics of each part of the loss."""
+
+    def export(self, folder: Path, record: dict[str, Any]) -> None:
+        """Write the trained weights with their provenance."""
 
 
 @dataclass
@@ -73,7 +74,8 @@ def learning_rate(settings: TrainingSettings, position: Position) -> float:
     The product stays below the given rate (0.86 of it with 50 of 200 steps of warm-up). The other reaches it and begins
     at zero, as that of `transformers` does.
     """
-    done, warmup = progress_of(settings, position), settings.warmup_steps
+    done = progress_of(settings, position)
+    warmup = settings.warmup_steps
     if settings.schedule == "warmup-cosine":
         begin = min(1.0, warmup / settings.steps)
         if position.step < warmup and done < 1:
@@ -84,15 +86,12 @@ def learning_rate(settings: TrainingSettings, position: Position) -> float:
     return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def decayed(named: list[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for the optimizer. Only matrices decay: the weights of norms belong near one, not zero."""
-    return [{"params": [p for _, p in named if p.ndim > 1], "weight_decay": weight_decay},
-            {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0}]
-
-
-def make_optimizer(task: TrainingTask, settings: TrainingSettings) -> torch.optim.AdamW:
-    betas = (0.9, settings.beta2)
-    return torch.optim.AdamW(task.groups(settings.weight_decay), lr=settings.learning_rate, betas=betas)
+def make_optimizer(module: nn.Module, settings: TrainingSettings) -> torch.optim.AdamW:
+    """AdamW for all parameters. Only matrices decay: the weights of norms belong near one, not zero."""
+    parameters = list(module.parameters())
+    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2))
 
 
 class TrainingLoop:
@@ -101,20 +100,28 @@ class TrainingLoop:
     def __init__(self, task: TrainingTask, optimizer: torch.optim.AdamW, data: Sequences, settings: TrainingSettings,
                  save: Callable[[Position], None], metrics: MetricsLog, progress: TrainingProgress,
                  processes: DistributedProcesses) -> None:
-        self._task, self._optimizer, self._data, self._settings = task, optimizer, data, settings
-        self._save, self._metrics, self._progress, self._processes = save, metrics, progress, processes
+        self._task = task
+        self._optimizer = optimizer
+        self._data = data
+        self._settings = settings
+        self._save = save
+        self._metrics = metrics
+        self._progress = progress
+        self._processes = processes
 
     def run(self, position: Position) -> Outcome:
         """Train from `position` to the end, or until a signal arrives; then finish the current step."""
-        began, before, first = time.monotonic(), position.seconds, position.step
+        began = time.monotonic()
+        seconds_before, steps_before = position.seconds, position.step
         losses: list[float] = []
         with Interrupt() as stop:
             while progress_of(self._settings, position) < 1:
                 rate = learning_rate(self._settings, position)
                 losses, norm = self._step(position, rate)
                 position.step += 1
-                position.seconds = before + self._processes.maximum(time.monotonic() - began)
-                speed = (position.step - first) * self._tokens_per_step() / (position.seconds - before)
+                elapsed = self._processes.maximum(time.monotonic() - began)
+                position.seconds = seconds_before + elapsed
+                speed = (position.step - steps_before) * self._tokens_per_step() / elapsed
                 self._report(position, losses, rate, norm, speed)
                 if _due(position.step, self._settings.eval_every):
                     self._validate(position)
@@ -135,9 +142,9 @@ class TrainingLoop:
         parts = []
         for micro in range(settings.gradient_accumulation):
             forward = (position.step * settings.gradient_accumulation + micro) * processes.size + processes.rank
-            place = forward * settings.batch_size
-            sequences = self._data.read(place, settings.batch_size)
-            parts.append(self._task.accumulate(sequences, 1 / settings.gradient_accumulation, place))
+            first = forward * settings.batch_size
+            sequences = self._data.read(first, settings.batch_size)
+            parts.append(self._task.accumulate(sequences, 1 / settings.gradient_accumulation, first))
         processes.average_gradients(self._task.module.parameters())
         losses = processes.average(torch.stack(parts).mean(0)).tolist()
         limit = settings.max_grad_norm or math.inf

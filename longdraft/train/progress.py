@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -57,7 +57,7 @@ class TrainingProgress:
             print(text, file=self._stream, flush=True)
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """A file of JSON lines, each with its step, and TensorBoard's event files if `tensorboard`.
 
     A resumed training removes the lines after its checkpoint. With `path` None nothing is written: only the
@@ -74,9 +74,6 @@ class MetricsLog:
         with path.open("ab") as file:
             file.truncate(_bytes_until(path, last_step))  # in place: the kept lines are not rewritten
         self._file = path.open("a", encoding="utf-8")
-
-    def __enter__(self) -> MetricsLog:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _SAME_TOKENIZER = "a drafter and its target need the same tokenizer; give --start or --tokenizer with it"
+MODELS = ("model", "tokenizer", "start", "distill_from")  # settings that name one
 
 
 def _vocabulary_sha256(tokenizer: Tokenizer) -> str:
@@ -48,11 +49,6 @@ class Drafting(NamedTuple):
     heads: str | None
 
 
-class ExportableTask(TrainingTask, Protocol):
-    def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write the trained weights with their provenance."""
-
-
 class TrainingContext(Protocol):
     """The tokenizer and the models that a training needs."""
 
@@ -60,7 +56,7 @@ class TrainingContext(Protocol):
     end_id: int | None  # token id at the end of a document
     fingerprint: str  # sha256 of the frozen model's weights; empty without one
 
-    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
+    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
         """The task of training on the packed sequences `tokens`."""
 
     def about(self) -> dict[str, Any]:
@@ -83,7 +79,7 @@ class _FrozenModelContext:
         self.end_id = next(iter(config.eos_token_ids), None)
         self.fingerprint = self._base.fingerprint
 
-    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
+    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
         task = self._new_task(tokens, validation)
         if self._settings.start:
             folder = resolve(self._settings.start)
@@ -126,7 +122,8 @@ class _LanguageModelContext:
     """For a language model: a tokenizer, a model to start from, and a teacher for distillation."""
 
     def __init__(self, settings: LmSettings, output: Path, processes: DistributedProcesses) -> None:
-        self._settings, self._processes = settings, processes
+        self._settings = settings
+        self._processes = processes
         self._base = self._teacher()
         source = self._tokenizer_folder(output)
         if source != output and processes.is_main:
@@ -177,8 +174,7 @@ class _LanguageModelContext:
             return self._grouped(pretrained(source, torch.float32, self._processes.device))
         if (source / "config.json").exists():
             config = read_config(source)
-            begin, end = None, next(iter(config.eos_token_ids), None)
-            return lm.new_model(settings, config.vocab_size, begin, end)
+            return lm.new_model(settings, config.vocab_size, None, next(iter(config.eos_token_ids), None))
         tokenizer = data.load_tokenizer(source, 2**31)
         return lm.new_model(settings, tokenizer.get_vocab_size(), tokenizer.token_to_id(lm.BEGIN),
                             tokenizer.token_to_id(lm.END))
@@ -192,11 +188,12 @@ class _LanguageModelContext:
                              f"{self._settings.start!r}, if that is a Llama")
         return lm.with_fewer_kv_heads(model, wanted)
 
-    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
-        settings, device = self._settings, self._processes.device
+    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
+        settings = self._settings
+        device = self._processes.device
         module = lm.prepare(self._start, settings, device)
         dtype = torch.bfloat16 if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
-        return lm.LanguageModelTask(module, settings, device, dtype, dtype, self._base, validation)
+        return lm.LanguageModelTask(module, settings, device, dtype, self._base, validation)
 
     def about(self) -> dict[str, Any]:
         settings = self._settings
@@ -212,29 +209,9 @@ class _LanguageModelContext:
         return Drafting(self._settings.model, "draft-model", options, None)
 
 
-MODELS = ("model", "tokenizer", "start", "distill_from")  # settings that name one
-
-
 class TrainingKind(NamedTuple):
     settings: type[TrainingSettings]
     prepare: Callable[[Any, Path, DistributedProcesses], TrainingContext]
-
-    def settle(self, settings: TrainingSettings) -> TrainingSettings:
-        """The settings of a new training, with those that the named models decide.
-
-        Raises ModelError for a missing model and UsageError for settings without effect.
-        """
-        settings.require_effective()
-        folders = {name: resolve(value) for name in MODELS if (value := getattr(settings, name, ""))}
-        if isinstance(settings, LmSettings) and settings.start:
-            limit = read_config(folders["start"]).trained_positions
-            usual = next(each.default for each in fields(settings) if each.name == "context")
-            check(settings.context in (limit, usual), "context", settings.context,
-                  f"{limit}, the context of {settings.start!r}", "leave it out")
-            check(settings.sequence_length <= limit, "sequence_length", settings.sequence_length,
-                  f"at most the model's context ({limit})")
-            return replace(settings, context=limit)
-        return settings
 
 
 TRAININGS: dict[str, TrainingKind] = {
@@ -244,3 +221,20 @@ TRAININGS: dict[str, TrainingKind] = {
     "draft": TrainingKind(DraftSettings, _LanguageModelContext),
     "lm": TrainingKind(LmSettings, _LanguageModelContext),
 }
+
+
+def settle(settings: TrainingSettings) -> TrainingSettings:
+    """The settings of a new training, with those that the named models decide.
+
+    Raises ModelError for a missing model and UsageError for settings without effect.
+    """
+    settings.require_effective()
+    folders = {name: resolve(value) for name in MODELS if (value := getattr(settings, name, ""))}
+    if not isinstance(settings, LmSettings) or not settings.start:
+        return settings
+    limit = read_config(folders["start"]).trained_positions
+    check(settings.context in (limit, type(settings).context), "context", settings.context,
+          f"{limit}, the context of {settings.start!r}", "leave it out")
+    check(settings.sequence_length <= limit, "sequence_length", settings.sequence_length,
+          f"at most the model's context ({limit})")
+    return replace(settings, context=limit)

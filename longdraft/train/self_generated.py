@@ -49,7 +49,8 @@ def write(settings: FrozenTargetSettings, fingerprint: str, documents: list[Toke
     path = output / f"own-{_identity(settings, fingerprint, documents)}.safetensors"
     written = _saved(path)[: len(prompts)]
     if len(written) < len(prompts):
-        engine, saved_at = load(settings.model, drafter="auto", cache_ram=0), time.monotonic()
+        engine = load(settings.model, drafter="auto", cache_ram=0)
+        saved_at = time.monotonic()
         for ids in prompts[len(written) :]:
             params = SamplingParams(max_new_tokens=new, ignore_eos=True, seed=settings.seed + len(written), **_SAMPLING)
             text = engine.generate(ids, params)
@@ -73,12 +74,12 @@ def remove(output: Path) -> None:
 
 def _prompts(documents: list[Tokens], length: int, count: int, seed: int) -> list[list[int]]:
     draw = np.random.default_rng([seed, 4])
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     for _ in range(count):
         document = documents[int(draw.integers(len(documents)))]
         start = int(draw.integers(max(1, len(document) - length)))
-        found.append(document[start : start + length].tolist())
-    return found
+        prompts.append(document[start : start + length].tolist())
+    return prompts
 
 
 def _identity(settings: FrozenTargetSettings, fingerprint: str, documents: list[Tokens]) -> str:

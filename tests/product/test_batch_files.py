@@ -16,13 +16,14 @@ import pytest
 
 from helpers.jobs import ROWS, put, records, stop_after
 from helpers.processes import Fork, run_code
-from longdraft.batch import job_files, local
+from longdraft.batch import local
 from longdraft.batch.job_files import RecordFile
 from longdraft.batch.local import in_process, worker_processes
 from longdraft.batch.requests import BatchRequest, RowProgress, error_record, parse
 from longdraft.batch.run import run
 from longdraft.batch.worker import BatchJob, BatchWorker
 from longdraft.errors import OutputError, UsageError
+from longdraft.system import files
 from longdraft.system.console import Interrupted
 
 pytestmark = pytest.mark.full
@@ -70,7 +71,7 @@ def test_another_model_other_settings_or_another_job_are_refused(chatty, job, tm
     put(output, [])
     with pytest.raises(UsageError, match="begun by another engine: dtype is bfloat16, expected float32"):
         run(rows, output, other, in_process)
-    with RecordFile.open(output, job.work_folder), pytest.raises(UsageError, match="another job writes"):
+    with RecordFile(output, job.work_folder), pytest.raises(UsageError, match="another job writes"):
         run(rows, output, job, in_process)
     with pytest.raises(UsageError, match="input and output are both"):
         run(rows, rows, job, in_process)
@@ -184,7 +185,7 @@ def test_a_last_record_of_which_only_the_end_survived_is_written_again(job, tmp_
 
 def test_a_record_file_that_is_replaced_while_it_is_opened_is_opened_again(job, tmp_path, monkeypatch):
     """Another job with --retry-errors replaces the file between our opening and our lock."""
-    out, flock = tmp_path / "out.jsonl", job_files.fcntl.flock
+    out, flock = tmp_path / "out.jsonl", files.fcntl.flock
     out.write_bytes(b"")
 
     def replacing(file, how):
@@ -193,8 +194,8 @@ def test_a_record_file_that_is_replaced_while_it_is_opened_is_opened_again(job, 
             out.write_bytes(b"")
         flock(file, how)
 
-    monkeypatch.setattr(job_files.fcntl, "flock", replacing)
-    with RecordFile.open(out, job.work_folder) as records:
+    monkeypatch.setattr(files.fcntl, "flock", replacing)
+    with RecordFile(out, job.work_folder) as records:
         records.add({"id": "a", "text": "b"})
     assert b'"a"' in out.read_bytes() and (tmp_path / "old").read_bytes() == b""
 

@@ -85,13 +85,14 @@ def test_training_and_engine_compute_the_same_hidden_states_and_logits(tmp_path,
     trained = frozen.load_frozen_model(tmp_path / "tiny", "auto", torch.device("cpu"))
     ids = torch.arange(2, 50)
     wanted = HeadSettings(data=("none",), kind=kind, init="paper", seed=3)
-    module = heads.heads_task(trained, wanted, ids[None].numpy(), ids[None].numpy()).module
+    task = heads.heads_task(trained, wanted, ids[None].numpy(), ids[None].numpy())
+    module = task.module
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     about = {"base_model": "tiny", "hidden_size": trained.config.hidden_size, "vocab_size": trained.config.vocab_size}
     (tmp_path / "heads").mkdir()
-    module.export(tmp_path / "heads", about)
+    task.export(tmp_path / "heads", about)
     model = load(tmp_path / "tiny")
     hidden = model.forward(chain_rows(ids.tolist(), 0), model.new_cache()).hidden
     assert torch.allclose(hidden, trained.hidden(ids[None]), atol=1e-4)

@@ -215,7 +215,7 @@ def test_tokens_after_a_position_jump_attend_to_tokens_before_it(text, tokens, m
     monkeypatch.setattr(lm, "_ACTIVATION_BYTES", kept_bytes)  # 0 enables gradient checkpointing, as for long sequences
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
-    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, None, np.empty(0))
     places = torch.cat([torch.arange(10), torch.arange(10) + 100])[None]
     one, other = torch.arange(20)[None] + 5, torch.arange(20)[None] + 5
     other[0, 3] = 99
@@ -231,7 +231,7 @@ def test_training_computes_the_logits_of_the_model(text, tmp_path):
     model = make_family(tmp_path, "granite")
     wanted = LmSettings(data=(text,), start=str(tmp_path), **QUICK)
     module = lm.prepare(model, wanted, torch.device("cpu"))
-    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, None, np.empty(0))
     ids = torch.arange(20)[None] + 5
     with torch.no_grad():
         logits = task._logits(task._hidden(ids, None)[0])
@@ -241,7 +241,7 @@ def test_training_computes_the_logits_of_the_model(text, tmp_path):
 def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
-    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, None, np.empty(0))
     ids = np.random.default_rng(3).integers(2, 250, (3, 20))
     loss = task.accumulate(ids, 1.0, 0)
     gradients = [p.grad.clone() for p in module.parameters()]

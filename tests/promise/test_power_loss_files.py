@@ -38,11 +38,11 @@ def records_life(tmp_path) -> Disk:
     """Three records, one of them an error; then a run with --retry-errors, which writes that one and a further one."""
     disk, output = Disk(), tmp_path / "life" / "out.jsonl"
     with disk.under(files, job_files):
-        with RecordFile.open(output, tmp_path) as records:
+        with RecordFile(output, tmp_path) as records:
             for record in (GOOD["a"], BAD, GOOD["c"]):
                 records.add(record)
                 disk.confirm(record)
-        with RecordFile.open(output, tmp_path, without_errors=True) as records:
+        with RecordFile(output, tmp_path, without_errors=True) as records:
             for record in (GOOD["b"], GOOD["d"]):
                 records.add(record)
                 disk.confirm(record)
@@ -55,7 +55,7 @@ def test_a_record_that_was_added_survives_any_power_cut_and_the_job_goes_on(reco
     for confirmed, found in power_cuts(records_life.operations):
         put(folder, found)
         before = output.stat().st_size if output.exists() else 0
-        with RecordFile.open(output, tmp_path) as records:
+        with RecordFile(output, tmp_path) as records:
             torn += output.stat().st_size < before
             assert records.done >= {record["id"] for record in confirmed if record != BAD}
             for record in GOOD.values():
