@@ -1,7 +1,8 @@
 """The interface of KV caches, and the full cache: every position of the text, for every layer.
 
-Only a cache moves its rows. A forward appends its rows provisionally; verification decides which of them are text;
-`commit` keeps those, in order, and drops the others.
+A forward appends its rows provisionally; verification decides which of them are text; `commit` keeps those, in order,
+and drops all other provisional rows. On a device, the accepted rows are moved before the host has read which they are:
+by `place`, or by a kernel for several caches, whose caller then calls `has_placed`. `commit` follows in both cases.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class KVCache(Protocol):
         """
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these provisional rows, in this order; drop the others."""
+        """Keep these provisional rows, in this order; drop all other provisional rows."""
 
 
 class FullCache:
@@ -104,7 +105,7 @@ class FullCache:
         self.has_placed()
 
     def has_placed(self) -> None:
-        """A kernel that was launched does what `place` does, for the rows of several caches."""
+        """Note that a launched kernel does what `place` does, for several caches together."""
         self._is_placed = True
 
     def copy_block(self, start: int, count: int) -> list[KVStore]:

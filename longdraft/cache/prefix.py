@@ -1,7 +1,7 @@
 """The prefix tree: keys and values of former texts, for texts that begin with the same tokens.
 
 A row of the KV cache is a function of the tokens up to its own (and of the model, which one tree belongs to), so a text
-takes over the rows of any text with the same beginning and computes the others. The tree is one object for an engine:
+takes over the rows of any text with the same beginning and computes the rest. The tree is one object for an engine:
 
     root ── "It was the best of times ..." ──┬── "... it was the worst of times"     each piece: the tokens of one
                     4,096 tokens              └── "... we had everything before us"   block, and its rows in all layers

@@ -110,7 +110,7 @@ class StateCache:
         return self._tail
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these provisional rows, a path from the first one on; drop the others."""
+        """Keep these provisional rows, a path from the first one on; drop all other provisional rows."""
         if rows:
             assert self._tail, "commit without a forward"
             if self._prompt_rows is not None:

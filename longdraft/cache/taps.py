@@ -75,7 +75,10 @@ class TapLog:
             self.commit(taps, range(size), start)
 
     def commit(self, taps: Taps, rows: Sequence[int], start: int) -> None:
-        """Keep these provisional rows, in this order; drop the others. start: position of the first one in the text"""
+        """Keep these provisional rows, in this order; drop all other provisional rows.
+
+        start  position of the first one in the text
+        """
         if not len(rows):
             return
         states = taps.rows

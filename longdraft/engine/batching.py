@@ -94,7 +94,7 @@ class Batch:
         only  the texts that take part; default: all
 
         A text's last event has a finish reason, or the error that ended it (no memory for it, a full disk for its
-        journal, logits that are not finite). The text then leaves the batch, and the others continue.
+        journal, logits that are not finite). The text then leaves the batch, and all other texts continue.
         """
         events: list[tuple[int, Event]] = []
         began = time.perf_counter()

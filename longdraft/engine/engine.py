@@ -194,8 +194,9 @@ class Engine:
 
         params  for all prompts, or one for each; default: the model's defaults
 
-        A text that fails has `error` on its last event, and the others continue. UsageError for `batch_size`, and for a
-        single text instead of several.
+        A text that fails has `error` on its last event; all other texts continue.
+
+        Raises UsageError for `batch_size`, and for a single text instead of several.
         """
         if isinstance(prompts, str):
             raise UsageError("prompts is a single text; allowed: several prompts, such as a list of texts", "prompts")

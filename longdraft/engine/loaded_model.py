@@ -93,7 +93,7 @@ class LoadedModel:
     defaults           the model's own sampling defaults
     hub_options        how names of further models are resolved
     corpora            texts of the drafter `suffix`, indexed when a request needs them
-    knowledge          what the requests know of the candidates of the drafter `auto`
+    knowledge          measurements of the drafter `auto` about its candidates, which all requests share
     heads_name         the folder or hub id that the user named for heads of any kind or glide
     heads, glide, eagle  trained parts, if found
     draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder

@@ -27,7 +27,7 @@ _LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token cos
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
 ObjectType = Literal["text_completion", "chat.completion"]
 _FINISH_REASONS = {"length": "length", "eos": "stop", "stop": "stop", "loop": "loop"}
-# GPT-2's byte-level alphabet: printable bytes are written as themselves, the others as characters from 256 on.
+# GPT-2's byte-level alphabet: printable bytes are written as themselves, all other bytes as characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)}
@@ -217,7 +217,7 @@ class ReplyBuilder:
     def _usage(self) -> dict[str, Any]:
         written = sum(job.num_tokens for job in self._choices)
         jobs = list(self._choices)
-        # Of several texts of one prompt, the first reads what the others take over.
+        # Of several texts of one prompt, the first reads the prompt, and the prefix tree serves it to the rest.
         cached = sum(min(job.cached_tokens for job in jobs[start : start + self._options.n])
                      for start in range(0, len(jobs), self._options.n))
         return {"prompt_tokens": self._options.prompt_tokens, "completion_tokens": written,

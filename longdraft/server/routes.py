@@ -1,4 +1,4 @@
-"""All routes of the API: texts, models and tokens as OpenAI's and vLLM's clients know them, generations, and status."""
+"""All routes of the API: texts, models and tokens as in OpenAI's and vLLM's APIs, generations, and status."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_generate_many_releases_finished_requests(plain, monkeypatch):
     ended = 0
     while ended < 40:
         ended += next(texts)[1].finish_reason is not None
-    assert len(texts.gi_frame.f_locals["places"]) <= 2
+    assert len(texts.gi_frame.f_locals["indices"]) <= 2
     texts.close()
 
 
