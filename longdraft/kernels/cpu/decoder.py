@@ -34,7 +34,7 @@ class CpuDecoder:
 
     def __init__(self, kernels: _cpu.Kernels, dtype: torch.dtype, layers: Sequence[LayerWeights],
                  geometry: Geometry) -> None:
-        self._kernels, self._dtype = kernels, dtype
+        self.kernels, self.dtype = kernels, dtype
         self._layers = tuple(layers)  # keeps the tensors alive that the compiled decoder points to
         self._sinks: list[Tensor] = []  # likewise
         self._geometry = geometry
@@ -110,7 +110,7 @@ class CpuDecoder:
         weights = [w.native for w in linears if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
         require(shapes == list(wanted), f"weights {list(wanted)}", shapes)
-        require(all(w.is_bf16 == (self._dtype == torch.bfloat16) for w in weights), f"weights of {self._dtype}",
+        require(all(w.is_bf16 == (self.dtype == torch.bfloat16) for w in weights), f"weights of {self.dtype}",
                 "another dtype")
         return weights
 
@@ -166,7 +166,7 @@ class CpuDecoder:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         heads, (kv_heads, dim) = self._geometry.num_heads, self._largest
-        num_layers, rows, dtype = len(self._shapes), x.shape[0], self._dtype
+        num_layers, rows, dtype = len(self._shapes), x.shape[0], self.dtype
         width = self._hidden + self._input_width
         if x.shape != (rows, width):
             refuse(f"rows [R, {width}]", x.shape)
@@ -183,7 +183,7 @@ class CpuDecoder:
         reported = min(rows, REPORTED_ROWS) if len(texts) == 1 and texts[0].is_prompt else rows
         q, content, output = (torch.empty(num_layers, reported, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, reported, heads)
-        self._kernels.forward(
+        self.kernels.forward(
             self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
             [self._remainder_addresses(kv.remainder) for kv in texts],
             [self._tap_addresses(kv) for kv in texts], [self._delta_addresses(kv) for kv in texts], result.data_ptr(),
@@ -194,7 +194,7 @@ class CpuDecoder:
     def _native_stores(self, stores: Sequence[KVStore], length: int) -> list[_cpu.Store]:
         known = [store for store in stores if isinstance(store, CpuStore)]
         if [store.kind for store in known] != self._kinds:
-            refuse(f"stores of {self._shapes} heads and dimensions in {self._dtype}",
+            refuse(f"stores of {self._shapes} heads and dimensions in {self.dtype}",
                    [store.kind for store in known])
         native = [store.native for store in known]
         require_length(length, native)
@@ -232,11 +232,11 @@ class CpuDecoder:
                     f"different tapped layers, 0 to {len(self._layers)}", layers)
             self._known_taps = layers
         count = kv.k.shape[1]
-        require_tensor("tapped rows", rows, (len(layers), count, self._hidden), self._dtype)
+        require_tensor("tapped rows", rows, (len(layers), count, self._hidden), self.dtype)
         where, start = [0] * (len(self._layers) + 1), rows.data_ptr()
         for layer in layers:
             where[layer] = start
-            start += count * self._hidden * self._dtype.itemsize
+            start += count * self._hidden * self.dtype.itemsize
         return where
 
     def _delta_addresses(self, kv: LayersKV) -> list[list[int]]:
@@ -246,7 +246,7 @@ class CpuDecoder:
         require(len(kv.deltas) == len(self._deltas), f"rows of {len(self._deltas)} delta layers", len(kv.deltas))
         for delta, rows in zip(self._deltas, kv.deltas, strict=True):
             require(len(rows.mixed) == kv.k.shape[1], f"{kv.k.shape[1]} rows in a delta layer", len(rows.mixed))
-            cpu_delta.check_rows(delta.shape, rows, self._dtype)
+            cpu_delta.check_rows(delta.shape, rows, self.dtype)
         return [cpu_delta.row_addresses(rows) for rows in kv.deltas]
 
     def chain_arguments(self, states: Sequence[tuple[DeltaState, ...]]) -> list[list[int]]:
@@ -254,7 +254,7 @@ class CpuDecoder:
         require(len(states) == len(self._deltas), f"states of {len(self._deltas)} delta layers", len(states))
         for delta, three in zip(self._deltas, states, strict=True):
             for state in three:
-                cpu_delta.check_state(delta.shape, state, self._dtype)
+                cpu_delta.check_state(delta.shape, state, self.dtype)
             require(three[1].matrix.data_ptr() not in (three[0].matrix.data_ptr(), three[2].matrix.data_ptr()),
                     "a first row that writes to another state than it reads", "one")
         return [[part.data_ptr() for state in three for part in state] for three in states]
