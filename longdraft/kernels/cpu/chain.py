@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, ChainPlan, ModelLayers, Ranked
 from longdraft.kernels.cpu.decoder import CpuDecoder
-from longdraft.kernels.cpu.store import CpuLinear
+from longdraft.kernels.cpu.store import CpuLinear, native_stores
 from longdraft.kernels.launched import HostWork, LaunchedWork
+from longdraft.kernels.weights import Linear
 
 with suppress(ImportError):  # chains go step by step instead; native.py has the reason
     from longdraft.kernels.cpu import _cpu
@@ -43,23 +45,35 @@ class CompiledRanker(NamedTuple):
         return ranked
 
     def _chain(self, plan: ChainPlan, end: ChainEnd) -> NativeChain:
-        layers = plan.layers
+        layers, cache = plan.layers, plan.stores
         assert isinstance(layers, ModelLayers) and isinstance(layers.decoder, CpuDecoder)
-        decoder, weights, cache = layers.decoder, layers.weights, plan.stores
-        embedding, head, inputs = weights.embedding, weights.head, weights.inputs
-        assert isinstance(embedding, CpuLinear) and isinstance(head, CpuLinear)
+        decoder, model = layers.decoder, _models.get(layers)
+        if model is None:
+            model = _models[layers] = _native_model(layers)
         cos, sin = (part.contiguous() for part in plan.rotations)
-        stores, remainders = decoder.draft_arguments(cache.stores, cache.length, cache.remainder, cos, sin)
-        chain = _cpu.chain(
-            decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.embedding_factor,
-            weights.logits_divisor, weights.logits_cap, stores, cache.length, remainders,
-            decoder.chain_arguments(cache.states), self.choice, len(cos), self.length + len(plan.path) - 1,
-            self.width, self.within, self.banned_depth, *end, plan.path[0], plan.path[1:], cos.data_ptr(),
-            sin.data_ptr(), None if weights.part is None else weights.part.native,
-            [part.native for part in inputs[:2] if isinstance(part, CpuLinear)] if inputs else [],
-            0 if inputs is None else decoder.checked_norm(inputs.norm).data_ptr(),
-            inputs.factors(embedding.native.k, decoder.dtype) if inputs else [])
-        return NativeChain(decoder.kernels, chain, (decoder, weights, cache, self.choice, cos, sin))
+        chain = _cpu.Chain(
+            model=model, stores=native_stores(decoder.dtype, cache.stores, len(cache.stores)), length=cache.length,
+            remainder=cache.remainder, states=cache.states, choice=self.choice,
+            position=self.length + len(plan.path) - 1, width=self.width, within=self.within,
+            banned_depth=self.banned_depth, end=end, path=plan.path, cos=cos, sin=sin)
+        return NativeChain(decoder.kernels, chain, (layers, plan, self.choice, cos, sin))
+
+
+_models: WeakKeyDictionary[ModelLayers, _cpu.DraftModel] = WeakKeyDictionary()
+
+
+def _native_model(layers: ModelLayers) -> _cpu.DraftModel:
+    """The model as the compiled module reads it, where it is."""
+    decoder, weights, inputs = layers.decoder, layers.weights, layers.weights.inputs
+    assert isinstance(decoder, CpuDecoder)
+    embedding, head, *of_inputs = [part.native for part in _tables(layers) if isinstance(part, CpuLinear)]
+    return _cpu.DraftModel(
+        decoder=decoder.native, embedding=embedding, head=head, norm=weights.norm,
+        embedding_factor=weights.embedding_factor, logits_divisor=weights.logits_divisor,
+        logits_cap=weights.logits_cap, part=None if weights.part is None else weights.part.native,
+        inputs=(of_inputs[0], of_inputs[1]) if of_inputs else None,
+        input_norm=None if inputs is None else inputs.norm,
+        input_factors=() if inputs is None else inputs.factors(embedding.k, decoder.dtype))
 
 
 def supports(plan: ChainPlan) -> bool:
@@ -67,9 +81,13 @@ def supports(plan: ChainPlan) -> bool:
     layers = plan.layers
     if plan.shares_forwards or not isinstance(layers, ModelLayers) or not isinstance(layers.decoder, CpuDecoder):
         return False
-    inputs = layers.weights.inputs
-    tables = [layers.weights.embedding, layers.weights.head, *(inputs[:2] if inputs else ())]
-    return {type(table) for table in tables} == {CpuLinear}
+    return all(isinstance(table, CpuLinear) for table in _tables(layers))
+
+
+def _tables(layers: ModelLayers) -> list[Linear]:
+    """The matrices besides those of the layers: embedding, head, and those of the layers' inputs."""
+    weights = layers.weights
+    return [weights.embedding, weights.head, *(weights.inputs[:2] if weights.inputs else ())]
 
 
 class NativeChain(NamedTuple):
