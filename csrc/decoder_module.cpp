@@ -1,5 +1,5 @@
 // The Python bindings of whole decoders: their layers, forwards, chains of drafts, and the rule of delta layers.
-// cpu_decoder.py, native_draft.py and cpu_delta.py call them, with addresses and sizes that they have checked.
+// decoder.py, chain.py and delta.py of longdraft/kernels/cpu call them. The arrays' shapes and types are checked here.
 #include "module.h"
 
 #include "draft.h"
@@ -8,128 +8,274 @@
 namespace longdraft {
 namespace {
 
-using Addresses = std::vector<Address>;
+using LinearPair = std::pair<const Linear*, const Linear*>;
+using StateArrays = std::pair<Array, Array>;                               // history, matrix
+using DeltaArrays = std::tuple<StateArrays, StateArrays, Array, Array>;    // before, after, mixed, gates
+using ChainStateArrays = std::tuple<StateArrays, StateArrays, StateArrays>;  // before, and two that rows write to in turn
 
-// key heads, value heads, key dim, value dim, width; then the addresses of conv, decay, bias and norm.
-DeltaLayer delta_layer(const std::vector<long>& shape, const Addresses& weights, float eps) {
-    require(shape.size() == 5 && weights.size() == 4, "the shape and the weights of a delta layer");
-    return {shape[0], shape[1], shape[2], shape[3], shape[4], at<float>(weights[0]), at<float>(weights[1]),
-            at<float>(weights[2]), at<float>(weights[3]), eps};
+constexpr long DELTA_LANES = 16, MAX_DELTA_WIDTH = 16;
+
+// shape: key heads, value heads, key dim, value dim, width
+DeltaLayer delta_layer(const std::vector<long>& shape, const Array& conv, const Array& decay, const Array& bias,
+                       const Array& norm, float eps) {
+    require(shape.size() == 5 && *std::min_element(shape.begin(), shape.end()) > 0, "a shape of five numbers above 0");
+    DeltaLayer l = {shape[0], shape[1], shape[2], shape[3], shape[4], nullptr, nullptr, nullptr, nullptr, eps};
+    require(l.key_dim % DELTA_LANES == 0 && l.value_dim % DELTA_LANES == 0 && l.value_heads % l.key_heads == 0 &&
+                2 <= l.width && l.width <= MAX_DELTA_WIDTH,
+            "head dims that are multiples of 16, whole groups of heads, a width of 2 to 16");
+    l.conv = memory<float>("conv", conv, Type::FLOAT32, {l.width, channels(l)});
+    l.decay = memory<float>("decay", decay, Type::FLOAT32, {l.value_heads});
+    l.bias = memory<float>("bias", bias, Type::FLOAT32, {l.value_heads});
+    l.norm = memory<float>("norm", norm, Type::FLOAT32, {l.value_dim});
+    return l;
 }
 
-// heads: those of keys and values, and their dimension. source: -1, or a layer with a store before this one.
-void set_heads(Decoder& d, std::pair<long, long> heads, float query_factor, Address v_norm, long source, float scalar) {
-    Layer& l = d.layers.back();
-    require(source < static_cast<long>(d.num_stores()) - 1, "an earlier layer with keys and values");
-    require(0 < heads.first && heads.first <= d.kv_heads && 0 < heads.second && heads.second <= d.dim, "heads within the largest");
-    l.kv_heads = heads.first, l.dim = heads.second, l.query_factor = query_factor;
-    l.v_norm = at<void>(v_norm), l.source = source, l.scalar = scalar;
+DeltaState state_of(const DeltaLayer& l, bool bf16, const StateArrays& arrays) {
+    const long columns = l.value_dim % (2 * DELTA_LANES) ? DELTA_LANES : 2 * DELTA_LANES;
+    return {memory("a history", arrays.first, rows_type(bf16), {l.width - 1, channels(l)}),
+            memory<float>("a state", arrays.second, Type::FLOAT32,
+                          {l.value_heads, l.value_dim / columns, l.key_dim, columns})};
 }
 
-// shared: gate_up, down and gate of the shared expert, or nothing.
-Mixture mixture(const Linear& router, const std::vector<std::pair<Linear*, Linear*>>& mlps, const Routing& routing,
-                bool has_gelu, float alpha, float limit, const std::vector<Linear*>& shared) {
-    require(static_cast<long>(mlps.size()) == routing.count && 0 < routing.chosen && routing.chosen <= routing.count,
-            "a router of all experts, and no more chosen than there are");
-    require(shared.empty() || shared.size() == 3, "a whole shared expert");
-    Mixture made = {&router, {}, routing, has_gelu, alpha, limit, {}, nullptr};
-    for (const auto& [gate_up, down] : mlps) made.mlps.push_back({gate_up, down});
-    if (!shared.empty()) made.shared = {shared[0], shared[1]}, made.shared_gate = shared[2];
-    return made;
-}
-
-// Of the remainder's maps, for each store.
-std::vector<const float*> maps_at(const Addresses& remainders, size_t stores) {
-    require(remainders.empty() || remainders.size() == stores, "a remainder for each store, or none");
-    std::vector<const float*> maps;
-    for (Address remainder : remainders) maps.push_back(at<float>(remainder));
-    return maps;
-}
-
-// table, projection and norm of layer inputs, or nothing; the three factors.
-LayerInputs layer_inputs(const Decoder& d, const std::vector<const Linear*>& weights, Address norm, const std::vector<float>& by) {
-    if (weights.empty()) return {};
-    require(weights.size() == 2 && by.size() == 3 && weights[0]->k == weights[1]->n, "a table and a projection, three factors");
-    for (const Layer& l : d.layers)
-        require(l.extra.gate && l.extra.gate->n * static_cast<long>(d.layers.size()) == weights[1]->n, "an input for each layer");
-    return {weights[0], weights[1], at<void>(norm), by[0], by[1], by[2]};
-}
-
-DeltaState state_at(const Addresses& text, size_t first) { return {at<void>(text[first]), at<float>(text[first + 1])}; }
-
-// For each delta layer of a text: histories and states before and after the rows, mixed, gates.
-std::vector<DeltaRows> delta_rows(const std::vector<Addresses>& layers) {
-    std::vector<DeltaRows> rows;
-    for (const Addresses& t : layers) {
-        require(t.size() == 6, "two states, mixed and gates");
-        rows.push_back({state_at(t, 0), state_at(t, 2), at<void>(t[4]), at<float>(t[5])});
-    }
+DeltaRows rows_of(const DeltaLayer& l, bool bf16, long count, const DeltaArrays& arrays) {
+    const auto& [before, after, mixed, gates] = arrays;
+    const DeltaRows rows = {state_of(l, bf16, before), state_of(l, bf16, after),
+                            memory("mixed", mixed, rows_type(bf16), {count, channels(l)}),
+                            memory<float>("gates", gates, Type::FLOAT32, {count, 2 * l.value_heads})};
+    require(rows.before.matrix != rows.after.matrix, "two states");
     return rows;
 }
 
-void apply_delta(const Kernels& k, bool bf16, const std::vector<long>& shape, const Addresses& weights, float eps,
-                 const std::vector<long>& counts, const std::vector<Addresses>& texts, Address z, long z_stride, Address out,
-                 Address parent) {
-    const DeltaLayer layer = delta_layer(shape, weights, eps);
-    const long size = bf16 ? 2 : 4, width = layer.value_heads * layer.value_dim;
-    const std::vector<DeltaRows> rows = delta_rows(texts);
-    std::vector<DeltaText> found;
-    long row = 0;
-    for (size_t i = 0; i < rows.size(); row += counts[i], i++) {
-        require_order(at<int32_t>(parent) + row, counts[i]);
-        found.push_back({counts[i], rows[i].before.history, rows[i].before.matrix, rows[i].after.history,
-                         rows[i].after.matrix, rows[i].mixed, rows[i].gates,
-                         z ? at<void>(z + row * z_stride * size) : nullptr, z_stride, at<void>(out + row * width * size),
-                         at<int32_t>(parent) + row});
-    }
-    k.delta(bf16, layer, found.data(), static_cast<long>(found.size()));
+// Of each delta layer of a decoder.
+std::vector<DeltaRows> delta_rows(const Decoder& d, bool bf16, long count, const std::vector<DeltaArrays>& arrays) {
+    require(arrays.size() == d.num_deltas(), "rows of each delta layer");
+    std::vector<DeltaRows> rows;
+    for (const Layer& l : d.layers)
+        if (l.gates) rows.push_back(rows_of(l.delta, bf16, count, arrays[rows.size()]));
+    return rows;
 }
 
-void run_forward(const Kernels& k, const Decoder& decoder, const std::vector<std::vector<Store*>>& stores,
-                 const std::vector<long>& lengths, const std::vector<long>& counts, const std::vector<Addresses>& remainders,
-                 const std::vector<Addresses>& taps, const std::vector<std::vector<Addresses>>& deltas, Address x,
-                 Address cos, Address sin, Address parent, long reported, Address q, Address content, Address key,
-                 Address value, Address attended, Address lse, Address given, long given_stride) {
-    std::vector<TextKV> texts;
-    long rows = 0;
-    for (size_t i = 0; i < stores.size(); i++) {
-        require_order(at<int32_t>(parent) + rows, counts[i]);
-        require(decoder.fits(stores[i], deltas[i].size()), "a store or a state, and an MLP or experts, for each layer");
-        std::vector<void*> tapped;
-        for (Address tap : taps[i]) tapped.push_back(at<void>(tap));
-        require(tapped.empty() || tapped.size() == decoder.layers.size() + 1, "a tap for each layer and one more");
-        texts.push_back({stores[i], lengths[i], counts[i], maps_at(remainders[i], stores[i].size()), std::move(tapped),
-                         delta_rows(deltas[i])});
-        rows += counts[i];
+std::vector<ChainStates> chain_states(const Decoder& d, bool bf16, const std::vector<ChainStateArrays>& arrays) {
+    require(arrays.size() == d.num_deltas(), "states of each delta layer");
+    std::vector<ChainStates> states;
+    for (const Layer& l : d.layers)
+        if (l.gates) {
+            const auto& [before, first, second] = arrays[states.size()];
+            const ChainStates three = {state_of(l.delta, bf16, before), {state_of(l.delta, bf16, first), state_of(l.delta, bf16, second)}};
+            require(three.after[0].matrix != three.before.matrix && three.after[0].matrix != three.after[1].matrix,
+                    "a first row that writes to another state than it reads");
+            states.push_back(three);
+        }
+    return states;
+}
+
+// The remainder's maps [heads, dim + 1, dim + 1] of each layer with a store; empty for none.
+std::vector<const float*> maps_of(const Decoder& d, const LayerArrays& arrays) {
+    std::vector<const float*> maps;
+    if (arrays.each.empty()) return maps;
+    require(arrays.each.size() == d.num_stores(), "a remainder for each store, or none");
+    for (const Layer& l : d.layers)
+        if (l.has_store())
+            maps.push_back(memory<float>("a remainder", arrays.each[maps.size()], Type::FLOAT32,
+                                         {d.heads, l.dim + 1, l.dim + 1}));
+    return maps;
+}
+
+void require_stores(const Decoder& d, bool bf16, const std::vector<Store*>& stores, long length) {
+    for (const Store* store : stores) {
+        require(store->is_bf16 == bf16, "stores of the decoder's type");
+        require(0 <= length && length <= store->capacity(), "a length within the stores' positions");
     }
+    require(d.has_stores(stores), "a store of its shape for each layer, and an MLP or experts");
+}
+
+std::pair<const float*, const float*> rotations(const Decoder& d, long rows, const Array& cos, const Array& sin) {
+    const long width = d.num_ropes * d.dim / 2;
+    return {memory<float>("cos", cos, Type::FLOAT32, {rows, width}), memory<float>("sin", sin, Type::FLOAT32, {rows, width})};
+}
+
+// One text's part of a forward; `LayersKV` in Python.
+struct Text {
+    std::vector<Store*> stores;
+    long length;
+    Array k, v;
+    LayerArrays remainder;
+    std::vector<long> tapped;
+    Array taps;
+    std::vector<DeltaArrays> deltas;
+};
+
+// For each layer, and for the result: where to copy the rows that enter it, or null; empty without taps.
+std::vector<void*> taps_of(const Decoder& d, bool bf16, long hidden, long count, const Text& text) {
+    if (!text.taps) return {};
+    const long layers = static_cast<long>(text.tapped.size()), last = static_cast<long>(d.layers.size());
+    memory("tapped rows", text.taps, rows_type(bf16), {layers, count, hidden});
+    std::vector<void*> taps(static_cast<size_t>(last + 1));
+    for (long i = 0; i < layers; i++) {
+        const long layer = text.tapped[static_cast<size_t>(i)];
+        require(0 <= layer && layer <= last && !taps[static_cast<size_t>(layer)], "different tapped layers of the decoder");
+        taps[static_cast<size_t>(layer)] = text.taps.part(i).data;
+    }
+    return taps;
+}
+
+// Whether x [layers, count, heads, dim] are the rows from `row` on of a tensor [layers, rows, heads, dim] at `start`.
+bool is_slice(const Array& x, Type type, const char* start, long layers, long row, long count, long rows, long heads, long dim) {
+    const long wanted[] = {rows * heads * dim, heads * dim, dim, 1};
+    if (!x || x.type != type || !x.has_shape({layers, count, heads, dim}) || x.data != start + row * heads * dim * size_of(type))
+        return false;
+    for (long axis = 0; axis < 4; axis++)
+        if (x.shape[axis] != 1 && x.stride[axis] != wanted[axis]) return false;
+    return true;
+}
+
+void run_forward(const Kernels& k, const Decoder& d, const std::vector<const Text*>& texts, const Array& x, const Array& given,
+                 const Array& cos, const Array& sin, const Array& parents, const Array& q, const Array& content,
+                 const Array& attended, const Array& lse) {
+    require(!texts.empty() && x.axes == 2 && q.axes == 4, "texts, rows [R, hidden] and queries [L, R, H, D]");
+    const bool bf16 = x.type == Type::BFLOAT16;
+    const Type type = rows_type(bf16);
+    const long rows = x.shape[0], hidden = x.shape[1], reported = q.shape[1];
+    const long layers = static_cast<long>(d.num_stores());
+    require(d.layers[0].qkv->is_bf16 == bf16 && d.layers[0].qkv->k == hidden, "rows of the decoder's type and width");
     require(0 < reported && reported <= rows, "one or more of the rows to report");
-    forward(k, decoder, {rows, reported, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q),
-                         at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse),
-                         at<void>(given), given_stride},
-            texts);
+    const int32_t* parent = memory<int32_t>("parents", parents, Type::INT32, {rows});
+    std::vector<TextKV> placed;
+    long row = 0;
+    for (const Text* text : texts) {
+        const long count = text->k.axes == 4 ? text->k.shape[1] : 0;
+        const bool fits = count > 0 && row + count <= rows &&
+                          is_slice(text->k, type, texts[0]->k.data, layers, row, count, rows, d.kv_heads, d.dim) &&
+                          is_slice(text->v, type, texts[0]->v.data, layers, row, count, rows, d.kv_heads, d.dim);
+        require(fits, "keys and values [L, R, Hkv, D] of the rows' type, a slice for each text");
+        require_order(parent + row, count);
+        require_stores(d, bf16, text->stores, text->length);
+        placed.push_back({text->stores, text->length, count, maps_of(d, text->remainder), taps_of(d, bf16, hidden, count, *text),
+                          delta_rows(d, bf16, count, text->deltas)});
+        row += count;
+    }
+    require(row == rows, "as many keys and values as rows");
+    const long inputs = d.input_width();
+    require(inputs ? given.type == type && given.has_shape({rows, inputs}) && given.stride[1] == 1 : !given,
+            "the layers' inputs, rows of adjacent numbers");
+    const auto [turn_cos, turn_sin] = rotations(d, rows, cos, sin);
+    const DecoderRows all = {
+        rows, reported, turn_cos, turn_sin, parent, memory("rows", x, type, {rows, hidden}),
+        memory("queries", q, type, {layers, reported, d.heads, d.dim}), texts[0]->k.data, texts[0]->v.data,
+        memory("content", content, type, {layers, reported, d.heads, d.dim}),
+        memory("attention", attended, type, {layers, reported, d.heads, d.dim}),
+        memory<float>("lse", lse, Type::FLOAT32, {layers, reported, d.heads}), given.data, inputs ? given.stride[0] : 0};
+    nb::gil_scoped_release others_run;
+    forward(k, d, all, placed);
 }
 
-Chain chain(const Decoder& decoder, const Linear& embedding, const Linear& head, Address norm, float embedding_factor,
-            float logits_divisor, float logits_cap, const std::vector<Store*>& stores, long length,
-            const Addresses& remainders, const std::vector<Addresses>& states, const Choice& choice, long count, long position,
-            long width, double within, long banned_depth, const std::vector<double>& edges, const std::vector<double>& rates,
-            double least, int32_t root, const std::vector<int32_t>& path, Address cos, Address sin,
-            const PartOfVocabulary* part, const std::vector<const Linear*>& input_weights, Address input_norm,
-            const std::vector<float>& input_factors) {
-    for (int32_t token : path) require(0 <= token && token < embedding.n, "token ids of the table");
-    require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
-    require(0 <= root && root < embedding.n && decoder.fits(stores, states.size()),
-            "a token of the table, and a store or a state for each layer");
-    require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
-    std::vector<ChainStates> deltas;
-    for (const Addresses& s : states) {
-        require(s.size() == 6, "three states");
-        deltas.push_back({state_at(s, 0), {state_at(s, 2), state_at(s, 4)}});
+void apply_delta(const Kernels& k, bool bf16, const DeltaLayer& layer, const std::vector<DeltaArrays>& texts, const Array& z,
+                 const Array& out, const Array& parents) {
+    const long size = bf16 ? 2 : 4, width = layer.value_heads * layer.value_dim;
+    long rows = 0;
+    for (const DeltaArrays& text : texts) rows += std::get<2>(text).axes == 2 ? std::get<2>(text).shape[0] : 0;
+    require(!z || (z.type == rows_type(bf16) && z.has_shape({rows, width}) && z.stride[1] == 1), "z [R, Hv Dv] of the rows' type");
+    const int32_t* parent = memory<int32_t>("parents", parents, Type::INT32, {rows});
+    char* result = optional_memory<char>("a result", out, rows_type(bf16), {rows, width});
+    require(z.is_given == out.is_given, "z and a result, or neither");
+    std::vector<DeltaText> placed;
+    long row = 0;
+    for (const DeltaArrays& text : texts) {
+        const Array& mixed = std::get<2>(text);
+        const long count = mixed.axes == 2 ? mixed.shape[0] : 0;
+        require(count > 0, "one or more rows of each text");
+        const DeltaRows own = rows_of(layer, bf16, count, text);
+        require_order(parent + row, count);
+        placed.push_back({count, own.before.history, own.before.matrix, own.after.history, own.after.matrix, own.mixed, own.gates,
+                          z ? z.data + row * z.stride[0] * size : nullptr, z ? z.stride[0] : 0,
+                          result ? result + row * width * size : nullptr, parent + row});
+        row += count;
     }
-    return {{&decoder, &embedding, &head, at<void>(norm), embedding_factor, logits_divisor, logits_cap, part,
-             layer_inputs(decoder, input_weights, input_norm, input_factors)},
-            {stores, length, maps_at(remainders, stores.size()), std::move(deltas)}, &choice,
-            {count, position, width, within, banned_depth, {edges, rates, least}}, root, path, at<float>(cos), at<float>(sin)};
+    nb::gil_scoped_release others_run;
+    k.delta(bf16, layer, placed.data(), static_cast<long>(placed.size()));
+}
+
+// A layer with attention, or one with a state. Norms are of the rows' type, or float32 in all layers.
+Layer layer(const Array& attention_norm, const Linear& qkv, const Linear& out, const Array& mlp_norm, const DeltaLayer* delta,
+            const Linear* gates, long kv_heads, long dim, float query_factor, long window, const Array& q_norm, const Array& k_norm,
+            const Array& v_norm, bool norms_heads, bool rotates, std::pair<long, long> ropes, const Array& sinks, bool is_gated,
+            long source, const Array& attention_post_norm, const Array& mlp_post_norm, float scalar, std::optional<LinearPair> mlp,
+            const Mixture* mixture, const std::vector<Array>& beside, std::optional<LinearPair> extra, const Array& extra_norm) {
+    Layer l = {attention_norm.data, &qkv, &out, mlp_norm.data, window, q_norm.data, k_norm.data, norms_heads, rotates, ropes.first,
+               ropes.second, attention_post_norm.data, mlp_post_norm.data, is_gated, gates, delta ? *delta : DeltaLayer{}};
+    require((delta == nullptr) == (gates == nullptr), "the weights and the gates of a delta layer");
+    l.sinks = reinterpret_cast<const float*>(sinks.data);
+    l.kv_heads = kv_heads;
+    l.dim = dim;
+    l.query_factor = query_factor;
+    l.v_norm = v_norm.data;
+    l.source = source;
+    l.scalar = scalar;
+    if (mlp) l.mlp = {mlp->first, mlp->second};
+    if (mixture) l.mixture = *mixture;
+    require(beside.empty() || beside.size() == 4, "four norms of a mixture beside an MLP");
+    if (!beside.empty()) l.beside = BesideNorms{beside[0].data, beside[1].data, beside[2].data, beside[3].data};
+    if (extra) l.extra = {extra->first, extra->second, extra_norm.data};
+    return l;
+}
+
+void add_layer(Decoder& d, const Layer& l) {
+    if (!l.gates) {
+        require(0 < l.kv_heads && l.kv_heads <= d.kv_heads && 0 < l.dim && l.dim <= d.dim, "heads within the largest");
+        require(l.source < static_cast<long>(d.num_stores()), "an earlier layer with keys and values");
+    }
+    d.layers.push_back(l);
+}
+
+// shared: gate_up and down of the shared expert, and its gate.
+Mixture mixture(const Linear& router, const std::vector<LinearPair>& mlps, long chosen, bool normalises, bool rounds,
+                const Array& scales, bool has_gelu, float alpha, float limit, std::optional<LinearPair> shared,
+                const Linear* shared_gate) {
+    const long count = static_cast<long>(mlps.size());
+    require(router.n == count && 0 < chosen && chosen <= count, "a router of all experts, and no more chosen than there are");
+    require(shared.has_value() == (shared_gate != nullptr), "a shared expert and its gate");
+    Mixture made = {&router, {}, {count, chosen, normalises, rounds, optional_memory<float>("scales of experts", scales, Type::FLOAT32, {count})},
+                    has_gelu, alpha, limit, {}, shared_gate};
+    for (const auto& [gate_up, down] : mlps) made.mlps.push_back({gate_up, down});
+    if (shared) made.shared = {shared->first, shared->second};
+    return made;
+}
+
+DraftModel draft_model(const Decoder& d, const Linear& embedding, const Linear& head, const Array& norm, float embedding_factor,
+                       float logits_divisor, float logits_cap, const PartOfVocabulary* part, std::optional<LinearPair> inputs,
+                       const Array& input_norm, std::vector<float> input_factors) {
+    require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
+    const Type type = d.float_norms ? Type::FLOAT32 : rows_type(head.is_bf16);
+    DraftModel model = {&d, &embedding, &head, memory("a norm", norm, type, {embedding.k}), embedding_factor, logits_divisor,
+                        logits_cap, part, {}};
+    require(inputs.has_value() == (d.input_width() > 0), "inputs where the layers have some");
+    if (inputs) {
+        const auto [table, projection] = *inputs;
+        require(table->k == d.input_width() && projection->n == table->k && input_factors.size() == 3,
+                "a table and a projection of an input for each layer, and three factors");
+        model.inputs = {table, projection, memory("the norm of inputs", input_norm, type, {table->k / static_cast<long>(d.layers.size())}),
+                        input_factors[0], input_factors[1], input_factors[2]};
+    }
+    return model;
+}
+
+// path: the text's last token, then drafted tokens that the chain continues.
+Chain chain(const DraftModel& model, const std::vector<Store*>& stores, long length, const LayerArrays& remainder,
+            const std::vector<ChainStateArrays>& states, const Choice& choice, long position, long width, double within,
+            long banned_depth, std::tuple<std::vector<double>, std::vector<double>, double> end,
+            const std::vector<int32_t>& path, const Array& cos, const Array& sin) {
+    const Decoder& d = *model.decoder;
+    const bool bf16 = model.head->is_bf16;
+    auto& [edges, rates, least] = end;
+    const long count = cos.axes == 2 ? cos.shape[0] : 0;
+    require(!path.empty(), "the last token of a text");
+    for (int32_t token : path) require(0 <= token && token < model.embedding->n, "token ids of the table");
+    require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
+    require_stores(d, bf16, stores, length);
+    const auto [turn_cos, turn_sin] = rotations(d, count, cos, sin);
+    return {model, {stores, length, maps_of(d, remainder), chain_states(d, bf16, states)}, &choice,
+            {count, position, width, within, banned_depth, {std::move(edges), std::move(rates), least}}, path[0],
+            {path.begin() + 1, path.end()}, turn_cos, turn_sin};
 }
 
 std::vector<RankedPair> pairs_of(std::vector<Ranked> places) {
@@ -146,48 +292,53 @@ std::vector<std::vector<RankedPair>> run_draft_apart(const Kernels& k, const std
     return found;
 }
 
+// A bound class whose constructor is a function that makes one.
+template <class T, class... Args, class... Extra> void constructor(nb::class_<T>& type, T (*make)(Args...), const Extra&... extra) {
+    type.def("__init__", [make](T* made, Args... args) { new (made) T(make(std::forward<Args>(args)...)); }, extra...);
+}
+
 }  // namespace
 
 void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
     using namespace nb::literals;
+    nb::class_<DeltaLayer> delta_class(m, "DeltaLayer");
+    constructor(delta_class, &delta_layer, "shape"_a, "conv"_a, "decay"_a, "bias"_a, "norm"_a, "eps"_a);
+    nb::class_<Mixture> mixture_class(m, "Mixture");
+    constructor(mixture_class, &mixture, nb::kw_only(), "router"_a, "mlps"_a, "chosen"_a, "normalises"_a, "rounds"_a,
+                "scales"_a.none(), "has_gelu"_a, "alpha"_a, "limit"_a, "shared"_a.none(), "shared_gate"_a.none());
+    nb::class_<Layer> layer_class(m, "Layer");
+    constructor(layer_class, &layer, nb::kw_only(), "attention_norm"_a, "qkv"_a, "out"_a, "mlp_norm"_a, "delta"_a.none() = nb::none(),
+                "gates"_a.none() = nb::none(), "kv_heads"_a = 0, "dim"_a = 0, "query_factor"_a = 1.0f, "window"_a = 0,
+                "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "v_norm"_a.none() = nb::none(),
+                "norms_heads"_a = false, "rotates"_a = false, "ropes"_a = std::pair<long, long>(0, 0),
+                "sinks"_a.none() = nb::none(), "is_gated"_a = false, "source"_a = -1, "attention_post_norm"_a.none() = nb::none(),
+                "mlp_post_norm"_a.none() = nb::none(), "scalar"_a = 1.0f, "mlp"_a.none() = nb::none(),
+                "mixture"_a.none() = nb::none(), "beside"_a = nb::make_tuple(), "extra"_a.none() = nb::none(),
+                "extra_norm"_a.none() = nb::none());
     nb::class_<Decoder>(m, "Decoder")
-        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm,
-                            bool rounds_once, float residual_factor, bool has_gelu, long num_ropes, bool float_norms) {
-            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, residual_factor, has_gelu, num_ropes,
-                            float_norms, {}}; })
-        .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
-                       long window, Address q_norm, Address k_norm, bool norms_heads, bool rotates,
-                       std::pair<long, long> ropes, Address attention_post_norm, Address mlp_post_norm, bool is_gated,
-                       Address sinks) {
-            d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), window, at<void>(q_norm),
-                                at<void>(k_norm), norms_heads, rotates, ropes.first, ropes.second,
-                                at<void>(attention_post_norm), at<void>(mlp_post_norm), is_gated, nullptr, {},
-                                at<float>(sinks)}); })
-        .def("add_delta", [](Decoder& d, Address attention_norm, const Linear& qkvz, const Linear& out, Address mlp_norm,
-                             const Linear& gates, const std::vector<long>& shape, const Addresses& weights, float eps) {
-            d.layers.push_back({at<void>(attention_norm), &qkvz, &out, at<void>(mlp_norm), 0, nullptr, nullptr, false, false,
-                                0, 0, nullptr, nullptr, false, &gates, delta_layer(shape, weights, eps)}); })
-        .def("set_heads", &set_heads)
-        .def("set_extra", [](Decoder& d, const Linear& gate, const Linear& out, Address norm) {
-            d.layers.back().extra = {&gate, &out, at<void>(norm)}; })
-        .def("set_beside", [](Decoder& d, Address mlp_post, Address experts, Address router, Address experts_post) {
-            d.layers.back().beside = {at<void>(mlp_post), at<void>(experts), at<void>(router), at<void>(experts_post)}; })
-        .def("set_mlp", [](Decoder& d, const Linear& gate_up, const Linear& down) { d.layers.back().mlp = {&gate_up, &down}; })
-        .def("set_mixture", [](Decoder& d, const Linear& router, const std::vector<std::pair<Linear*, Linear*>>& mlps,
-                               long chosen, bool normalises, bool rounds, Address scales, bool has_gelu, float alpha,
-                               float limit, const std::vector<Linear*>& shared) {
-            d.layers.back().mixture = mixture(router, mlps, {router.n, chosen, normalises, rounds, at<float>(scales)},
-                                              has_gelu, alpha, limit, shared); });
+        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm, bool rounds_once,
+                            float residual_factor, bool has_gelu, long num_ropes, bool float_norms) {
+            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, residual_factor, has_gelu, num_ropes, float_norms, {}};
+        }, nb::kw_only(), "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "post_norm"_a, "rounds_once"_a, "residual_factor"_a,
+           "has_gelu"_a, "num_ropes"_a, "float_norms"_a)
+        .def("add", &add_layer, nb::keep_alive<1, 2>());
+    nb::class_<Text>(m, "Text")
+        .def("__init__", [](Text* text, std::vector<Store*> stores, long length, Array k, Array v, LayerArrays remainder,
+                            std::vector<long> tapped, Array taps, std::vector<DeltaArrays> deltas) {
+            new (text) Text{std::move(stores), length, k, v, std::move(remainder), std::move(tapped), taps, std::move(deltas)};
+        }, "stores"_a, "length"_a, "k"_a, "v"_a, "remainder"_a.none(), "tapped"_a, "taps"_a.none(), "deltas"_a);
+    nb::class_<DraftModel> model_class(m, "DraftModel");
+    constructor(model_class, &draft_model, nb::kw_only(), "decoder"_a, "embedding"_a, "head"_a, "norm"_a, "embedding_factor"_a,
+                "logits_divisor"_a, "logits_cap"_a, "part"_a.none(), "inputs"_a.none(), "input_norm"_a.none(), "input_factors"_a);
+    nb::class_<Chain> chain_class(m, "Chain");
+    constructor(chain_class, &chain, nb::kw_only(), "model"_a, "stores"_a, "length"_a, "remainder"_a.none(), "states"_a, "choice"_a,
+                "position"_a, "width"_a, "within"_a, "banned_depth"_a, "end"_a, "path"_a, "cos"_a, "sin"_a);
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
-    kernels.def("delta", &apply_delta, free_gil);
-    kernels.def("forward", &run_forward, free_gil);
+    kernels.def("delta", &apply_delta, "bf16"_a, "layer"_a, "texts"_a, "z"_a.none(), "out"_a.none(), "parents"_a);
+    kernels.def("forward", &run_forward, "decoder"_a, "texts"_a, "x"_a, "given"_a.none(), "cos"_a, "sin"_a, "parents"_a, "q"_a,
+                "content"_a, "attended"_a, "lse"_a);
     kernels.def("draft", &run_draft, free_gil);
     kernels.def("draft_apart", &run_draft_apart, free_gil);
-    nb::class_<Chain>(m, "Chain");
-    m.def("chain", &chain, "decoder"_a, "embedding"_a, "head"_a, "norm"_a, "embedding_factor"_a, "logits_divisor"_a,
-          "logits_cap"_a, "stores"_a, "length"_a, "remainders"_a, "states"_a, "choice"_a, "count"_a, "position"_a, "width"_a,
-          "within"_a, "banned_depth"_a, "edges"_a, "rates"_a, "least"_a, "root"_a, "path"_a, "cos"_a, "sin"_a,
-          "part"_a.none(), "input_weights"_a, "input_norm"_a, "input_factors"_a);
 }
 
 }  // namespace longdraft

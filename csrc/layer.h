@@ -67,10 +67,13 @@ struct Decoder {
     size_t num_stores() const {
         return static_cast<size_t>(std::count_if(layers.begin(), layers.end(), [](const Layer& l) { return l.has_store(); }));
     }
-    // Whether there is a store for each layer with keys and values of its own, of its shape, a state for each delta layer,
-    // and an MLP or experts for all.
-    bool fits(const std::vector<Store*>& stores, size_t states) const {
-        if (states != num_deltas() || stores.size() != num_stores()) return false;
+    // Numbers of the inputs of all layers besides x.
+    long input_width() const {
+        return layers.empty() || !layers[0].extra.gate ? 0 : layers[0].extra.gate->n * static_cast<long>(layers.size());
+    }
+    // Whether there is a store for each layer with keys and values of its own, of its shape, and an MLP or experts for all.
+    bool has_stores(const std::vector<Store*>& stores) const {
+        if (stores.size() != num_stores()) return false;
         auto store = stores.begin();
         return std::all_of(layers.begin(), layers.end(), [&](const Layer& l) {
             const bool same = !l.has_store() || ((*store)->heads == l.kv_heads && (*store)->dim == l.dim);

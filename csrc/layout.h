@@ -267,6 +267,9 @@ struct DeltaLayer {
     float eps;                                // of the norm
 };
 
+// C: q, k and v of a row.
+inline long channels(const DeltaLayer& l) { return 2 * l.key_heads * l.key_dim + l.value_heads * l.value_dim; }
+
 // One text's rows in a delta layer. The states are blocks of columns, 32, or 16 if value_dim is no multiple of 32:
 // [value_heads][value_dim / columns][key_dim][columns].
 struct DeltaText {

@@ -1,11 +1,14 @@
-// What the files of bindings share: addresses from Python, and checks.
+// What the files of bindings share: checks, and addresses of the operations that still take them.
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "arrays.h"
 #include "choice.h"
 #include "layout.h"
 
@@ -24,7 +27,7 @@ using RankedPair = std::pair<std::vector<int64_t>, double>;  // Ranked, for Pyth
 inline RankedPair pair_of(Ranked ranked) { return {std::move(ranked.tokens), ranked.lead}; }
 
 inline void require(bool condition, const char* wanted) {
-    if (!condition) throw std::invalid_argument(std::string("CPU kernels want ") + wanted);
+    if (!condition) refuse(wanted);
 }
 
 inline void require_order(const int32_t* parent, long rows) {

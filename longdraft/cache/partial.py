@@ -41,7 +41,7 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.remainder import new_fit
 from longdraft.errors import check
 from longdraft.kernels import AttentionRows, Kernels, LayersKV
-from longdraft.kernels.native_draft import DraftStores
+from longdraft.kernels.chain_plan import DraftStores
 from longdraft.kernels.native_remainder import RemainderFit
 
 CacheMode = Literal["dynamic", "static", "full"]

@@ -49,10 +49,10 @@ from longdraft.drafters.self_draft import MagicDecOptions, SelfDrafter, TokenSwi
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
 from longdraft.errors import UsageError
+from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
-from longdraft.parts.heads import Heads
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter
@@ -196,7 +196,7 @@ def _build_medusa(options: MedusaOptions, resources: Resources) -> Drafter:
 
 def _build_draft_model(options: DraftModelOptions, resources: Resources) -> Drafter:
     assert resources.draft is not None
-    return DraftModelDrafter(options, resources.draft, resources.model, resources.sampler)
+    return DraftModelDrafter(options, resources.draft, resources.model, resources.sampler, resources.clock)
 
 
 def _build_glide(options: GlideOptions, resources: Resources) -> Drafter:
@@ -212,7 +212,7 @@ def _build_eagle(options: EagleOptions, resources: Resources) -> Drafter:
 
 def _build_triforce(options: TriForceOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, *_ = resources
-    return TriForceDrafter(options, model, cache, sampler, params, resources.draft)
+    return TriForceDrafter(options, model, cache, sampler, params, resources.draft, resources.clock)
 
 
 DRAFTERS: dict[str, DrafterSpec] = {

@@ -18,8 +18,8 @@ from torch import Tensor
 from longdraft.cache.partial import PartialCache
 from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
+from longdraft.kernels.chain_plan import NEVER, ChainEnd, ChainPlan, Ranked
 from longdraft.kernels.launched import LaunchedWork
-from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transformer
 from longdraft.request.context import Context
 from longdraft.request.tree import Trie
@@ -30,14 +30,20 @@ from longdraft.speculation.routine import CostClock, Routine
 class DraftModel(Protocol):
     """A model that gives logits after the text and drafted tokens."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+
     def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
         """Logits [1, V] after `path`: the last token of the text, then drafted tokens. None: the model is still
         reading the text, and drafts nothing in this step."""
 
-    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
-        """The guesses of a chain after `path`, place by place, in one call. None where that is not possible: see
-        `Chain._step_by_step`, which gives the same guesses."""
+    def plan(self, context: Context, path: Sequence[int], length: int) -> ChainPlan | None:
+        """The chain of `length` tokens after `path`, 1 or more, to be drafted in one call; None: it goes step by step.
+        A plan holds until the next call of a method."""
+
+    def has_drafted(self, context: Context, path: Sequence[int], drafted: Sequence[Ranked]) -> None:
+        """The plan was carried out, with these guesses."""
 
 
 class Chain(NamedTuple):
@@ -64,43 +70,68 @@ class Chain(NamedTuple):
         Returns the chain's last node, and `path` with the chain's tokens. The chain is shorter where the model has no
         guess, and where `confidence` ends it.
         """
-        node, path, end = 0, list(path), self.confidence.end() if self.confidence else NEVER
-        places = yield from self.draft_model.draft_natively(context, path, length, self.sampler, self.width,
-                                                            self.margin, end)
-        if places is None:
-            places = yield from self._step_by_step(context, path, length, end)
+        end = self.confidence.end() if self.confidence else NEVER
+        drafted = yield from self.in_one_call(context, path, length, end)
+        if drafted is None:
+            drafted = yield from self.step_by_step(context, path, length, end)
+        node = 0
         best, leads = list[int](), list[float]()
-        for tokens, lead in places:
+        for tokens, lead in drafted:
             parent = node
-            for place, token in enumerate(tokens):
+            for rank, token in enumerate(tokens):
                 child = trie.add(parent, token, self.source)
-                if place == 0:
+                if rank == 0:
                     node = child
                     best.append(token)
             leads.append(lead)
         if self.confidence:
             self.confidence.expect(best, leads)
-        return node, path + best
+        return node, [*path, *best]
 
-    def _step_by_step(self, context: Context, path: Sequence[int], length: int, end: ChainEnd
-                      ) -> Routine[list[Ranked]]:
-        """The guesses of a chain after `path`, place by place, with a forward of the draft model for each."""
-        places: list[Ranked] = []
-        path, reached = list(path), 1.0  # P(all tokens so far become text)
-        while len(places) < length and reached >= end.least:
+    def in_one_call(self, context: Context, path: Sequence[int], length: int,
+                    end: ChainEnd = NEVER) -> LaunchedWork[list[Ranked] | None]:
+        """The guesses of `step_by_step`, without a return to Python for each token; None where that is not possible."""
+        if length < 1:
+            return None
+        ranker = self.sampler.ranker(context, self.draft_model.vocabulary, self.width, self.margin)
+        plan = None if ranker is None else self.draft_model.plan(context, path, length)
+        if ranker is None or plan is None:
+            return None
+        drafted = yield from ranker.draft(plan, end)
+        if drafted is not None:
+            self.draft_model.has_drafted(context, path, drafted)
+        return drafted
+
+    def step_by_step(self, context: Context, path: Sequence[int], length: int,
+                     end: ChainEnd = NEVER) -> Routine[list[Ranked]]:
+        """The guesses of a chain after `path`, token by token, with a forward of the draft model for each. This defines
+        the guesses of a chain."""
+        drafted: list[Ranked] = []
+        path = list(path)
+        reached = 1.0  # P(all tokens so far become text)
+        while len(drafted) < length and reached >= end.least:
             logits = yield from self.draft_model.next_logits(context, path)
             if logits is None:
                 break
-            places.append((yield from self.sampler.rank_later(logits[0], context, path[1:], self.width,
-                                                              within=self.margin)))
-            if not places[-1].tokens:
+            ranked = yield from self.sampler.rank_later(logits[0], context, path[1:], self.width, within=self.margin)
+            drafted.append(ranked)
+            if not ranked.tokens:
                 break
-            path.append(places[-1].tokens[0])
-            reached *= end.rate(places[-1].lead)
-        return places
+            path.append(ranked.tokens[0])
+            reached *= end.rate(ranked.lead)
+        return drafted
 
 
 _SMALL_BYTES = 16 << 20  # of weights that processors' caches hold: texts gain little by reading them together
+
+
+def shares_forwards(model: Transformer, clock: CostClock | None) -> bool:
+    """Whether a text's drafts with this model share forwards with those of others, where a forward reads the weights
+    once for all. False: the text runs alone, or the weights are so small that one call for a whole chain gains more.
+
+    clock  of the request; None: the request runs alone
+    """
+    return clock is not None and clock.batch_size > 1 and model.weights_bytes > _SMALL_BYTES
 
 
 class SelfDraftModel:
@@ -113,36 +144,25 @@ class SelfDraftModel:
         self._whole_model = model
         self._cache = cache
         self._clock = clock
-        self._vocabulary = vocabulary
-        self._is_small = model.weights_bytes <= _SMALL_BYTES
+        self._draft_vocabulary = vocabulary
 
     @property
-    def _drafts_alone(self) -> bool:
-        """Whether drafts of this request share no forwards with those of others: there are none, or the weights are so
-        small that to read them together gains less than one call for the whole chain."""
-        return self._is_small or self._clock is None or self._clock.batch_size == 1
+    def vocabulary(self) -> int:
+        return self._whole_model.config.vocab_size
 
     def _model(self, context: Context) -> Transformer:
         """The model that drafts now. Where requests share forwards, it is the one with the whole vocabulary."""
-        return self._vocabulary.model(context) if self._vocabulary and self._drafts_alone else self._whole_model
+        if self._draft_vocabulary is None or shares_forwards(self._whole_model, self._clock):
+            return self._whole_model
+        return self._draft_vocabulary.model(context)
 
-    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
-        """The guesses of a chain after `path`, place by place, drafted in one call. None where that is not possible,
-        or where requests share the forwards of their drafts, which read the weights once for all. A device reads them
-        once for the chains of all requests."""
-        shares_chains = sampler.on_device is not None and sampler.on_device.shares_chains
-        if length < 1 or not (self._drafts_alone or shares_chains):
-            return None
-        model = self._model(context)
-        ranking = sampler.native_ranking(context, model.config.vocab_size, width, margin)
-        if ranking is None:
-            return None
-        places = yield from model.draft_chain(self._cache.draft_stores, ranking, end, path[0], path[1:],
-                                              len(context) + len(path) - 1, length)
-        if places is not None:
-            self._cache.add_drafts(len(places))
-        return places
+    def plan(self, context: Context, path: Sequence[int], length: int) -> ChainPlan:
+        shares = shares_forwards(self._whole_model, self._clock)
+        return self._model(context).chain_plan(self._cache.draft_stores, path, len(context) - 2 + len(path), length,
+                                               shares)
+
+    def has_drafted(self, context: Context, path: Sequence[int], drafted: Sequence[Ranked]) -> None:
+        self._cache.add_drafts(len(drafted))
 
     def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
         return (yield from self.forward(context, path)).logits

@@ -15,7 +15,7 @@ from longdraft.request.context import Context
 from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import Routine
+from longdraft.speculation.routine import CostClock, Routine
 
 DRAFT = "draft"  # the source of the guesses in the statistics
 _BUDGET, _SINKS, _REFRESH = 1024, 4, 256
@@ -59,23 +59,30 @@ class DraftModelOptions(DrafterOptions):
         return self.budget if self.cache == "streaming" else 0
 
 
-def windowed(model: Transformer, target: Transformer, budget: int, sinks: int, refresh: int) -> StreamingDraftModel:
-    """`model` as a drafter of `target` that reads a window of the text. UsageError if its context is smaller."""
+def windowed(model: Transformer, target: Transformer, budget: int, sinks: int, refresh: int,
+             clock: CostClock | None = None) -> StreamingDraftModel:
+    """`model` as a drafter of `target` that reads a window of the text. UsageError if its context is smaller.
+
+    clock  of the request; None: the request runs alone
+    """
     most = model.config.max_positions
     check(budget <= most, "budget", budget, f"at most {most}, the draft model's context")
     check(sinks + refresh < budget, "budget", budget, f"more than sinks and refresh, {sinks + refresh}; the "
           "draft model's context must hold them")
-    return StreamingDraftModel(model, target.config.vocab_size, budget, sinks, refresh)
+    return StreamingDraftModel(model, target.config.vocab_size, budget, sinks, refresh, clock)
 
 
 class DraftModelDrafter:
-    def __init__(self, options: DraftModelOptions, draft: Transformer, target: Transformer, sampler: Sampler) -> None:
+    """clock: of the request; None: the request runs alone."""
+
+    def __init__(self, options: DraftModelOptions, draft: Transformer, target: Transformer, sampler: Sampler,
+                 clock: CostClock | None = None) -> None:
         self._length = options.chain
         if options.cache == "full":
             most = draft.config.max_positions
-            self._draft_model = windowed(draft, target, most, _SINKS, refresh=max(1, most // 4))
+            self._draft_model = windowed(draft, target, most, _SINKS, max(1, most // 4), clock)
         else:
-            self._draft_model = windowed(draft, target, options.budget, options.sinks, options.refresh)
+            self._draft_model = windowed(draft, target, options.budget, options.sinks, options.refresh, clock)
         self.confidence = Confidence()
         self._chain = Chain(self._draft_model, sampler, options.width, DRAFT, confidence=self.confidence)
 

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from longdraft.errors import UsageError, check
-from longdraft.kernels import native_draft
-from longdraft.kernels.native_draft import PartOfVocabulary
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary, can_part, part_of_vocabulary
 from longdraft.model.transformer import Transformer
 from longdraft.parts.draft_copy import outweighs_cache
 from longdraft.request.context import Context
@@ -54,7 +53,7 @@ def vocabulary_size(asked: VocabularySize, model: Transformer) -> int | None:
     total, head = model.config.vocab_size, model.weights.head
     if asked in (ALL, total):
         return None
-    is_possible = native_draft.can_part(model.kernels, head)
+    is_possible = can_part(model.kernels, head)
     if asked == AUTO:
         saved = head.nbytes * (1 - _AUTO_SIZE / total) / model.weights_bytes
         pays = total > _AUTO_MIN_VOCABULARY and saved >= _AUTO_MIN_SAVED and outweighs_cache(model)
@@ -108,7 +107,7 @@ class DraftVocabulary:
             self._lacks_tokens |= not self._is_in[new].all()
             if not self._lacks_tokens or len(context) < self._made_at + _RENEW_AFTER:
                 return self._limited
-        self._part = native_draft.part_of_vocabulary(self._model.kernels, self._model.weights.head, self._frequent())
+        self._part = part_of_vocabulary(self._model.kernels, self._model.weights.head, self._frequent())
         self._limited = self._model.with_part_of_vocabulary(self._part)
         self._made_at, self._lacks_tokens = len(context), False
         return self._limited

@@ -19,16 +19,14 @@ from torch import Tensor
 from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TappedRows
 from longdraft.cache.window import RowWindow
-from longdraft.drafters.layer_drafter import LayerDrafter
+from longdraft.drafters.layer_drafter import LayerDrafter, rotations_after
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.errors import check
-from longdraft.kernels.launched import LaunchedWork
-from longdraft.kernels.native_draft import ChainEnd, Ranked
+from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked, TrainedLayers
 from longdraft.parts.eagle import Eagle
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import common_prefix
-from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import atomic
 
@@ -82,6 +80,10 @@ class EagleDraftModel:
         self._outputs: list[Tensor] = []  # [1, hidden] of the text's last row and of each draft
 
     @property
+    def vocabulary(self) -> int:
+        return self._head.vocabulary
+
+    @property
     def nbytes(self) -> int:
         """Of the rows and of the states that are not yet read."""
         return self.rows.nbytes + self._taps.nbytes
@@ -94,32 +96,31 @@ class EagleDraftModel:
             return None
         wanted = path[1:]
         common = common_prefix(wanted, self._drafts)
-        self.rows.num_drafts = common
-        del self._drafts[common:], self._outputs[common + 1 :]
+        self._forget_drafts(common)
         for token in wanted[common:]:
             self._forward(self._head.fed_back(self._outputs[-1]), [token], self.rows.end + self.rows.num_drafts)
             self._drafts.append(token)
         return self._head.logits(self._outputs[-1])
 
-    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
-        """See `DraftModel`. Only on a device, where the rows of the drafts are forgotten: the next step computes them
-        from the target's states."""
-        if not sampler.on_device or length < 1 or len(path) != 1 or not self._head.shares_kernels:
+    def plan(self, context: Context, path: Sequence[int], length: int) -> ChainPlan | None:
+        """See `DraftModel`. Only after the text itself."""
+        if len(path) != 1 or not self._head.shares_kernels:
             return None
         self._read_text(context)
-        vocabulary = self._head.vocabulary
-        ranking = sampler.native_ranking(context, vocabulary, width, margin)
-        if not self._outputs or not isinstance(ranking, DeviceRanking):
+        if not self._outputs:
             return None
-        self.rows.num_drafts, self._drafts = 0, []
-        del self._outputs[1:]
-        end_of_rows = self.rows.end
-        cos, sin = self._head.rotations(range(end_of_rows, end_of_rows + max(1, length - 1)), on_host=True)
-        rotations = cos[: length - 1], sin[: length - 1]
-        return (yield from ranking.sampler.draft_layers(
-            self._head, self._head.kernels, self.rows.stores, self.rows.length, self._outputs[0], vocabulary, rotations,
-            ranking, end))
+        self._forget_drafts(0)
+        layers = TrainedLayers(self._head, self._head.kernels, self._outputs[0])
+        return ChainPlan(layers, path, length, DraftStores(self.rows.stores, self.rows.length),
+                         rotations_after(self._head.rotations, self.rows.end, length))
+
+    def has_drafted(self, context: Context, path: Sequence[int], drafted: Sequence[Ranked]) -> None:
+        """The rows of the drafts are forgotten: the next step computes them from the target's states."""
+
+    def _forget_drafts(self, kept: int) -> None:
+        """Keep the first `kept` drafts and drop the others."""
+        self.rows.num_drafts = kept
+        del self._drafts[kept:], self._outputs[kept + 1 :]
 
     def _read_text(self, context: Context) -> None:
         """Read the rows whose states are new: of many, the first and the latest ones that the head can see."""

@@ -13,16 +13,14 @@ from torch import Tensor
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.window import RowWindow
-from longdraft.drafters.layer_drafter import LayerDrafter
+from longdraft.drafters.layer_drafter import LayerDrafter, rotations_after
 from longdraft.drafters.options import DrafterOptions, check_chain
-from longdraft.kernels.launched import LaunchedWork
-from longdraft.kernels.native_draft import ChainEnd, Ranked
+from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked, TrainedLayers
 from longdraft.model.transformer import Transformer
 from longdraft.parts.glide import Glide, GlideRows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import common_prefix
-from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import atomic
 
@@ -61,6 +59,10 @@ class GlideDraftModel:
         self._hidden: list[Tensor] = []  # [1, hidden] of the text's last token and of each draft
 
     @property
+    def vocabulary(self) -> int:
+        return self._glide.vocabulary
+
+    @property
     def nbytes(self) -> int:
         return self.rows.nbytes
 
@@ -70,8 +72,7 @@ class GlideDraftModel:
         self._read_text(context)
         wanted = path[1:]
         common = min(common_prefix(wanted, self._drafts), len(self._hidden) - 1)
-        self.rows.num_drafts = common
-        del self._drafts[common:], self._hidden[common + 1 :]
+        self._forget_drafts(common)
         for token in wanted[common:]:
             row = self._forward([token], self.rows.end + self.rows.num_drafts, self._cache.length)
             self.rows.add_drafts(row.k[None], row.v[None])
@@ -79,28 +80,26 @@ class GlideDraftModel:
             self._hidden.append(row.hidden)
         return self._glide.logits(self._hidden[-1])
 
-    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
-        """See `DraftModel`. Only on a device."""
-        if not sampler.on_device or length < 1 or len(path) != 1 or not self._cache.length:
+    def plan(self, context: Context, path: Sequence[int], length: int) -> ChainPlan | None:
+        """See `DraftModel`. Only after the text itself."""
+        if len(path) != 1 or not self._cache.length:
             return None
         self._read_text(context)
-        model, rows = self._model, self.rows
-        ranking = sampler.native_ranking(context, model.config.vocab_size, width, margin)
-        if not isinstance(ranking, DeviceRanking):
-            return None
-        rows.num_drafts, self._drafts = 0, []
-        del self._hidden[1:]
-        cos, sin = model.rotations(range(rows.end, rows.end + max(1, length - 1)), on_host=True)
-        read = self._cache.stores[-1], self._cache.length
-        places = yield from ranking.sampler.draft_layers(
-            self._glide, model.kernels, rows.stores, rows.length, self._hidden[0], model.config.vocab_size,
-            (cos[: length - 1], sin[: length - 1]), ranking, end, read)
-        if places:
-            # The last place has no row yet. Rows of places that `end` has cut off are dropped.
-            self._drafts = [place.tokens[0] for place in places[:-1]]
-            rows.num_drafts = len(self._drafts)
-        return places
+        self._forget_drafts(0)
+        layers = TrainedLayers(self._glide, self._model.kernels, self._hidden[0],
+                               (self._cache.stores[-1], self._cache.length))
+        return ChainPlan(layers, path, length, DraftStores(self.rows.stores, self.rows.length),
+                         rotations_after(self._model.rotations, self.rows.end, length))
+
+    def has_drafted(self, context: Context, path: Sequence[int], drafted: Sequence[Ranked]) -> None:
+        """Rows of tokens that the chain's end has cut off are dropped."""
+        self._drafts = [tokens[0] for tokens, _ in drafted[:-1]]  # the last token has no row yet
+        self.rows.num_drafts = len(self._drafts)
+
+    def _forget_drafts(self, kept: int) -> None:
+        """Keep the first `kept` drafts and drop the others."""
+        self.rows.num_drafts = kept
+        del self._drafts[kept:], self._hidden[kept + 1 :]
 
     def _read_text(self, context: Context) -> None:
         """Read the new tokens of the text: drafts among them are kept, the others are read in few forwards."""

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, DraftModel
@@ -24,6 +27,18 @@ class LayerModel(DraftModel, Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of these rows."""
+
+
+class Rotate(Protocol):
+    """cos and sin [R, D / 2] float32 of positions; see `Transformer.rotations`."""
+
+    def __call__(self, positions: Sequence[int], on_host: bool = False) -> tuple[Tensor, Tensor]: ...
+
+
+def rotations_after(rotate: Rotate, position: int, length: int) -> tuple[Tensor, Tensor]:
+    """The rotations of a plan's rows: those of `length` tokens but the last, the first of them at `position`."""
+    cos, sin = rotate(range(position, position + max(1, length - 1)), on_host=True)
+    return cos[: length - 1], sin[: length - 1]
 
 
 class LayerOptions(Protocol):

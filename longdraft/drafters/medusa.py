@@ -18,7 +18,7 @@ from torch import Tensor
 from longdraft.drafters import template
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import UsageError
-from longdraft.parts.heads import Heads
+from longdraft.kernels.chain_plan import Heads
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, Trie, root_only
 from longdraft.sampling.sampler import Sampler

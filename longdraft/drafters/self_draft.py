@@ -45,10 +45,10 @@ from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.drafters.template import MAX_NODES, ranked_heads
 from longdraft.errors import UsageError, check
+from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.parts.draft_copy import check_draft_weights
-from longdraft.parts.heads import Heads
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie

@@ -22,14 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels.launched import LaunchedWork
-from longdraft.kernels.native_draft import ChainEnd, DraftStores, Ranked
+from longdraft.drafters.chain import shares_forwards
+from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
 from longdraft.request.context import Context
-from longdraft.sampling import device
-from longdraft.sampling.device import DeviceRanking
-from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.routine import Routine, run_alone
+from longdraft.speculation.routine import CostClock, Routine, run_alone
 
 CHUNK = 512  # tokens read in one forward at most
 PROMPT_LIKE = 64  # tokens from which a forward uses the kernels for prompts: drafts need not be exact
@@ -38,17 +35,20 @@ PROMPT_LIKE = 64  # tokens from which a forward uses the kernels for prompts: dr
 class StreamingDraftModel:
     """Reads the text and drafts with `model`. Implements `DraftModel` (longdraft/drafters/chain.py).
 
-    vocab_size  of the target
+    vocabulary  number of the target's tokens
     budget      rows of the cache at most; no more than the model's context
     sinks       first tokens of the text that stay in the window
     refresh     rows left free when the window moves
+    clock       of the request; None: the request runs alone
     """
 
-    def __init__(self, model: Transformer, vocab_size: int, budget: int, sinks: int, refresh: int) -> None:
+    def __init__(self, model: Transformer, vocabulary: int, budget: int, sinks: int, refresh: int,
+                 clock: CostClock | None = None) -> None:
         assert sinks >= 0 and refresh >= 1 and sinks + refresh < budget <= model.config.max_positions
         self._model = model
-        self._vocab_size = vocab_size
+        self.vocabulary = vocabulary
         self._budget, self._sinks, self._refresh = budget, sinks, refresh
+        self._clock = clock
         self.cache = model.new_cache()
         self._clear()
         self._start = sinks  # place in the text of the first row after the sinks
@@ -75,18 +75,12 @@ class StreamingDraftModel:
         self._drafts = _tokens(context, path, len(context), place)
         return self._fit_vocabulary(result.logits) if place == end else None
 
-    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
-        """See `DraftModel`. Only on a device, for a model with the target's vocabulary, where neither the window moves
-        nor much text is left to read."""
-        model, last = self._model, len(context) - 2 + len(path)  # the place of the last token of `path`
-        if not sampler.on_device or not device.DRAFTS_LAYERS or length < 1 or self.cache.states:
+    def plan(self, context: Context, path: Sequence[int], length: int) -> ChainPlan | None:
+        """See `DraftModel`. Only for a model with the target's vocabulary, where neither the window moves nor much text
+        is left to read."""
+        if self.cache.states or self._model.config.vocab_size != self.vocabulary:
             return None
-        if model.config.vocab_size != self._vocab_size:
-            return None
-        ranking = sampler.native_ranking(context, self._vocab_size, width, margin)
-        if not isinstance(ranking, DeviceRanking):
-            return None
+        last = len(context) - 2 + len(path)  # the place of the last token of `path`
         self._roll_back(context, path, last + 1)
         self._drafts = _tokens(context, path, len(context), self._place(self.cache.length))
         after_sinks = max(self.cache.length, self._sinks)
@@ -96,14 +90,14 @@ class StreamingDraftModel:
         if missing > 0:
             run_alone(self._read_on(context, path, last))
         row = self.cache.length
-        places = yield from model.draft_chain(DraftStores(self.cache.stores, row, None), ranking, end, path[0],
-                                              path[1:], row + 1, length)
-        if places is None:
-            return None
-        self.cache.skip(len(places))
-        drafted = [*path, *(tokens[0] for tokens, _ in places if tokens)]
-        self._drafts = _tokens(context, drafted, len(context), self._place(self.cache.length))
-        return places
+        plan = self._model.chain_plan(DraftStores(self.cache.stores, row), path, row, length,
+                                      shares_forwards(self._model, self._clock))
+        return plan._replace(is_smaller=True)
+
+    def has_drafted(self, context: Context, path: Sequence[int], drafted: Sequence[Ranked]) -> None:
+        self.cache.skip(len(drafted))
+        path = [*path, *(tokens[0] for tokens, _ in drafted if tokens)]
+        self._drafts = _tokens(context, path, len(context), self._place(self.cache.length))
 
     def _roll_back(self, context: Context, path: Sequence[int], end: int) -> None:
         """Drop the rows of drafts that are neither text nor in `path`, and always the row of the last token of `path`,
@@ -154,7 +148,7 @@ class StreamingDraftModel:
 
     def _fit_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits [1, V] over the target's vocabulary: models pad theirs to different sizes."""
-        surplus = self._vocab_size - logits.shape[1]
+        surplus = self.vocabulary - logits.shape[1]
         return functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
 
 

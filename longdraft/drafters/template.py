@@ -8,16 +8,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from longdraft.errors import UsageError, check
+from longdraft.kernels.chain_plan import ChainPlan, Heads, TrainedHeads
 from longdraft.kernels.launched import LaunchedWork
-from longdraft.parts.heads import Heads
 from longdraft.request.context import Context
-from longdraft.sampling.device import MAX_GUESSES, DeviceRanking
 from longdraft.sampling.sampler import Sampler
 
 MAX_NODES = 1024
@@ -74,16 +72,14 @@ def ranked_heads(sampler: Sampler, heads: Heads | None, hidden: Tensor, first: T
     first   logits [1, V] of the first place, if it is not predicted by a head
     path    drafted tokens after the text, without the root
 
-    A device ranks all places at once; a row at a time gives the same guesses.
+    Step by step, the sampler ranks a row of logits at a time.
     """
-    most = max(widths)
-    if heads and sampler.on_device and most <= MAX_GUESSES:
-        ranking = sampler.native_ranking(context, heads.vocabulary, most, math.inf)
-        if isinstance(ranking, DeviceRanking):
-            places = yield from ranking.sampler.rank_heads(heads, hidden, first, path, ranking, heads.vocabulary,
-                                                           len(widths))
-            if places is not None:
-                return [guesses[:width] for guesses, width in zip(places, widths, strict=True)]
+    if heads:
+        ranker = sampler.ranker(context, heads.vocabulary, max(widths))
+        plan = ChainPlan(TrainedHeads(heads, hidden, first), (context.last, *path), len(widths))
+        ranked = None if ranker is None else (yield from ranker.draft(plan))
+        if ranked is not None:
+            return [tokens[:width] for (tokens, _), width in zip(ranked, widths, strict=True)]
     logits = [] if first is None else [*first]
     if heads and len(widths) > len(logits):
         logits += [*heads.logits(hidden)]

@@ -39,7 +39,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import Routine, atomic
+from longdraft.speculation.routine import CostClock, Routine, atomic
 from longdraft.speculation.verify import accepted_path
 
 RETRIEVAL = "retrieval"  # the source of the tokens that level 2 adds, in the statistics
@@ -164,7 +164,8 @@ class FirstLevelNgrams:
 
 class TriForceDrafter:
     def __init__(self, options: TriForceOptions, model: Transformer, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams, draft: Transformer | None) -> None:
+                 params: SamplingParams, draft: Transformer | None, clock: CostClock | None = None) -> None:
+        """clock: of the request; None: the request runs alone."""
         self._options = options
         self._model = model
         self._sampler = sampler
@@ -172,7 +173,7 @@ class TriForceDrafter:
         is_default = (options.window, options.sinks, options.refresh) == (_WINDOW, _SINKS, _REFRESH)
         check(draft is not None or is_default, "model", options.model, "a smaller model, with window, sinks or refresh")
         if draft is not None:
-            small = windowed(draft, model, options.window, options.sinks, options.refresh)
+            small = windowed(draft, model, options.window, options.sinks, options.refresh, clock)
             self._first_level = FirstLevelModel(small, sampler)
         self._chunks = row_selection.Chunks(len(cache.stores), options.budget, _RECENT, RETRIEVAL_CHUNK)
         size = PartialBudget(options.budget + options.stride, RETRIEVAL_CHUNK, _RECENT, options.stride)

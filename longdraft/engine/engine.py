@@ -27,10 +27,10 @@ from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import provenance
 from longdraft.errors import JournalError, NumericalError, UsageError, check
+from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
-from longdraft.parts.heads import Heads
 from longdraft.request.context import Prompt
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams

@@ -29,12 +29,12 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.journal.config_hash import config_sha256
+from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
 from longdraft.parts.draft_copy import SAME, load_copy
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
-from longdraft.parts.heads import Heads
 from longdraft.request.context import Prompt
 from longdraft.request.sampling_params import BREAKERS, SamplingParams
 from longdraft.request.structured import Structure

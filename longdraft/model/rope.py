@@ -157,6 +157,8 @@ class RopeTable:
     @cached_property
     def on_host(self) -> RopeTable:
         """The same table in the host's memory."""
+        if self._device.type == "cpu":
+            return self
         other = copy.copy(self)
         other._device = torch.device("cpu")
         other._chunks = {}

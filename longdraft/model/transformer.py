@@ -29,16 +29,16 @@ from torch import Tensor
 from longdraft.cache.full import FullCache, KVCache
 from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
-from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayersKV, LayerWeights, Linear, native_draft
+from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayersKV, LayerWeights, Linear
+from longdraft.kernels.chain_plan import ChainPlan, DraftStores, DraftWeights, ModelLayers
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.interface import TokenDecoder, TokenRows, parents_tensor
-from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.layer_inputs import LayerInputs
-from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, max_unscaled_length, rotations_of
 from longdraft.model.shared_choice import SharedTextChoices, logits_source_of
 from longdraft.request.tree import Tree
-from longdraft.sampling.device import DeviceRanking, TreeChoice
+from longdraft.sampling.device import TreeChoice
 
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.choice import LogitsSource
@@ -179,7 +179,7 @@ class Transformer:
         part  made from this model's head
         """
         other = copy.copy(self)
-        for made in ("_logits_source", "_shared_choices"):  # of another head
+        for made in ("_logits_source", "_shared_choices", "_chain_layers", "weights_bytes"):  # of another head
             other.__dict__.pop(made, None)
         other.weights, other.part = self.weights._replace(head=part.head), part
         return other
@@ -189,7 +189,7 @@ class Transformer:
         """Equal for models of one identity whose rows of the KV cache are the same functions of the tokens."""
         return self._rope.key
 
-    @property
+    @cached_property
     def weights_bytes(self) -> int:
         """Bytes of the weights that a forward of one row reads. Of experts, the share that a row chooses."""
         chosen = sum(sum(mlp.gate_up.nbytes + mlp.down.nbytes for mlp in each.mlps) * each.chosen // len(each.mlps)
@@ -273,22 +273,19 @@ class Transformer:
             x = torch.cat([x, own.of(self.kernels, x, tokens, self.config.rms_norm_eps)], 1)
         return self._decoder.forward(x, *_rotations(requests), layers_kv, parents)
 
-    def draft_chain(self, cache: DraftStores, ranking: Ranking | DeviceRanking, end: ChainEnd, root: int,
-                    path: Sequence[int], position: int, count: int) -> LaunchedWork[list[Ranked] | None]:
-        """Draft up to `count` tokens in one call (kernels/native_draft.py, cuda/drafting.py). None: not possible.
+    def chain_plan(self, stores: DraftStores, path: Sequence[int], position: int, count: int,
+                   shares_forwards: bool = False) -> ChainPlan:
+        """The plan of a chain of `count` tokens after `path`, whose last token is rotated at `position`. The rest is as
+        in `ChainPlan`."""
+        rotations = self.rotations(range(position, position + count), on_host=True)
+        return ChainPlan(self._chain_layers, path, count, stores, rotations, shares_forwards)
 
-        position  of the first drafted token in the text
-        """
-        places = range(position - 1, position - 1 + count)
-        config, turns = self.config, self.rotations(places, on_host=isinstance(ranking, DeviceRanking))
-        weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
-                               self.part, self.embedding_factor, config.logits_cap, self.weights.layer_inputs)
-        if isinstance(ranking, DeviceRanking):
-            return (yield from ranking.sampler.draft_chain(self._decoder, weights, cache, ranking, turns, path, end))
-        if not native_draft.supports(self.kernels, self._decoder, weights):
-            return None
-        return (yield from native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, end, root,
-                                                    path, turns, position))
+    @cached_property
+    def _chain_layers(self) -> ModelLayers:
+        weights, config = self.weights, self.config
+        return ModelLayers(self._decoder, DraftWeights(
+            weights.embedding, weights.norm, weights.head, config.logits_divisor, self.part, self.embedding_factor,
+            config.logits_cap, weights.layer_inputs))
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         """Logits of each text's last rows. wanted: (end of the text's rows, number of logits)."""

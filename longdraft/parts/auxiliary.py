@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 from longdraft.checkpoint import checkpoint, config_file
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError, UsageError
+from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 from longdraft.parts import eagle_config, glide, heads
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.eagle_files import load_eagle
 from longdraft.parts.glide import Glide
-from longdraft.parts.heads import Heads
 from longdraft.parts.native_heads import is_speculators_head, load_native_head, load_speculators_head
 from longdraft.text.tokenizer import Tokenizer, require_same_vocabulary
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
 from longdraft.kernels.interface import LayerOperations
-from longdraft.kernels.launched import LaunchesTogether
 from longdraft.kernels.layer import layer_forward
 from longdraft.model.rope import RopeTable
 from longdraft.model.transformer import Transformer
@@ -78,7 +77,6 @@ class Eagle:
         self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps,
                                   rounds_once=layer.rounds_once)
         self._rope = RopeTable(layer, 1, self.kernels.device)
-        self.shared: LaunchesTogether | None = None  # see `longdraft.kernels.cuda.layer_chain.DraftLayers`
         self._first_row = torch.tensor([-1], dtype=torch.int32)  # the parents of a row alone
 
     def reading(self, layers: Sequence[int], **flags: Any) -> Eagle:
@@ -112,7 +110,7 @@ class Eagle:
 
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:
-        """See `longdraft.kernels.cuda.layer_chain.DraftLayers`."""
+        """See `longdraft.kernels.chain_plan.DraftLayers`."""
         return self._run(ops, self.fed_back(row), embedded, rotations, stores, 0, self._first_row).hidden
 
     @property

@@ -28,7 +28,6 @@ from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, KVStore, Linear
 from longdraft.kernels.interface import LayerOperations
-from longdraft.kernels.launched import LaunchesTogether
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import RowParallel, shard_of
@@ -78,7 +77,6 @@ class Glide:
         self.window = window
         self._weights = weights
         self._target = target
-        self.shared: LaunchesTogether | None = None  # see `longdraft.kernels.cuda.layer_chain.DraftLayers`
 
     def forward(self, tokens: Sequence[int], start: int, target: Transformer, own: KVStore, own_length: int,
                 keys: KVStore, num_keys: int) -> GlideRows:
@@ -96,13 +94,18 @@ class Glide:
 
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:
-        """See `longdraft.kernels.cuda.layer_chain.DraftLayers`. The last store is the target's."""
+        """See `longdraft.kernels.chain_plan.DraftLayers`. The last store is the target's."""
         return self._run(ops, embedded, rotations, stores[0], 0, stores[1], None).hidden
 
     @property
     def embedding(self) -> tuple[Linear, float]:
         """The table of token embeddings, and the factor that multiplies these."""
         return self._target.weights.embedding, self._target.embedding_factor
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits: those of the target."""
+        return self._target.config.vocab_size
 
     def _run(self, ops: LayerOperations, x: Tensor, rotations: tuple[Tensor, Tensor], own: KVStore, own_length: int,
              keys: KVStore, num_keys: int | None) -> GlideRows:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,32 +24,12 @@ from longdraft.checkpoint.tensor_files import TensorFiles, has_weights
 from longdraft.checkpoint.tensor_source import HEADS_PREFIX
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
-from longdraft.kernels.launched import LaunchesTogether
+from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts import medusa
 from longdraft.parts.eagle_config import is_eagle
 
 HEADS_KIND = "tokenswift-heads"
-
-
-class Heads(Protocol):
-    """Heads of any kind, which predict the tokens after the next one from a hidden state of the target."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of logits."""
-
-    @property
-    def shared(self) -> dict[bool, LaunchesTogether]:
-        """What ranks the guesses of several texts on a device; see `longdraft.kernels.cuda.head_places.DraftHeads`."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [heads * T, V] float32, head by head, for hidden states [T, hidden] before the final norm.
-
-        For a hidden state at position p, head i predicts the token at p + 2 + i.
-        """
 
 
 class Head(NamedTuple):
@@ -66,7 +46,6 @@ class ChainedHeads:
     def __init__(self, layers: tuple[Head, ...], model: Transformer) -> None:
         self.layers = layers
         self._model = model
-        self.shared: dict[bool, LaunchesTogether] = {}
 
     def __len__(self) -> int:
         return len(self.layers)

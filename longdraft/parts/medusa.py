@@ -21,7 +21,6 @@ from torch.nn import functional
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
-from longdraft.kernels.launched import LaunchesTogether
 from longdraft.model.transformer import Transformer
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -38,7 +37,6 @@ class MedusaHeads:
     def __init__(self, layers: tuple[MedusaHead, ...], model: Transformer) -> None:
         self.layers = layers
         self._model = model
-        self.shared: dict[bool, LaunchesTogether] = {}
 
     def __len__(self) -> int:
         return len(self.layers)

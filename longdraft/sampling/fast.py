@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longdraft.kernels.chain_plan import Ranked, Ranker
 from longdraft.kernels.cpu import native
-from longdraft.kernels.native_draft import Ranked, Ranking
+from longdraft.kernels.cpu.chain import CompiledRanker
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
@@ -66,10 +67,10 @@ class FastSampler:
         return Ranked(*self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num,
                                          within))
 
-    def ranking(self, context: Context, width: int, within: float) -> Ranking:
-        """See `Sampler.native_ranking`."""
+    def ranker(self, context: Context, width: int, within: float) -> Ranker:
+        """See `Sampler.ranker`."""
         self._update(context)
-        return Ranking(self._native, width, within, self._left(context))
+        return CompiledRanker(self._native, len(context), width, within, self._left(context))
 
     def _left(self, context: Context) -> int:
         """Tokens to write before the text may end."""

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from longdraft.kernels import Kernels, noise
+from longdraft.kernels.chain_plan import Ranked, Ranker
 from longdraft.kernels.launched import LaunchedWork, finished
-from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 from longdraft.sampling import process
-from longdraft.sampling.device import MAX_GUESSES, DeviceRanking, DeviceSampler, TreeChoice
+from longdraft.sampling.device import MAX_GUESSES, DeviceSampler, TreeChoice
 from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.grammar import Grammar, GrammarRules, Mask
 from longdraft.sampling.path_penalties import HOPELESS, PathPenalties, new_path_penalties
@@ -222,15 +222,19 @@ class Sampler:
                 logits[row].masked_fill_(torch.from_numpy(~mask).to(logits.device), -torch.inf)
         return logits
 
-    def native_ranking(self, context: Context, vocabulary: int, width: int,
-                       within: float) -> Ranking | DeviceRanking | None:
-        """What the compiled module, or a device, needs to rank a whole chain of guesses as `ranked` does; None where
-        neither can."""
-        if self.on_device and self._bans[0] != len(context):
-            return self.on_device.ranking(context, width, within)
-        if not self._is_fast or len(self._bias[0]) or self._grammar or self._bans[0] == len(context):
+    def ranker(self, context: Context, vocabulary: int, width: int, within: float = math.inf) -> Ranker | None:
+        """What ranks the guesses of chains as `ranked` does, where their logits are computed; None for settings that
+        need Python.
+
+        vocabulary  number of logits
+        """
+        if self._bans[0] == len(context):
             return None
-        return self._compiled(context, vocabulary).ranking(context, width, within)
+        if self.on_device:
+            return self.on_device.ranker(context, width, within)
+        if not self._is_fast or len(self._bias[0]) or self._grammar:
+            return None
+        return self._compiled(context, vocabulary).ranker(context, width, within)
 
     def _compiled(self, context: Context, vocabulary: int) -> FastSampler:
         """The compiled sampler; its penalties are up to date with the text."""

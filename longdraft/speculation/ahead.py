@@ -11,15 +11,12 @@ rank them, after the same rows. Rows are written where the cache has them. Token
 
 from __future__ import annotations
 
-import math
-
 from longdraft.cache.full import FullCache
+from longdraft.kernels.chain_plan import DraftStores
 from longdraft.kernels.launched import finished
-from longdraft.kernels.native_draft import NEVER, DraftStores
 from longdraft.kernels.switches import is_on
 from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
-from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import CostClock
 
@@ -60,9 +57,9 @@ class PlainAhead:
         can_run = WRITES_AHEAD and is_on_device and is_alone and self._is_begun and count > 0
         if not can_run or cache.taps or cache.states or cache.length + 1 != len(context):
             return []
-        ranking = self._sampler.native_ranking(context, model.config.vocab_size, 1, math.inf)
-        if not isinstance(ranking, DeviceRanking):
+        ranker = self._sampler.ranker(context, model.config.vocab_size, 1)
+        if ranker is None:
             return []
-        places = finished(model.draft_chain(DraftStores(cache.stores, cache.length, None), ranking, NEVER, context.last,
-                                            (), len(context), count))
-        return [place.tokens[0] for place in places or () if place.tokens]
+        stores = DraftStores(cache.stores, cache.length)
+        drafted = finished(ranker.draft(model.chain_plan(stores, [context.last], cache.length, count)))
+        return [tokens[0] for tokens, _ in drafted or () if tokens]

@@ -14,9 +14,9 @@ from longdraft.cache.partial import PartialCache
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
+from longdraft.kernels.chain_plan import Ranked
 from longdraft.kernels.cuda import layerwise
 from longdraft.kernels.launched import LaunchedWork
-from longdraft.kernels.native_draft import NEVER, Ranked
 from longdraft.model.transformer import Forward, Rows, Transformer, chain_rows
 from longdraft.request.context import Context
 from longdraft.request.tree import Trie
@@ -134,5 +134,5 @@ def _glide(target: Transformer) -> Callable[[int], Drafts]:
 
 
 def _drafts(target: Transformer, drafts: EagleDraftModel | GlideDraftModel) -> Drafts:
-    sampler = Sampler(SAMPLING, kernels=target.kernels)
-    return lambda text: drafts.draft_natively(text, [text.last], CHAIN, sampler, 2, 0.5, NEVER)
+    chain = Chain(drafts, Sampler(SAMPLING, kernels=target.kernels), 2, "layers", 0.5)
+    return lambda text: chain.in_one_call(text, [text.last], CHAIN)

@@ -22,9 +22,9 @@ from longdraft.drafters.self_draft import MagicDecOptions, TokenSwiftOptions, ne
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
 from longdraft.kernels import AttentionRows
-from longdraft.kernels.cuda import linear, remainder, shared_forward
+from longdraft.kernels.chain_plan import Ranked
+from longdraft.kernels.cuda import linear, ranker, remainder, shared_forward
 from longdraft.kernels.launched import LaunchedWork, finished, read_together
-from longdraft.kernels.native_draft import NEVER, Ranked
 from longdraft.kernels.native_remainder import RemainderFit
 from longdraft.model import shared_choice
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, tree_rows
@@ -177,7 +177,7 @@ def chains_of_texts(plan: CudaPlan, model: Transformer,
     times, guesses = dict[str, Any](), []
     for is_on in (True, False):
         texts = [drafts_after(context - text) for text in range(count)]
-        with switched(device, "SHARES_CHAINS", is_on):
+        with switched(ranker, "SHARES_CHAINS", is_on):
             def work(texts: Sequence[Callable[[], LaunchedWork[list[Ranked] | None]]] = texts) -> list[object]:
                 routines = [drafts() for drafts in texts]
                 read_together([next(routine) for routine in routines])
@@ -204,7 +204,7 @@ def self_drafts(model: Transformer, context: int) -> Callable[[], LaunchedWork[l
     text, partial_cache, drafts, sampler = self_drafting(model, context)
 
     def draft() -> LaunchedWork[list[Ranked] | None]:
-        places = yield from drafts.draft_natively(text, [text.last], CHAIN, sampler, 2, 0.5, NEVER)
+        places = yield from Chain(drafts, sampler, 2, "self", 0.5).in_one_call(text, [text.last], CHAIN)
         partial_cache.drop_drafts()
         return places
 
@@ -229,7 +229,7 @@ def small_drafts(plan: CudaPlan, bench: Bench, shape: str) -> dict[str, Any]:
     def measure(drafts: Callable[[Transformer, Context], Callable[[], Callable[[], list[int]]]]) -> dict[str, Any]:
         draft, times, guesses = drafts(model, text), dict[str, Any](), []
         for is_on in (True, False):
-            with switched(device, "DRAFTS_LAYERS", is_on):
+            with switched(ranker, "DRAFTS_LAYERS", is_on):
                 work = draft()
                 times["graphs" if is_on else "host"] = device_ms(model.kernels.device, work, plan.repeats)
                 guesses.append(work())

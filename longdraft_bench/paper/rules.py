@@ -22,12 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from longdraft.drafters.ngram import NGRAM
-from longdraft.kernels.native_draft import Ranked, Ranking
+from longdraft.kernels.chain_plan import Ranked, Ranker
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 from longdraft.sampling import process
-from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 
 
@@ -42,9 +41,8 @@ class IndependentSampler(Sampler):
                within: float = math.inf) -> Ranked:
         return self._by_logit.ranked(logits, context, path, num, ahead, within)
 
-    def native_ranking(self, context: Context, vocabulary: int, width: int,
-                       within: float) -> Ranking | DeviceRanking | None:
-        return self._by_logit.native_ranking(context, vocabulary, width, within)
+    def ranker(self, context: Context, vocabulary: int, width: int, within: float = math.inf) -> Ranker | None:
+        return self._by_logit.ranker(context, vocabulary, width, within)
 
 
 class PathSampler(IndependentSampler):

@@ -25,7 +25,7 @@ from longdraft.engine import batching
 from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice
-from longdraft.kernels.native_draft import ChainsApart
+from longdraft.kernels.cpu.chain import ChainsApart
 from longdraft.model.transformer import ForwardRequest, Rows, Transformer
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.speculation.prefill import PREFILL_SHARED

@@ -20,14 +20,14 @@ from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.cuda_texts import NAME, load
 from longdraft.checkpoint.tensor_files import TensorFiles
-from longdraft.drafters.chain import SelfDraftModel
+from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
+from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
 from longdraft.kernels.cuda import chain_rows
 from longdraft.kernels.cuda.drafting import DraftChain
 from longdraft.kernels.cuda.shared_chain import SharedChains
 from longdraft.kernels.launched import Launched, finished, read_together
-from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model.transformer import Transformer
 from longdraft.model.transformer import chain_rows as rows_of_chain
 from longdraft.parts.draft_copy import load_copy
@@ -102,9 +102,10 @@ class Text:
         case = self.case
         path = [self.context.last, *case.path]
         for place in range(len(case.path)):  # the rows of the path, as the drafter has computed them before
-            finished(self.draft_model.draft_natively(self.context, path[: place + 1], 1, self.sampler, 1, 0.0, NEVER))
-        return self.draft_model.draft_natively(self.context, path, case.count, self.sampler, case.width, case.margin,
-                                               case.end)
+            finished(Chain(self.draft_model, self.sampler, 1, "self", 0.0).in_one_call(
+                self.context, path[: place + 1], 1))
+        chain = Chain(self.draft_model, self.sampler, case.width, "self", case.margin)
+        return chain.in_one_call(self.context, path, case.count, case.end)
 
     def state(self, places: list[Ranked]) -> list[object]:
         """The chain: guesses, leads, keys and values."""

@@ -23,8 +23,8 @@ from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
+from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
 from longdraft.kernels.cuda.choice import ChosenTokens
-from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model.transformer import Forward, Transformer, chain_rows, tree_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -111,11 +111,10 @@ class Drafting:
     def draft(self, path: list[int], length: int, width: int, end: ChainEnd) -> list[Ranked]:
         for place in range(len(path) - 1):  # the rows of the path, as the drafter has computed them before
             run_alone(self.draft_model.next_logits(self.context, path[: place + 1]))
+        chain = Chain(self.draft_model, self.sampler, width, "self", 0.8)
         if self._on_host:
-            chain = Chain(self.draft_model, self.sampler, width, "self", 0.8)
-            return run_alone(chain._step_by_step(self.context, path, length, end))
-        found = launched.finished(
-            self.draft_model.draft_natively(self.context, path, length, self.sampler, width, 0.8, end))
+            return run_alone(chain.step_by_step(self.context, path, length, end))
+        found = launched.finished(chain.in_one_call(self.context, path, length, end))
         assert found is not None
         return found
 

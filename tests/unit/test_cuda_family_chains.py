@@ -20,11 +20,11 @@ from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
+from longdraft.kernels.chain_plan import Ranked
 from longdraft.kernels.cuda import layerwise
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.cuda.shared_chain import SharedChains
 from longdraft.kernels.launched import finished, read_together
-from longdraft.kernels.native_draft import NEVER, Ranked
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -73,13 +73,15 @@ class Drafting:
                                kernels=None if on_host else model.kernels, is_fast=False)
 
     def routine(self, count: int) -> Any:
-        return self.draft_model.draft_natively(self.context, [self.context.last], count, self.sampler, self._width, 0.8,
-                                               NEVER)
+        return self.chain.in_one_call(self.context, [self.context.last], count)
+
+    @property
+    def chain(self) -> Chain:
+        return Chain(self.draft_model, self.sampler, self._width, "self", 0.8)
 
     def draft(self, count: int) -> list[Ranked]:
         if self._on_host:
-            chain = Chain(self.draft_model, self.sampler, self._width, "self", 0.8)
-            return run_alone(chain._step_by_step(self.context, [self.context.last], count, NEVER))
+            return run_alone(self.chain.step_by_step(self.context, [self.context.last], count))
         found = finished(self.routine(count))
         assert found is not None
         return found
@@ -220,7 +222,7 @@ def test_a_chain_goes_token_by_token_where_no_graph_can_hold_it(model):
         assert finished(text.routine(1)) is None
     first = text.draft(1)[0].tokens[0]
     path = [text.context.last, first]
-    assert finished(text.draft_model.draft_natively(text.context, path, 1, text.sampler, 1, 0.0, NEVER)) is None
+    assert finished(text.chain.in_one_call(text.context, path, 1)) is None
 
 
 @pytest.mark.parametrize("model", ["gpt_oss", "gemma3", "qwen3_next"], indirect=True)

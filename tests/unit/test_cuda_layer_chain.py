@@ -22,9 +22,9 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
 from longdraft.kernels import launched
+from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
 from longdraft.kernels.cuda.shared_layers import SharedLayers
 from longdraft.kernels.launched import LaunchedWork, read_together
-from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
@@ -81,14 +81,16 @@ class Drafting:
 
     def draft(self, length: int, width: int, end: ChainEnd) -> list[Ranked]:
         if self._on_host:
-            chain = Chain(self.draft_model, self.sampler, width, "eagle", 0.8)
-            return run_alone(chain._step_by_step(self.context, PROMPT[-1:], length, end))
+            return run_alone(self.chain(width).step_by_step(self.context, PROMPT[-1:], length, end))
         found = launched.finished(self.launch(length, width, end))
         assert found is not None
         return found
 
     def launch(self, length: int, width: int, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
-        return self.draft_model.draft_natively(self.context, PROMPT[-1:], length, self.sampler, width, 0.8, end)
+        return self.chain(width).in_one_call(self.context, PROMPT[-1:], length, end)
+
+    def chain(self, width: int) -> Chain:
+        return Chain(self.draft_model, self.sampler, width, "eagle", 0.8)
 
     def chain_rows(self, count: int) -> list[object]:
         """As `rows`, on the host. The last guess has no row yet."""

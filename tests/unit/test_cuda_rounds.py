@@ -20,7 +20,7 @@ from helpers.eagle import make_eagle
 from helpers.equality import prompt_of
 from longdraft.drafters import chain
 from longdraft.kernels import launched
-from longdraft.kernels.cuda import shared_choice
+from longdraft.kernels.cuda import ranker, shared_choice
 from longdraft.kernels.cuda.chain_rows import SharedDrafts
 from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
 from longdraft.kernels.cuda.head_places import HeadPlaces
@@ -28,7 +28,6 @@ from longdraft.kernels.cuda.layer_chain import LayerChain
 from longdraft.kernels.cuda.shared_forward import SharedForwards
 from longdraft.kernels.launched import Launched
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.sampling import device
 
 pytestmark = pytest.mark.full
 
@@ -105,7 +104,7 @@ def test_what_all_texts_draft_is_launched_before_the_host_waits_once(folder, pla
     for kind in (DraftChain, LayerChain, HeadPlaces):
         monkeypatch.setattr(kind, "launch", lambda self, *given, launch=kind.launch: (
             alone.append(1), launch(self, *given))[1])
-    monkeypatch.setattr(device, "SHARES_CHAINS", is_on)
+    monkeypatch.setattr(ranker, "SHARES_CHAINS", is_on)
     note_launches(monkeypatch, happened)
     monkeypatch.setattr(DraftRanking, "begin", lambda self, *given: (happened.append("begins"), begin(self, *given))[1])
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: happened.append("guesses") or copy(rows))

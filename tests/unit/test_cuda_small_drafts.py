@@ -5,7 +5,6 @@ Without a device in Triton's interpreter (see helpers.cuda_kernels).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
 
 from helpers.checkpoints import VOCAB, make_checkpoint, make_heads
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, OperationRecorder, rows_of
@@ -24,14 +24,14 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
 from longdraft.kernels import launched
+from longdraft.kernels.chain_plan import Heads
+from longdraft.kernels.cuda import ranker
 from longdraft.kernels.cuda.head_places import HeadPlaces, SharedHeads
 from longdraft.kernels.launched import LaunchedWork
-from longdraft.kernels.native_draft import NEVER
 from longdraft.model.transformer import Transformer
 from longdraft.parts import heads
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.sampling import device
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 from longdraft_bench.cuda.models import small_transformer, tiny_source
@@ -77,9 +77,9 @@ def test_a_small_model_drafts_the_chain_of_single_steps(small, law, monkeypatch)
             chain = Chain(draft_model, sampler, 2, "draft", 0.8)
             whole = [context.last, *path]
             if sampler.on_device is None:
-                found.append(run_alone(chain._step_by_step(context, whole, 3, NEVER)))
+                found.append(run_alone(chain.step_by_step(context, whole, 3)))
             else:
-                places = launched.finished(draft_model.draft_natively(context, whole, 3, sampler, 2, 0.8, NEVER))
+                places = launched.finished(chain.in_one_call(context, whole, 3))
                 assert places is not None
                 found.append(places)
         host, device = found
@@ -90,19 +90,19 @@ def test_a_small_model_drafts_the_chain_of_single_steps(small, law, monkeypatch)
     draft_model, sampler, context = both[1]
     context.extend([5, 6, 4, 5, 6, 4])
     length = draft_model.cache.length
-    drafted = draft_model.draft_natively(context, [context.last], 3, sampler, 2, 0.8, NEVER)
-    assert launched.finished(drafted) is None, "the window moves"
+    chain = Chain(draft_model, sampler, 2, "draft", 0.8)
+    assert launched.finished(chain.in_one_call(context, [context.last], 3)) is None, "the window moves"
     assert draft_model.cache.length <= length
-    again = run_alone(Chain(draft_model, sampler, 2, "draft", 0.8)._step_by_step(context, [context.last], 3, NEVER))
+    again = run_alone(Chain(draft_model, sampler, 2, "draft", 0.8).step_by_step(context, [context.last], 3))
     fresh = StreamingDraftModel(small, small.config.vocab_size, 30, 2, 4)
-    assert again == run_alone(Chain(fresh, sampler, 2, "draft", 0.8)._step_by_step(context, [context.last], 3, NEVER))
+    assert again == run_alone(Chain(fresh, sampler, 2, "draft", 0.8).step_by_step(context, [context.last], 3))
 
 
 def test_a_small_model_with_another_vocabulary_drafts_token_by_token(small):
     _, sampler = samplers(small, "greedy")
     draft_model = StreamingDraftModel(small, small.config.vocab_size + 3, 30, 2, 4)
-    drafted = draft_model.draft_natively(Context(PROMPT), PROMPT[-1:], 3, sampler, 1, math.inf, NEVER)
-    assert launched.finished(drafted) is None
+    chain = Chain(draft_model, sampler, 1, "draft")
+    assert launched.finished(chain.in_one_call(Context(PROMPT), PROMPT[-1:], 3)) is None
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ class Guesses(NamedTuple):
     widths: tuple[int, ...]
     path: tuple[int, ...] = ()
 
-    def of(self, model: Transformer, trained: heads.Heads, has_first: bool) -> LaunchedWork[list[list[int]]]:
+    def of(self, model: Transformer, trained: Heads, has_first: bool) -> LaunchedWork[list[list[int]]]:
         sampler = Sampler(SamplingParams(max_new_tokens=50, seed=self.length, **LAWS[self.law]), [1],
                           kernels=model.kernels)
         text = Context([(7 * place + self.length) % 40 for place in range(self.length)])
@@ -190,7 +190,7 @@ def test_heads_with_and_without_logits_of_the_first_place_have_a_graph_each(fold
 def test_the_switch_launches_the_heads_of_each_text(folder, model, monkeypatch):
     trained = heads.load_heads(folder / "heads", model)
     expected = [launched.finished(text.of(model, trained, True)) for text in TEXTS[:2]]
-    monkeypatch.setattr(device, "SHARES_CHAINS", False)
+    monkeypatch.setattr(ranker, "SHARES_CHAINS", False)
     monkeypatch.setattr(SharedHeads, "launch", lambda self, parts: pytest.fail("heads are shared"))
     assert ranked_together([text.of(model, trained, True) for text in TEXTS[:2]]) == expected
 

@@ -36,7 +36,7 @@ def test_a_copy_of_experts_drafts_too(tmp_path, monkeypatch, family):
     """A whole chain in one call."""
     make_family(tmp_path, family)
     plain, _ = text_of(longdraft.load(str(tmp_path), drafter="plain"))
-    monkeypatch.setattr(Chain, "_step_by_step", None)
+    monkeypatch.setattr(Chain, "step_by_step", None)
     engine = longdraft.load(str(tmp_path), drafter="magicdec", drafter_options={"draft_weights": "int4"})
     found, stats = text_of(engine)
     assert found == plain and stats["draft_weights"] == "int4" and stats["draft_weights_bytes"] > 0
@@ -73,7 +73,7 @@ def test_an_int8_copy_has_a_scale_for_each_32_inputs_and_an_int8_target_has_not(
     make_checkpoint(tmp_path, hidden_size=64, intermediate_size=96)
     path = str(tmp_path)
     plain, _ = text_of(longdraft.load(path, drafter="plain"))
-    monkeypatch.setattr(Chain, "_step_by_step", None)
+    monkeypatch.setattr(Chain, "step_by_step", None)
     engine = longdraft.load(path, drafter="magicdec", drafter_options={"draft_weights": "int8"})
     found, stats = text_of(engine)
     assert found == plain and stats["mean_accepted_length"] > 3

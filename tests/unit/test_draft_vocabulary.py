@@ -14,7 +14,7 @@ from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.draft_vocabulary import ALL, AUTO, DraftVocabulary, check_draft_vocabulary, vocabulary_size
 from longdraft.drafters.self_draft import MagicDecOptions
 from longdraft.errors import UsageError
-from longdraft.kernels.native_draft import part_of_vocabulary
+from longdraft.kernels.cpu.vocabulary import part_of_vocabulary
 from longdraft.model.transformer import Forward, chain_rows
 from longdraft.parts import draft_copy
 from longdraft.request.context import Context

@@ -16,12 +16,11 @@ from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows
 from longdraft.kernels.launched import finished, read_together
-from longdraft.kernels.native_draft import NEVER
 from longdraft.model.transformer import chain_rows
 from longdraft.request.context import Context
 from longdraft.request.tree import Trie
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.routine import atomic, run_alone
+from longdraft.speculation.routine import run_alone
 
 
 def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None, least=0.0):
@@ -33,7 +32,7 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None,
     partial = new_partial_cache(settings, model, cache)
     draft_model = SelfDraftModel(model, partial, vocabulary=vocabulary and DraftVocabulary(model, vocabulary))
     if not natively:
-        draft_model.draft_natively = atomic(lambda *given: None)
+        draft_model.plan = lambda *given: None
     chain = Chain(draft_model, sampler, width, "self", 0.5, Confidence(least))
     trees, rows = [], None
     for _ in range(4):
@@ -76,7 +75,7 @@ def test_chains_of_hybrids_mixtures_and_gemma_4_are_the_same_natively(tmp_path, 
     make_family(tmp_path, family)
     model = load(tmp_path, dtype)
     step_by_step = drafts(model, params_of("paper"), prompt_of(60), budget=budget, natively=False)
-    monkeypatch.setattr(Chain, "_step_by_step", None)
+    monkeypatch.setattr(Chain, "step_by_step", None)
     native = drafts(model, params_of("paper"), prompt_of(60), budget=budget, natively=True)
     assert native[0] == step_by_step[0]
     assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True))
@@ -98,7 +97,7 @@ def test_chains_of_several_texts_at_the_same_time_have_the_guesses_of_each_alone
         return SelfDraftModel(model, partial), context, Sampler(params_of("paper"), [1])
 
     def routine(draft_model, context, sampler, length):
-        return draft_model.draft_natively(context, [context.last], length, sampler, 2, 0.5, NEVER)
+        return Chain(draft_model, sampler, 2, "self", 0.5).in_one_call(context, [context.last], length)
 
     lengths = (5, 2, 7, 1)
     alone = [finished(routine(*begun(seed), length)) for seed, length in enumerate(lengths)]
@@ -140,11 +139,11 @@ def test_settings_that_need_python_are_drafted_step_by_step(tiny):
     draft_model = SelfDraftModel(model, None)
     context = Context(prompt_of(20))
     samplers = {name: Sampler(params_of(name), [1]) for name in SETTINGS}
-    supported = {name: sampler.native_ranking(context, model.config.vocab_size, 1, 0.0) is not None
+    supported = {name: sampler.ranker(context, model.config.vocab_size, 1, 0.0) is not None
                  for name, sampler in samplers.items()}
     assert supported["paper"] and supported["top-k"] and not supported["all of it"]
-    drafted = draft_model.draft_natively(context, [context.last], 3, samplers["all of it"], 1, 0.0, NEVER)
-    assert run_alone(drafted) is None
+    chain = Chain(draft_model, samplers["all of it"], 1, "self", 0.0)
+    assert run_alone(chain.in_one_call(context, [context.last], 3)) is None
 
 
 @pytest.mark.parametrize("family", CPU_FAMILIES)

@@ -1,6 +1,6 @@
 """Chains that end by themselves: a chain stops where its next token would hardly be accepted.
 
-Agreement with the target depends on the *lead* of a guess (longdraft/kernels/native_draft.py): how far its score is
+Agreement with the target depends on the *lead* of a guess (longdraft/kernels/chain_plan.py): how far its score is
 ahead of the next token's. Of the guesses of an int4 copy with a lead below 0.1, 0.57 are right; above 0.5, 0.95 and
 more (notebook/2026-11.md). So a chain whose guesses all lead clearly continues, and one with two close decisions ends.
 
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from longdraft.kernels.native_draft import ChainEnd
+from longdraft.kernels.chain_plan import ChainEnd
 from longdraft.request.tree import common_prefix
 from longdraft.speculation.decayed_rate import DecayedRate
 

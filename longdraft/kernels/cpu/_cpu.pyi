@@ -1,9 +1,13 @@
-"""The compiled module of `csrc/module.cpp`. Addresses are data pointers, strides are in elements."""
+"""The compiled module of `csrc/module.cpp`. ValueError for tensors whose shape or dtype does not fit.
+
+Integers named as tensors are data pointers; strides are in elements.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 class SuffixIndex:
     nbytes: int
@@ -54,31 +58,50 @@ class Choice:
     def rank(self, logits: int, path: Sequence[int], position: int, is_banned: bool, count: int,
              within: float) -> tuple[list[int], float]: ...
 
+State = tuple[Tensor, Tensor]  # history, matrix: DeltaState
+
+class DeltaLayer:
+    def __init__(self, shape: Sequence[int], conv: Tensor, decay: Tensor, bias: Tensor, norm: Tensor,
+                 eps: float) -> None: ...
+
+class Mixture:
+    def __init__(self, *, router: Linear, mlps: Sequence[tuple[Linear, Linear]], chosen: int, normalises: bool,
+                 rounds: bool, scales: Tensor | None, has_gelu: bool, alpha: float, limit: float,
+                 shared: tuple[Linear, Linear] | None, shared_gate: Linear | None) -> None: ...
+
+class Layer:
+    def __init__(self, *, attention_norm: Tensor, qkv: Linear, out: Linear, mlp_norm: Tensor,
+                 delta: DeltaLayer | None = None, gates: Linear | None = None, kv_heads: int = 0, dim: int = 0,
+                 query_factor: float = 1.0, window: int = 0, q_norm: Tensor | None = None,
+                 k_norm: Tensor | None = None, v_norm: Tensor | None = None, norms_heads: bool = False,
+                 rotates: bool = False, ropes: tuple[int, int] = (0, 0), sinks: Tensor | None = None,
+                 is_gated: bool = False, source: int = -1, attention_post_norm: Tensor | None = None,
+                 mlp_post_norm: Tensor | None = None, scalar: float = 1.0, mlp: tuple[Linear, Linear] | None = None,
+                 mixture: Mixture | None = None, beside: Sequence[Tensor] = (),
+                 extra: tuple[Linear, Linear] | None = None, extra_norm: Tensor | None = None) -> None: ...
+
 class Decoder:
-    def __init__(self, heads: int, kv_heads: int, dim: int, eps: float, post_norm: bool, rounds_once: bool,
+    def __init__(self, *, heads: int, kv_heads: int, dim: int, eps: float, post_norm: bool, rounds_once: bool,
                  residual_factor: float, has_gelu: bool, num_ropes: int, float_norms: bool) -> None: ...
-    def add(self, attention_norm: int, qkv: Linear, out: Linear, mlp_norm: int, window: int, q_norm: int, k_norm: int,
-            norms_heads: bool, rotates: bool, ropes: tuple[int, int], attention_post_norm: int, mlp_post_norm: int,
-            is_gated: bool, sinks: int) -> None: ...
-    def add_delta(self, attention_norm: int, qkvz: Linear, out: Linear, mlp_norm: int, gates: Linear,
-                  shape: Sequence[int], weights: Sequence[int], eps: float) -> None: ...
-    def set_heads(self, heads: tuple[int, int], query_factor: float, v_norm: int, source: int,
-                  scalar: float) -> None: ...
-    def set_extra(self, gate: Linear, out: Linear, norm: int) -> None: ...
-    def set_beside(self, mlp_post: int, experts: int, router: int, experts_post: int) -> None: ...
-    def set_mlp(self, gate_up: Linear, down: Linear) -> None: ...
-    def set_mixture(self, router: Linear, mlps: Sequence[tuple[Linear, Linear]], chosen: int, normalises: bool,
-                    rounds: bool, scales: int, has_gelu: bool, alpha: float, limit: float,
-                    shared: Sequence[Linear]) -> None: ...
+    def add(self, layer: Layer) -> None: ...
 
-class Chain: ...
+class Text:
+    def __init__(self, stores: Sequence[Store], length: int, k: Tensor, v: Tensor,
+                 remainder: Tensor | Sequence[Tensor] | None, tapped: Sequence[int], taps: Tensor | None,
+                 deltas: Sequence[tuple[State, State, Tensor, Tensor]]) -> None: ...
 
-def chain(decoder: Decoder, embedding: Linear, head: Linear, norm: int, embedding_factor: float, logits_divisor: float,
-          logits_cap: float, stores: Sequence[Store], length: int, remainders: Sequence[int],
-          states: Sequence[Sequence[int]], choice: Choice, count: int, position: int, width: int, within: float,
-          banned_depth: int, edges: Sequence[float], rates: Sequence[float], least: float, root: int,
-          path: Sequence[int], cos: int, sin: int, part: PartOfVocabulary | None, input_weights: Sequence[Linear],
-          input_norm: int, input_factors: Sequence[float]) -> Chain: ...
+class DraftModel:
+    def __init__(self, *, decoder: Decoder, embedding: Linear, head: Linear, norm: Tensor, embedding_factor: float,
+                 logits_divisor: float, logits_cap: float, part: PartOfVocabulary | None,
+                 inputs: tuple[Linear, Linear] | None, input_norm: Tensor | None,
+                 input_factors: Sequence[float]) -> None: ...
+
+class Chain:
+    def __init__(self, *, model: DraftModel, stores: Sequence[Store], length: int,
+                 remainder: Tensor | Sequence[Tensor] | None, states: Sequence[tuple[State, State, State]],
+                 choice: Choice, position: int, width: int, within: float, banned_depth: int,
+                 end: tuple[Sequence[float], Sequence[float], float], path: Sequence[int], cos: Tensor,
+                 sin: Tensor) -> None: ...
 
 class RemainderFit:
     nbytes: int
@@ -107,8 +130,8 @@ class Kernels:
     def rms_norm(self, bf16: bool, x: int, weight: int, rows: int, width: int, eps: float, rounds_once: bool,
                  out: int) -> None: ...
     def rms_norm_float(self, bf16: bool, x: int, weight: int, rows: int, width: int, eps: float, out: int) -> None: ...
-    def delta(self, bf16: bool, shape: list[int], weights: list[int], eps: float, counts: list[int],
-              texts: list[list[int]], z: int, z_stride: int, out: int, parent: int) -> None: ...
+    def delta(self, bf16: bool, layer: DeltaLayer, texts: Sequence[tuple[State, State, Tensor, Tensor]],
+              z: Tensor | None, out: Tensor | None, parents: Tensor) -> None: ...
     def swiglu(self, bf16: bool, x: int, rows: int, width: int, out: int) -> None: ...
     def gate(self, bf16: bool, x: int, gates: int, stride: int, rows: int, width: int, out: int) -> None: ...
     def geglu(self, bf16: bool, x: int, rows: int, width: int, out: int) -> None: ...
@@ -122,11 +145,8 @@ class Kernels:
              dim: int, out: int) -> None: ...
     def write(self, store: Store, start: int, which: int, rows: int, key: int, key_row: int, key_head: int,
               value: int, value_row: int, value_head: int, held: int) -> None: ...
-    def forward(self, decoder: Decoder, stores: Sequence[Sequence[Store]], lengths: Sequence[int],
-                counts: Sequence[int], remainders: Sequence[Sequence[int]], taps: Sequence[Sequence[int]],
-                deltas: Sequence[Sequence[Sequence[int]]], x: int, cos: int, sin: int, parent: int,
-                reported: int, q: int, content: int, key: int, value: int, attention_output: int, lse: int,
-                given: int, given_stride: int) -> None: ...
+    def forward(self, decoder: Decoder, texts: Sequence[Text], x: Tensor, given: Tensor | None, cos: Tensor,
+                sin: Tensor, parents: Tensor, q: Tensor, content: Tensor, attended: Tensor, lse: Tensor) -> None: ...
     def keep(self, stores: Sequence[Store], start: int, rows: Sequence[int], held: int, strides: Sequence[int],
              key: int, value: int) -> None: ...
     @staticmethod

@@ -9,20 +9,9 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
-from longdraft.kernels.cpu import delta as cpu_delta
-from longdraft.kernels.cpu.store import (
-    CpuLinear,
-    CpuStore,
-    address,
-    are_layers,
-    refuse,
-    remainder_address,
-    require,
-    require_length,
-    require_tensor,
-)
-from longdraft.kernels.delta import DeltaState
-from longdraft.kernels.interface import REPORTED_ROWS, KVStore, LayersKV, RemainderMaps
+from longdraft.kernels.cpu.delta import native_weights
+from longdraft.kernels.cpu.store import CpuLinear, native_stores, refuse, require, require_tensor
+from longdraft.kernels.interface import REPORTED_ROWS, LayersKV
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, Mlp
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
@@ -34,66 +23,76 @@ class CpuDecoder:
 
     def __init__(self, kernels: _cpu.Kernels, dtype: torch.dtype, layers: Sequence[LayerWeights],
                  geometry: Geometry) -> None:
-        self._kernels, self._dtype = kernels, dtype
-        self._layers = tuple(layers)  # keeps the tensors alive that the compiled decoder points to
-        self._sinks: list[Tensor] = []  # likewise
+        self.kernels = kernels
+        self.dtype = dtype
+        self._held: list[object] = [*layers]  # keeps the memory alive that the compiled decoder points to
         self._geometry = geometry
-        heads = geometry.num_heads
         self._hidden = len(layers[0].attention_norm)
         self._norm_dtype = layers[0].attention_norm.dtype
-        self._deltas = [layer.delta for layer in layers if layer.delta is not None]
         self._shapes = [layer.heads_in(geometry)[:2] for layer in layers  # of the stores
                         if layer.delta is None and layer.source is None]
-        self._kinds = [(dtype == torch.bfloat16, *shape) for shape in self._shapes]  # of the stores as well
         self._largest = max(kv_heads for kv_heads, _ in self._shapes), max(dim for _, dim in self._shapes)
         for kv_heads, dim in self._shapes:
-            require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
+            require(geometry.num_heads % kv_heads == 0 and dim % 2 == 0,
+                    "query heads in groups of KV heads, an even dim", geometry)
         require(self._norm_dtype == dtype or (self._norm_dtype == torch.float32 and geometry.rounds_once),
                 f"norms of {dtype}, or norms of float32 that round once", self._norm_dtype)
-        self.native = _cpu.Decoder(heads, *self._largest, geometry.eps, geometry.post_norm, geometry.rounds_once,
-                                   geometry.residual_factor, geometry.has_gelu, geometry.num_ropes,
-                                   self._norm_dtype == torch.float32 != dtype)
-        self._known_taps: tuple[int, ...] = ()  # tapped layers that were checked
+        kv_heads, dim = self._largest
+        self.native = _cpu.Decoder(
+            heads=geometry.num_heads, kv_heads=kv_heads, dim=dim, eps=geometry.eps, post_norm=geometry.post_norm,
+            rounds_once=geometry.rounds_once, residual_factor=geometry.residual_factor, has_gelu=geometry.has_gelu,
+            num_ropes=geometry.num_ropes, float_norms=self._norm_dtype == torch.float32 != dtype)
         self._num_stores = 0  # of the layers that were added
-        for layer in self._layers:
-            self._add(layer)
+        for layer in layers:
+            self._check_norms(layer)
+            self.native.add(self._delta_layer(layer) if layer.delta is not None else self._attention_layer(layer))
         widths = {layer.extra.gate.out_features if layer.extra else 0 for layer in layers}
         require(len(widths) == 1, "an input for each layer or for none", widths)
         self._input_width = widths.pop() * len(layers)  # of all layers
 
-    def _add(self, layer: LayerWeights) -> None:
-        self._check_norms(layer)
-        norms = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
-        if layer.delta is not None:
-            cpu_delta.check_weights(layer.delta)
-            shape = layer.delta.shape
-            shapes = [(shape.channels + shape.values, self._hidden), (self._hidden, shape.values),
-                      (2 * shape.value_heads, self._hidden)]
-            qkvz, out, gates = self._checked((layer.qkv, layer.out, layer.gates), shapes)
-            self.native.add_delta(norms[0], qkvz, out, norms[1], gates, layer.delta.shape,
-                                  cpu_delta.weight_addresses(layer.delta), layer.delta.eps)
-        else:
-            heads, (kv_heads, dim, query_factor) = self._geometry.num_heads, layer.heads_in(self._geometry)
-            own = 0 if layer.source is not None else 2 * kv_heads
-            width = ((2 if layer.is_gated else 1) * heads + own) * dim
-            qkv, out = self._checked((layer.qkv, layer.out), [(width, self._hidden), (self._hidden, heads * dim)])
-            norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
-            source = self._checked_source(layer, (kv_heads, dim))
-            self.native.add(norms[0], qkv, out, norms[1], layer.window, address(layer.q_norm), address(layer.k_norm),
-                            norms_heads, layer.rotates, layer.ropes, address(layer.attention_post_norm),
-                            address(layer.mlp_post_norm), layer.is_gated, self._sinks_address(layer))
-            self.native.set_heads((kv_heads, dim), query_factor, address(layer.v_norm), source, layer.scalar)
-        if layer.experts is not None:
-            self._set_mixture(layer.experts)
-        if layer.beside is not None:
-            self.native.set_beside(*(address(norm) for norm in layer.beside))
+    def _delta_layer(self, layer: LayerWeights) -> _cpu.Layer:
+        assert layer.delta is not None
+        shape = layer.delta.shape
+        shapes = [(shape.channels + shape.values, self._hidden), (self._hidden, shape.values),
+                  (2 * shape.value_heads, self._hidden)]
+        qkvz, out, gates = self._checked((layer.qkv, layer.out, layer.gates), shapes)
+        mlp, mixture = self._mlp_or_experts(layer)
+        return _cpu.Layer(attention_norm=layer.attention_norm, qkv=qkvz, out=out, mlp_norm=layer.mlp_norm, gates=gates,
+                          delta=native_weights(layer.delta), mlp=mlp, mixture=mixture)
+
+    def _attention_layer(self, layer: LayerWeights) -> _cpu.Layer:
+        heads = self._geometry.num_heads
+        kv_heads, dim, query_factor = layer.heads_in(self._geometry)
+        own = 0 if layer.source is not None else 2 * kv_heads
+        width = ((2 if layer.is_gated else 1) * heads + own) * dim
+        qkv, out = self._checked((layer.qkv, layer.out), [(width, self._hidden), (self._hidden, heads * dim)])
+        mlp, mixture = self._mlp_or_experts(layer)
+        sinks, extra = None, None
+        if layer.sinks is not None:
+            sinks = layer.sinks.float().contiguous()
+            require_tensor("sinks", sinks, (heads,), torch.float32)
+            self._held.append(sinks)
+        if layer.extra is not None:
+            inner = layer.extra.gate.out_features
+            gate, back = self._checked(layer.extra[:2], [(inner, self._hidden), (self._hidden, inner)])
+            extra = gate, back
+        return _cpu.Layer(
+            attention_norm=layer.attention_norm, qkv=qkv, out=out, mlp_norm=layer.mlp_norm, kv_heads=kv_heads, dim=dim,
+            query_factor=query_factor, window=layer.window, q_norm=layer.q_norm, k_norm=layer.k_norm,
+            v_norm=layer.v_norm, norms_heads=layer.q_norm is not None and layer.q_norm.shape == (dim,),
+            rotates=layer.rotates, ropes=layer.ropes, sinks=sinks, is_gated=layer.is_gated,
+            source=self._checked_source(layer, (kv_heads, dim)), attention_post_norm=layer.attention_post_norm,
+            mlp_post_norm=layer.mlp_post_norm, scalar=layer.scalar, mlp=mlp, mixture=mixture,
+            beside=layer.beside or (), extra=extra, extra_norm=layer.extra.norm if layer.extra else None)
+
+    def _mlp_or_experts(self, layer: LayerWeights
+                        ) -> tuple[tuple[_cpu.Linear, _cpu.Linear] | None, _cpu.Mixture | None]:
+        """The layer's MLP, its mixture, or both."""
+        mlp = None
         if layer.experts is None or layer.beside is not None:
             assert layer.gate_up is not None and layer.down is not None
-            self.native.set_mlp(*self._checked_mlp(Mlp(layer.gate_up, layer.down)))
-        if layer.extra is not None:
-            width = layer.extra.gate.out_features
-            gate, out = self._checked(layer.extra[:2], [(width, self._hidden), (self._hidden, width)])
-            self.native.set_extra(gate, out, address(layer.extra.norm))
+            mlp = self._checked_mlp(Mlp(layer.gate_up, layer.down))
+        return mlp, None if layer.experts is None else self._mixture(layer.experts)
 
     def _checked_source(self, layer: LayerWeights, shape: tuple[int, int]) -> int:
         """The layer whose keys and values this one reads; -1: its own."""
@@ -110,7 +109,7 @@ class CpuDecoder:
         weights = [w.native for w in linears if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
         require(shapes == list(wanted), f"weights {list(wanted)}", shapes)
-        require(all(w.is_bf16 == (self._dtype == torch.bfloat16) for w in weights), f"weights of {self._dtype}",
+        require(all(w.is_bf16 == (self.dtype == torch.bfloat16) for w in weights), f"weights of {self.dtype}",
                 "another dtype")
         return weights
 
@@ -120,28 +119,20 @@ class CpuDecoder:
         gate_up, down = self._checked(mlp, [(2 * inner, self._hidden), (self._hidden, inner)])
         return gate_up, down
 
-    def _set_mixture(self, experts: Experts) -> None:
-        count, inner = len(experts.mlps), experts.mlps[0].gate_up.out_features // 2
+    def _mixture(self, experts: Experts) -> _cpu.Mixture:
+        count = len(experts.mlps)
+        inner = experts.mlps[0].gate_up.out_features // 2
         require(0 < experts.chosen <= count, f"1 to {count} experts for a row", experts.chosen)
-        require((experts.shared is None) == (experts.shared_gate is None), "a shared expert and its gate", "one")
         router, = self._checked((experts.router,), [(count, self._hidden)])
-        shared: list[_cpu.Linear] = []
-        if experts.shared is not None:
-            shared = [*self._checked_mlp(experts.shared), *self._checked((experts.shared_gate,), [(1, self._hidden)])]
+        shared_gate = None
+        if experts.shared_gate is not None:
+            shared_gate, = self._checked((experts.shared_gate,), [(1, self._hidden)])
         alpha, limit = experts.clamp or (0.0, 0.0)
-        if experts.scales is not None:
-            require_tensor("scales of experts", experts.scales, (count,), torch.float32)
-        self.native.set_mixture(router, [self._checked_mlp(mlp, inner) for mlp in experts.mlps], experts.chosen,
-                                experts.normalises, experts.rounds, address(experts.scales), experts.has_gelu, alpha,
-                                limit, shared)
-
-    def _sinks_address(self, layer: LayerWeights) -> int:
-        if layer.sinks is None:
-            return 0
-        sinks = layer.sinks.float().contiguous()
-        require_tensor("sinks", sinks, (self._geometry.num_heads,), torch.float32)
-        self._sinks.append(sinks)
-        return sinks.data_ptr()
+        return _cpu.Mixture(
+            router=router, mlps=[self._checked_mlp(mlp, inner) for mlp in experts.mlps], chosen=experts.chosen,
+            normalises=experts.normalises, rounds=experts.rounds, scales=experts.scales, has_gelu=experts.has_gelu,
+            alpha=alpha, limit=limit, shared=None if experts.shared is None else self._checked_mlp(experts.shared),
+            shared_gate=shared_gate)
 
     def _check_norms(self, layer: LayerWeights) -> None:
         """ValueError where norms, rotations or a window do not fit."""
@@ -165,122 +156,20 @@ class CpuDecoder:
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        heads, (kv_heads, dim) = self._geometry.num_heads, self._largest
-        num_layers, rows, dtype = len(self._shapes), x.shape[0], self._dtype
+        rows, num_layers, heads, dim = len(x), len(self._shapes), self._geometry.num_heads, self._largest[1]
         width = self._hidden + self._input_width
         if x.shape != (rows, width):
             refuse(f"rows [R, {width}]", x.shape)
-        self._require_rotations(cos, sin, rows)
-        require_tensor("parents", parents, (rows,), torch.int32)
-        shape = (num_layers, rows, kv_heads, dim)
-        k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
-        stores = [self._native_stores(kv.stores, kv.length) for kv in texts]
-        result, given = x, x  # where layers have no other inputs
-        if self._input_width:
-            result, given = x[:, : self._hidden], x[:, self._hidden :].to(dtype)
-            require(given.stride(1) == 1, "rows of adjacent numbers", x.stride())
-        result = result.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        given = x[:, self._hidden :].to(self.dtype) if self._input_width else None
+        result = x[:, : self._hidden].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         reported = min(rows, REPORTED_ROWS) if len(texts) == 1 and texts[0].is_prompt else rows
-        q, content, output = (torch.empty(num_layers, reported, heads, dim, dtype=dtype) for _ in range(3))
+        q, content, output = (torch.empty(num_layers, reported, heads, dim, dtype=self.dtype) for _ in range(3))
         lse = torch.empty(num_layers, reported, heads)
-        self._kernels.forward(
-            self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
-            [self._remainder_addresses(kv.remainder) for kv in texts],
-            [self._tap_addresses(kv) for kv in texts], [self._delta_addresses(kv) for kv in texts], result.data_ptr(),
-            cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), reported, q.data_ptr(), content.data_ptr(), k, v,
-            output.data_ptr(), lse.data_ptr(), given.data_ptr(), given.stride(0))
+        native_texts = [self._text(kv) for kv in texts]
+        self.kernels.forward(self.native, native_texts, result, given, cos, sin, parents, q, content, output, lse)
         return result, AttentionOutput(q, output, lse, content)
 
-    def _native_stores(self, stores: Sequence[KVStore], length: int) -> list[_cpu.Store]:
-        known = [store for store in stores if isinstance(store, CpuStore)]
-        if [store.kind for store in known] != self._kinds:
-            refuse(f"stores of {self._shapes} heads and dimensions in {self._dtype}",
-                   [store.kind for store in known])
-        native = [store.native for store in known]
-        require_length(length, native)
-        return native
-
-    def _remainder_addresses(self, maps: RemainderMaps) -> list[int]:
-        """Of each layer's map; empty for None."""
-        if maps is None:
-            return []
-        heads, count, dim = self._geometry.num_heads, len(self._shapes), self._largest[1]
-        if isinstance(maps, Tensor):
-            first = remainder_address(maps, (count, heads, dim + 1, dim + 1))
-            return [first + index * maps.stride(0) * maps.itemsize for index in range(count)]
-        require(len(maps) == count, f"remainders of {count} layers", maps)
-        return [remainder_address(each, (heads, dim + 1, dim + 1))
-                for each, (_, dim) in zip(maps, self._shapes, strict=True)]
-
-    def checked_norm(self, norm: Tensor) -> Tensor:
-        """The norm of the layers' inputs. ValueError if it does not fit."""
-        require_tensor("the norm of inputs", norm, (self._input_width // len(self._layers),), self._norm_dtype)
-        return norm
-
-    def _require_rotations(self, cos: Tensor, sin: Tensor, rows: int) -> None:
-        width = self._geometry.num_ropes * self._largest[1] // 2
-        require_tensor("cos", cos, (rows, width), torch.float32)
-        require_tensor("sin", sin, (rows, width), torch.float32)
-
-    def _tap_addresses(self, kv: LayersKV) -> list[int]:
-        """For each layer, and for the result: where to copy the rows that enter it, or 0; empty without taps."""
-        if not kv.taps:
-            return []
-        layers, rows = kv.taps
-        if layers != self._known_taps:
-            require(len(set(layers)) == len(layers) and all(0 <= layer <= len(self._layers) for layer in layers),
-                    f"different tapped layers, 0 to {len(self._layers)}", layers)
-            self._known_taps = layers
-        count = kv.k.shape[1]
-        require_tensor("tapped rows", rows, (len(layers), count, self._hidden), self._dtype)
-        where, start = [0] * (len(self._layers) + 1), rows.data_ptr()
-        for layer in layers:
-            where[layer] = start
-            start += count * self._hidden * self._dtype.itemsize
-        return where
-
-    def _delta_addresses(self, kv: LayersKV) -> list[list[int]]:
-        """Of the text's rows in each delta layer."""
-        if not kv.deltas and not self._deltas:
-            return []
-        require(len(kv.deltas) == len(self._deltas), f"rows of {len(self._deltas)} delta layers", len(kv.deltas))
-        for delta, rows in zip(self._deltas, kv.deltas, strict=True):
-            require(len(rows.mixed) == kv.k.shape[1], f"{kv.k.shape[1]} rows in a delta layer", len(rows.mixed))
-            cpu_delta.check_rows(delta.shape, rows, self._dtype)
-        return [cpu_delta.row_addresses(rows) for rows in kv.deltas]
-
-    def chain_arguments(self, states: Sequence[tuple[DeltaState, ...]]) -> list[list[int]]:
-        """Addresses of the three states of each delta layer that a chain of drafts reads and writes."""
-        require(len(states) == len(self._deltas), f"states of {len(self._deltas)} delta layers", len(states))
-        for delta, three in zip(self._deltas, states, strict=True):
-            for state in three:
-                cpu_delta.check_state(delta.shape, state, self._dtype)
-            require(three[1].matrix.data_ptr() not in (three[0].matrix.data_ptr(), three[2].matrix.data_ptr()),
-                    "a first row that writes to another state than it reads", "one")
-        return [[part.data_ptr() for state in three for part in state] for three in states]
-
-    def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: RemainderMaps, cos: Tensor,
-                        sin: Tensor) -> tuple[list[_cpu.Store], list[int]]:
-        """The compiled stores and the remainder's addresses for a chain of drafts, checked as `forward` checks them."""
-        self._require_rotations(cos, sin, len(cos))
-        return self._native_stores(stores, length), self._remainder_addresses(remainder)
-
-
-def _whole_address(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The address of the tensor [L, R, Hkv, D] of which `parts` are consecutive slices [L, T, Hkv, D]."""
-    num_layers, rows, heads, dim = shape
-    start = parts[0].data_ptr()
-    if len(parts) == 1:
-        require_tensor("keys and values", parts[0], shape, dtype)
-        return start
-    width = heads * dim
-    row, size = 0, width * dtype.itemsize
-    for part in parts:
-        count = part.shape[1]
-        fits = (part.dtype == dtype and count > 0 and part.shape == (num_layers, count, heads, dim)
-                and part.data_ptr() == start + row * size and are_layers(part, rows * width))
-        if not fits:
-            refuse(f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
-        row += count
-    require(row == rows, f"keys and values of {rows} rows", row)
-    return start
+    def _text(self, kv: LayersKV) -> _cpu.Text:
+        tapped, rows = kv.taps or ((), None)
+        return _cpu.Text(native_stores(self.dtype, kv.stores, len(self._shapes)), kv.length, kv.k, kv.v, kv.remainder,
+                         tapped, rows, kv.deltas)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.kernels.chain_plan import DraftStores, DraftWeights
 from longdraft.kernels.cuda.captured_layers import CapturedLayers, TextPlaces
 from longdraft.kernels.cuda.chain_forward import Embed
 from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
@@ -20,7 +21,6 @@ from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.interface import LayersKV
 from longdraft.kernels.layer_inputs import LayerInputs
-from longdraft.kernels.native_draft import DraftStores, DraftWeights
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 _TURNED = (2, 3, 7, 8, 4, 5, 6, 2, 3)  # where a row finds the parts of its entry (`jit_delta`) in the one before

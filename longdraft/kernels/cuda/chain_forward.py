@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longdraft.kernels.chain_plan import DraftStores, DraftWeights
 from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, ForwardBuffers
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.interface import RemainderMaps
 from longdraft.kernels.launched import LaunchesTogether
-from longdraft.kernels.native_draft import DraftStores, DraftWeights
 from longdraft.kernels.weights import Geometry
 
 # Writes the rows of a table, times a factor, of the texts' last tokens; and the rotations of their places.

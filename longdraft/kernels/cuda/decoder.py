@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
+from longdraft.kernels.chain_plan import DraftWeights
 from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import tree_attention
 from longdraft.kernels.cuda.chain_forward import FixedForward
@@ -33,7 +34,6 @@ from longdraft.kernels.cuda.prefill import prefill, with_all_rows
 from longdraft.kernels.cuda.shared_chain import MAX_HEADS, SharedChains
 from longdraft.kernels.cuda.shared_forward import SharedForwards, can_share
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
-from longdraft.kernels.native_draft import DraftWeights
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longdraft.kernels.chain_plan import ChainEnd, DraftStores, DraftWeights, Ranked
 from longdraft.kernels.cuda import jit_choice, jit_drafting
 from longdraft.kernels.cuda.chain_forward import ChainDecoder
 from longdraft.kernels.cuda.choice import MAX_CHAIN, LogitsSource, TokenChooser
@@ -32,10 +33,9 @@ from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_de
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.support import BLOCK, SupportSearch
 from longdraft.kernels.launched import Launched, LaunchedWork
-from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 
 UNROLLED = 4  # tokens of the larger graph
-_MAX_WIDTH = 16
+MAX_WIDTH = 16  # guesses that are ranked for a token
 MAX_CHAINS = 4  # of one request: the models and caches with which it drafts in turn
 
 
@@ -47,7 +47,7 @@ class DraftRanking:
     """
 
     def __init__(self, chooser: TokenChooser, vocabulary: int, width: int, device: torch.device) -> None:
-        require(1 <= width <= _MAX_WIDTH, f"1 to {_MAX_WIDTH} guesses", width)
+        require(1 <= width <= MAX_WIDTH, f"1 to {MAX_WIDTH} guesses", width)
         rules, self._device = chooser.rules, device
         self._chooser, self._vocabulary, self._num_wanted = chooser, vocabulary, width
         self._width = max(2, width)  # two show the lead
@@ -126,7 +126,7 @@ def go_on(states: Tensor, ahead: int) -> None:
 
 def new_outcome(rows: int, device: torch.device) -> Tensor:
     """The guesses of the longest chains of some rows, and of a place after them: int64 [places, R, 18]."""
-    return torch.zeros(MAX_CHAIN + 1, rows, 2 + _MAX_WIDTH, dtype=torch.int64, device=device)
+    return torch.zeros(MAX_CHAIN + 1, rows, 2 + MAX_WIDTH, dtype=torch.int64, device=device)
 
 
 def ranked_places(outcome: Tensor) -> list[Ranked]:

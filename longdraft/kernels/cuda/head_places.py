@@ -10,34 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longdraft.kernels.chain_plan import Heads
 from longdraft.kernels.cuda.chain_rows import ChainRows, RowsShape, SharedDrafts, TextDraft
 from longdraft.kernels.cuda.choice import TokenChooser
 from longdraft.kernels.cuda.drafting import DraftRanking
 from longdraft.kernels.cuda.graph_cache import GraphCache, new_owner
 from longdraft.kernels.cuda.launch import on_device, require
 from longdraft.kernels.cuda.text_rows import TextNeeds
-from longdraft.kernels.launched import LaunchesTogether
 
 
-class DraftHeads(Protocol):
-    """Heads that predict further tokens from one row of each of T texts.
-
-    shared  what ranks the guesses of several texts, with and without logits of the first place; see `SharedHeads`
-    """
-
-    @property
-    def shared(self) -> dict[bool, LaunchesTogether]: ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [heads * T, V] float32, head by head, for the last layer's output [T, hidden]."""
-
-
-def place_logits(heads: DraftHeads, rows: Tensor, first: Tensor | None, num: int) -> list[Tensor]:
+def place_logits(heads: Heads, rows: Tensor, first: Tensor | None, num: int) -> list[Tensor]:
     """Logits [T, V] float32 of `num` places, which may be overwritten. See `TextHeads`."""
     found = [] if first is None else [first]
     if num > len(found):
@@ -52,7 +39,7 @@ class HeadPlaces:
     width       guesses at each place at most
     """
 
-    def __init__(self, heads: DraftHeads, graphs: GraphCache, chooser: TokenChooser, vocabulary: int, width: int,
+    def __init__(self, heads: Heads, graphs: GraphCache, chooser: TokenChooser, vocabulary: int, width: int,
                  row: Tensor) -> None:
         """row: one of those that `rank` gets."""
         self._heads, self._graphs, self._chooser = heads, graphs, chooser
@@ -100,7 +87,7 @@ class TextHeads(NamedTuple):
     """
 
     draft: TextDraft
-    heads: DraftHeads
+    heads: Heads
     graphs: GraphCache
     vocabulary: int
     row: Tensor

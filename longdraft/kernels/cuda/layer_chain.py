@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
+from longdraft.kernels.chain_plan import DraftLayers
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
 from longdraft.kernels.cuda.drafting import (
@@ -32,35 +33,7 @@ from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores,
 from longdraft.kernels.cuda.launch import on_device, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import KV, KVStore, LayerOperations
-from longdraft.kernels.launched import LaunchesTogether
-from longdraft.kernels.weights import Linear
-
-
-class DraftLayers(Protocol):
-    """Trained layers that draft, without the text that they have read.
-
-    shared  what drafts chains of several texts with these layers; None: nothing has done so
-    """
-
-    shared: LaunchesTogether | None
-
-    @property
-    def embedding(self) -> tuple[Linear, float]:
-        """The table of token embeddings, and the factor that multiplies these."""
-
-    def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
-                 stores: Sequence[KVStore]) -> Tensor:
-        """The layers' output [T, hidden] for a drafted token of each text, from the row before it and its embedding.
-
-        ops        in which the attention knows the places of the tokens, whatever `KV.length` says. Keys and values are
-                   written there, except to a store that is only read
-        rotations  cos, sin [T, D / 2] of their positions
-        stores     of one text
-        """
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [T, V] float32 of the layers' output [T, hidden]."""
+from longdraft.kernels.interface import KV
 
 
 class RowPlaces(NamedTuple):

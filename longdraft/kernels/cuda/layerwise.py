@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
+from longdraft.kernels.chain_plan import DraftWeights
 from longdraft.kernels.cuda import delta
 from longdraft.kernels.cuda.captured_chain import CapturedChain
 from longdraft.kernels.cuda.captured_layers import CapturedLayers
@@ -37,7 +38,6 @@ from longdraft.kernels.cuda.shared_forward import (
 )
 from longdraft.kernels.interface import LayersKV, RemainderMaps
 from longdraft.kernels.layer import LayerwiseDecoder
-from longdraft.kernels.native_draft import DraftWeights
 from longdraft.kernels.switches import is_on
 from longdraft.kernels.weights import Geometry, LayerWeights
 

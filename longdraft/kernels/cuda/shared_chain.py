@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longdraft.kernels.chain_plan import DraftStores, DraftWeights
 from longdraft.kernels.cuda.chain_forward import ChainDecoder
 from longdraft.kernels.cuda.chain_rows import ChainRows, RowsShape, SharedDrafts, TextDraft
 from longdraft.kernels.cuda.choice import LogitsSource
@@ -25,7 +26,6 @@ from longdraft.kernels.cuda.launch import padded_size
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.text_rows import TextNeeds
 from longdraft.kernels.interface import RemainderMaps
-from longdraft.kernels.native_draft import DraftStores, DraftWeights
 
 MAX_HEADS = 2  # with which a model drafts
 

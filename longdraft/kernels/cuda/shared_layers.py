@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longdraft.kernels.chain_plan import DraftLayers
 from longdraft.kernels.cuda.chain_rows import ChainRows, RowsShape, SharedDrafts, TextDraft
 from longdraft.kernels.cuda.drafting import in_graphs
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import padded_size, staged_parts
-from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerRows, RowPlaces
+from longdraft.kernels.cuda.layer_chain import LayerRows, RowPlaces
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.text_rows import TextNeeds

@@ -1,0 +1,201 @@
+"""Plans of draft chains: what a drafter wants to be drafted, and what can draft it in one call.
+
+A chain is drafted step by step, by definition: the draft model's logits, the best guess, the next logits
+(longdraft/drafters/chain.py). Between two tokens that returns to Python, which takes longer than the arithmetic of a
+small model. So a drafter describes its chain as a `ChainPlan`, and a `Ranker` runs the whole of it:
+
+    kernels/cpu/chain.py     the compiled module, in one call; several texts at the same time, each on one thread
+    kernels/cuda/ranker.py   a device, in CUDA graphs; several texts in one
+
+A ranker says itself which plans it can run. The guesses are those of the single steps, bit for bit, so a drafter does
+not know how its chain was drafted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
+from longdraft.kernels.delta import DeltaState
+from longdraft.kernels.interface import Decoder, Kernels, KVStore, LayerOperations, RemainderMaps
+from longdraft.kernels.launched import LaunchedWork
+from longdraft.kernels.layer_inputs import LayerInputs
+from longdraft.kernels.weights import Linear
+
+
+class DraftWeights(NamedTuple):
+    """The parts of a draft model besides its layers. The norm [hidden] is the one before the head.
+
+    embedding_factor  multiplies the embeddings
+    logits_cap        soft cap of the logits; 0: none
+    part              the tokens of the head's rows; None: the whole vocabulary
+    inputs            of the layers, besides the embedding; None: they have none
+    """
+
+    embedding: Linear
+    norm: Tensor
+    head: Linear
+    logits_divisor: float
+    part: PartOfVocabulary | None = None
+    embedding_factor: float = 1.0
+    logits_cap: float = 0.0
+    inputs: LayerInputs | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLayers:
+    """A whole model that drafts: the target itself, a copy of it, or a smaller model."""
+
+    decoder: Decoder
+    weights: DraftWeights
+
+
+class DraftLayers(Protocol):
+    """Trained layers that draft (`Eagle`, `Glide`), without the text that they have read."""
+
+    @property
+    def embedding(self) -> tuple[Linear, float]:
+        """The table of token embeddings, and the factor that multiplies these."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+
+    def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
+                 stores: Sequence[KVStore]) -> Tensor:
+        """The layers' output [T, hidden] for a drafted token of each text, from the row before it and its embedding.
+
+        ops        in which the attention knows the places of the tokens, whatever `KV.length` says. Keys and values are
+                   written there, except to a store that is only read
+        rotations  cos, sin [T, D / 2] of their positions
+        stores     of one text
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [T, V] float32 of the layers' output [T, hidden]."""
+
+
+class TrainedLayers(NamedTuple):
+    """Trained layers after a text. The first token comes from the text's last row.
+
+    kernels  of the layers
+    row      [1, hidden], the layers' output for the text's last token
+    read     another store that they read, and its visible rows; None: they read their own alone
+    """
+
+    layers: DraftLayers
+    kernels: Kernels
+    row: Tensor
+    read: tuple[KVStore, int] | None = None
+
+
+class Heads(Protocol):
+    """Heads of any kind, which predict the tokens after the next one from a hidden state of the target."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [heads * T, V] float32, head by head, for hidden states [T, hidden] before the final norm.
+
+        For a hidden state at position p, head i predicts the token at p + 2 + i.
+        """
+
+
+class TrainedHeads(NamedTuple):
+    """Trained heads, which guess all tokens from one row; no guess depends on the one before it.
+
+    row    [1, hidden], the last layer's output of the row in front of the first guess
+    first  logits [1, V] of the first guess, if it is not predicted by a head
+    """
+
+    heads: Heads
+    row: Tensor
+    first: Tensor | None = None
+
+
+class DraftStores(NamedTuple):
+    """The rows that a chain continues: `length` positions of each layer's store. Drafted rows are written after them.
+
+    remainder  as in `LayersKV`
+    states     for each delta layer: the state that the chain continues, and two that its rows write to in turn. The
+               chain's first row writes to the first of them
+    """
+
+    stores: Sequence[KVStore]
+    length: int
+    remainder: RemainderMaps = None
+    states: Sequence[tuple[DeltaState, DeltaState, DeltaState]] = ()
+
+
+class ChainPlan(NamedTuple):
+    """A chain of drafts after a text.
+
+    layers           what computes the logits
+    path             the last token of the text, then drafted tokens, which the chain continues
+    num_tokens       to draft, 1 or more
+    stores           the rows that the chain continues
+    rotations        cos, sin [N, S D / 2] float32 in the host's memory, of the rows that the chain computes: as many as
+                     tokens with a model, one less with trained layers, none with heads
+    shares_forwards  step by step, the forwards would read the weights together with those of other texts, which is
+                     faster than a chain that reads them for one text
+    is_smaller       the layers are those of a model that is neither the target nor a copy of it
+    """
+
+    layers: ModelLayers | TrainedLayers | TrainedHeads
+    path: Sequence[int]
+    num_tokens: int
+    stores: DraftStores = DraftStores((), 0)
+    rotations: tuple[Tensor, ...] = ()
+    shares_forwards: bool = False
+    is_smaller: bool = False
+
+
+class Ranked(NamedTuple):
+    """Guesses for one place, best first.
+
+    lead  how far the best guess's score is ahead of the next token's that the filters leave; inf if they leave one.
+          The smaller it is, the likelier does the target choose another token than the drafter's best guess
+    """
+
+    tokens: list[int]
+    lead: float
+
+
+class ChainEnd(NamedTuple):
+    """When a chain ends early: as soon as P(all its tokens become text) is below `least`.
+
+    edges  ascending leads
+    rates  len(edges) + 1 probabilities: rates[i] of a token with edges[i - 1] <= lead < edges[i]
+    """
+
+    edges: tuple[float, ...]
+    rates: tuple[float, ...]
+    least: float
+
+    def rate(self, lead: float) -> float:
+        """P(a token with this lead is right)."""
+        return self.rates[bisect_right(self.edges, lead)]
+
+
+NEVER = ChainEnd((), (1.0,), 0.0)  # chains of full length
+
+
+class Ranker(Protocol):
+    """Ranks the guesses of one request as `Sampler.ranked` does, where their logits are computed."""
+
+    def draft(self, plan: ChainPlan, end: ChainEnd = NEVER) -> LaunchedWork[list[Ranked] | None]:
+        """The guesses for each token of a chain, which follows the best ones, or for fewer tokens if `end` says so.
+        The last token has no guesses where logits are not finite. One row was written to the stores for each token; of
+        trained layers, for each but the last.
+
+        None: this ranker cannot run the plan, and nothing was written.
+        """
