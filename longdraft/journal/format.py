@@ -77,6 +77,8 @@ class Header:
     def params(self) -> SamplingParams:
         """The sampling settings. UnusableJournalError if they are invalid."""
         settings: dict[str, Any] = {name: _tupled(value) for name, value in self.sampling.items()}
+        if isinstance(settings.get("ignore_eos"), int):  # the first version accepted numbers
+            settings["ignore_eos"] = bool(settings["ignore_eos"])
         try:
             params = SamplingParams(**settings)
         except (TypeError, UsageError) as error:
