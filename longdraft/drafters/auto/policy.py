@@ -12,7 +12,7 @@ from longdraft.drafters.auto.acceptance import AcceptanceByDepth
 from longdraft.drafters.auto.observation import Observation
 from longdraft.drafters.auto.pace import OUTLIER
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
-from longdraft.drafters.auto.shared import Candidate, Rating, SharedStatistics
+from longdraft.drafters.auto.shared import MOVING_RATE, Candidate, Rating, SharedStatistics
 from longdraft.drafters.auto.step_costs import StepCosts
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree
@@ -298,8 +298,11 @@ class Policy:
             self._candidates[self.active].deliver(seconds, step.tokens, float(self._costs.steps[1]))
 
     def _count_between(self, step: Observation) -> None:
-        seconds = step.between_seconds / step.steps / self._shared.pace.machine
-        self._shared.between.add(min(seconds, float(self._costs.forwards[1])))  # an interrupted host counts little
+        shared = self._shared
+        seconds = step.between_seconds / step.steps / shared.pace.machine
+        seconds = min(seconds, float(self._costs.forwards[1]))  # an interrupted host counts little
+        rate = MOVING_RATE if shared.between else 1.0
+        shared.between = max(0.0, shared.between + rate * (seconds - shared.between))
 
     def _count_forward(self, step: Observation) -> float:
         """Correct the costs of forwards; returns the step's seconds without an interruption."""
