@@ -19,7 +19,16 @@ from longdraft.speculation.decayed_rate import DecayedRate
 
 _EDGES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 _EXPECTED = (0.6, 0.8, 0.92, 0.94, 0.96, 0.97, 0.99)  # rates before the first outcome
+_WEIGHT = 8.0  # outcomes that an expected rate counts as, once
 _MEAN_EXPECTED = 0.9
+_DECAY = 0.995  # leads differ less from text to text than acceptance: about the last 200 outcomes count
+
+
+def _expecting(rate: float) -> DecayedRate:
+    """A rate whose prior decays like outcomes."""
+    decayed = DecayedRate(_DECAY)
+    decayed.add(_WEIGHT * rate, _WEIGHT)
+    return decayed
 
 
 class Confidence:
@@ -32,15 +41,14 @@ class Confidence:
     def __init__(self, least: float = 0.0) -> None:
         self.least = least
         self.num_drafted = 0
-        self._rates = [DecayedRate() for _ in _EXPECTED]  # by lead
-        self._mean = DecayedRate()
+        self._rates = [_expecting(rate) for rate in _EXPECTED]  # by lead
+        self._mean = _expecting(_MEAN_EXPECTED)
         self._chain: Sequence[int] = ()
         self._leads: Sequence[float] = ()
 
     def end(self) -> ChainEnd:
-        least = min(1.0, self.least / self._mean.value(_MEAN_EXPECTED))  # a chain has one token at least
-        rates = tuple(rate.value(expected) for rate, expected in zip(self._rates, _EXPECTED, strict=True))
-        return ChainEnd(_EDGES, rates, least)
+        least = min(1.0, self.least / self._mean.mean)  # a chain has one token at least
+        return ChainEnd(_EDGES, tuple(rate.mean for rate in self._rates), least)
 
     def expect(self, chain: Sequence[int], leads: Sequence[float]) -> None:
         """A chain was drafted, with these leads."""

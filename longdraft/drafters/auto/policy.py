@@ -38,19 +38,23 @@ class CandidateOfRequest:
         self.shared = shared
         self.acceptance = acceptance
         self._delivered = DecayedRate(AUTO_SETTINGS.delivery_decay)  # seconds of steps over those of their rating
+        self._trusted_steps = AUTO_SETTINGS.delivery_prior
 
     def rate(self, steps: StepCosts, draft_factor: float, requests: int) -> None:
         """Whatever is wrong with a rating shows in what the candidate delivers: a factor of 1 or more."""
         rating = self.shared.rate(steps.steps, draft_factor, self.acceptance.reached(), requests)
+        weight = self._trusted_steps * float(steps.steps[1])
         self.promised = rating.seconds
-        self.rating = rating._replace(seconds=rating.seconds * max(1.0, self._delivered.mean))
+        self.rating = rating._replace(seconds=rating.seconds * max(1.0, self._delivered.value(1.0, weight)))
 
-    def deliver(self, seconds: float, tokens: int, plain: float) -> None:
-        """A step took so many seconds for so many tokens. plain: seconds of a step of plain decoding"""
-        if not self._delivered.tries:
-            trusted = AUTO_SETTINGS.delivery_prior * plain
-            self._delivered.add(trusted, trusted)
+    def deliver(self, seconds: float, tokens: int) -> None:
+        """A step took so many seconds for so many tokens."""
         self._delivered.add(seconds, tokens * self.promised)
+        self._trusted_steps *= AUTO_SETTINGS.delivery_decay
+
+    def try_again(self) -> None:
+        """It is probed again: the latest steps shall decide."""
+        self._delivered.halve()
 
 
 @dataclass
@@ -295,7 +299,7 @@ class Policy:
         if self._probe:
             self._count_loss(self._probe, step, seconds)
         elif step.is_typical and not self.is_plain:  # drafts of probes are shorter than the rated ones
-            self._candidates[self.active].deliver(seconds, step.tokens, float(self._costs.steps[1]))
+            self._candidates[self.active].deliver(seconds, step.tokens)
 
     def _count_between(self, step: Observation) -> None:
         shared = self._shared
@@ -362,6 +366,8 @@ class Policy:
         if is_hopeful or shared.losses.seconds + loss <= budget:
             self.active = name
             self._probe = Probe(steps, step_loss, depth)
+            if not is_hopeful:
+                self._candidates[name].try_again()
             self._reserve(loss)
 
     def _continue_probe(self, probe: Probe, may_go_on: bool) -> bool:
