@@ -23,17 +23,17 @@ class DecayedRate:
     tries  that were counted, decayed
     """
 
-    __slots__ = ("_decay", "_hits", "tries")
+    __slots__ = ("_hits", "decay", "tries")
 
     def __init__(self, decay: float = DECAY) -> None:
-        self._decay = decay
-        self._hits = 0.0
+        self.decay = decay
         self.tries = 0.0
+        self._hits = 0.0
 
     def add(self, hits: float, tries: float = 1.0) -> None:
         """An outcome: by default whether one guess was right, else so many units out of so many."""
-        self._hits = self._decay * self._hits + hits
-        self.tries = self._decay * self.tries + tries
+        self._hits = self.decay * self._hits + hits
+        self.tries = self.decay * self.tries + tries
 
     def value(self, expected: float, weight: float = PRIOR_WEIGHT) -> float:
         """The rate. expected: before the first outcome"""
@@ -43,3 +43,8 @@ class DecayedRate:
     def mean(self) -> float:
         """The rate of the counted outcomes alone; 0 before the first."""
         return self._hits / self.tries if self.tries else 0.0
+
+    def halve(self) -> None:
+        """Let what was counted so far weigh half."""
+        self._hits /= 2
+        self.tries /= 2

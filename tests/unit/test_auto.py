@@ -187,7 +187,7 @@ def test_a_short_step_of_plain_decoding_reads_no_clock_and_the_report_has_all_to
     text.auto._clock = text.auto.policy._clock = Counting(text.clock, readings)
     text.write(4 * AUTO_SETTINGS.steps_per_decision)
     assert len(readings) < AUTO_SETTINGS.steps_per_decision, "of four times as many steps"
-    assert text.auto._shared.between.mean == pytest.approx(0.25, rel=0.01)
+    assert text.auto._shared.between == pytest.approx(0.25, rel=0.01)
     text.write(5)
     assert text.auto.summary(len(text.context) - 1)["tokens_by_choice"]["plain"] == len(text.context) - 1
     assert text.auto.summary(len(text.context) - 1)["tokens_by_choice"]["plain"] == len(text.context) - 1

@@ -65,6 +65,7 @@ class NodeAcceptance:
 
     _DEPTHS, _RANKS = 8, 4  # deeper depths and later ranks are counted as these
     _PRIOR_FIRST, _PRIOR_LATER = 0.8, 0.25  # expected of a first guess, and of its siblings
+    _PRIOR_WEIGHT = 2.0
 
     def __init__(self) -> None:
         self._rates = defaultdict[tuple[str, int, int], DecayedRate](DecayedRate)
@@ -90,5 +91,5 @@ class NodeAcceptance:
         reach = [1.0]
         for node, kind in enumerate(self._kinds(tree)[1:], 1):
             expected = self._PRIOR_LATER if kind[2] else self._PRIOR_FIRST
-            reach.append(reach[tree.parents[node]] * self._rates[kind].value(expected))
+            reach.append(reach[tree.parents[node]] * self._rates[kind].value(expected, self._PRIOR_WEIGHT))
         return reach

@@ -19,15 +19,16 @@ from longdraft.speculation.decayed_rate import DecayedRate
 
 _EDGES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 _EXPECTED = (0.6, 0.8, 0.92, 0.94, 0.96, 0.97, 0.99)  # rates before the first outcome
+_WEIGHT = 8.0  # outcomes that an expected rate counts as, once
 _MEAN_EXPECTED = 0.9
-_DECAY = 0.995  # a kind of lead is rarer than a depth, so more outcomes count: about the last 200
-_PRIOR_OUTCOMES = 8.0  # that an expected rate counts as; they decay as counted ones do
+_DECAY = 0.995  # leads differ less from text to text than acceptance: about the last 200 outcomes count
 
 
-def _rate(expected: float) -> DecayedRate:
-    rate = DecayedRate(_DECAY)
-    rate.add(_PRIOR_OUTCOMES * expected, _PRIOR_OUTCOMES)
-    return rate
+def _expecting(rate: float) -> DecayedRate:
+    """A rate whose prior decays like outcomes."""
+    decayed = DecayedRate(_DECAY)
+    decayed.add(_WEIGHT * rate, _WEIGHT)
+    return decayed
 
 
 class Confidence:
@@ -40,8 +41,8 @@ class Confidence:
     def __init__(self, least: float = 0.0) -> None:
         self.least = least
         self.num_drafted = 0
-        self._rates = [_rate(expected) for expected in _EXPECTED]  # by lead
-        self._mean = _rate(_MEAN_EXPECTED)
+        self._rates = [_expecting(rate) for rate in _EXPECTED]  # by lead
+        self._mean = _expecting(_MEAN_EXPECTED)
         self._chain: Sequence[int] = ()
         self._leads: Sequence[float] = ()
 

@@ -12,7 +12,7 @@ from longdraft.drafters.auto.acceptance import AcceptanceByDepth
 from longdraft.drafters.auto.observation import Observation
 from longdraft.drafters.auto.pace import OUTLIER
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
-from longdraft.drafters.auto.shared import Candidate, Rating, SharedStatistics
+from longdraft.drafters.auto.shared import MOVING_RATE, Candidate, Rating, SharedStatistics
 from longdraft.drafters.auto.step_costs import StepCosts
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree
@@ -38,19 +38,23 @@ class CandidateOfRequest:
         self.shared = shared
         self.acceptance = acceptance
         self._delivered = DecayedRate(AUTO_SETTINGS.delivery_decay)  # seconds of steps over those of their rating
+        self._trusted_steps = AUTO_SETTINGS.delivery_prior
 
     def rate(self, steps: StepCosts, draft_factor: float, requests: int) -> None:
         """Whatever is wrong with a rating shows in what the candidate delivers: a factor of 1 or more."""
         rating = self.shared.rate(steps.steps, draft_factor, self.acceptance.reached(), requests)
+        weight = self._trusted_steps * float(steps.steps[1])
         self.promised = rating.seconds
-        self.rating = rating._replace(seconds=rating.seconds * max(1.0, self._delivered.mean))
+        self.rating = rating._replace(seconds=rating.seconds * max(1.0, self._delivered.value(1.0, weight)))
 
-    def deliver(self, seconds: float, tokens: int, plain: float) -> None:
-        """A step took so many seconds for so many tokens. plain: seconds of a step of plain decoding"""
-        if not self._delivered.tries:
-            trusted = AUTO_SETTINGS.delivery_prior * plain
-            self._delivered.add(trusted, trusted)
+    def deliver(self, seconds: float, tokens: int) -> None:
+        """A step took so many seconds for so many tokens."""
         self._delivered.add(seconds, tokens * self.promised)
+        self._trusted_steps *= AUTO_SETTINGS.delivery_decay
+
+    def try_again(self) -> None:
+        """It is probed again: the latest steps shall decide."""
+        self._delivered.halve()
 
 
 @dataclass
@@ -295,11 +299,14 @@ class Policy:
         if self._probe:
             self._count_loss(self._probe, step, seconds)
         elif step.is_typical and not self.is_plain:  # drafts of probes are shorter than the rated ones
-            self._candidates[self.active].deliver(seconds, step.tokens, float(self._costs.steps[1]))
+            self._candidates[self.active].deliver(seconds, step.tokens)
 
     def _count_between(self, step: Observation) -> None:
-        seconds = step.between_seconds / step.steps / self._shared.pace.machine
-        self._shared.between.add(min(seconds, float(self._costs.forwards[1])))  # an interrupted host counts little
+        shared = self._shared
+        seconds = step.between_seconds / step.steps / shared.pace.machine
+        seconds = min(seconds, float(self._costs.forwards[1]))  # an interrupted host counts little
+        rate = MOVING_RATE if shared.between else 1.0
+        shared.between = max(0.0, shared.between + rate * (seconds - shared.between))
 
     def _count_forward(self, step: Observation) -> float:
         """Correct the costs of forwards; returns the step's seconds without an interruption."""
@@ -359,6 +366,8 @@ class Policy:
         if is_hopeful or shared.losses.seconds + loss <= budget:
             self.active = name
             self._probe = Probe(steps, step_loss, depth)
+            if not is_hopeful:
+                self._candidates[name].try_again()
             self._reserve(loss)
 
     def _continue_probe(self, probe: Probe, may_go_on: bool) -> bool:

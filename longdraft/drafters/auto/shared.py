@@ -13,7 +13,8 @@ from longdraft.drafters.auto.costs import Costs, DraftCosts, FloatArray, Forward
 from longdraft.drafters.auto.pace import Pace
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.request.tree import Tree
-from longdraft.speculation.decayed_rate import DecayedRate
+
+MOVING_RATE = 0.05  # how much of a new value the moving averages below take over
 
 
 class Rating(NamedTuple):
@@ -74,12 +75,12 @@ class Candidate:
         self.acceptance = acceptance
         self.losses = Losses()
         self._depths = np.arange(1.0, 1 + (costs.depth or AUTO_SETTINGS.max_depth))
-        self._nodes = DecayedRate()  # guesses that are verified, for each token of depth
+        self._nodes = costs.nodes  # guesses that are verified, for each token of depth
 
     def add(self, tree: Tree, allowed: int, accepted: int) -> None:
         """A step that could draft `allowed` deep and verified `tree`."""
         self.acceptance.add(allowed, accepted)
-        self._nodes.add(len(tree) - 1, allowed)
+        self._nodes += MOVING_RATE * ((len(tree) - 1) / max(1, allowed) - self._nodes)
 
     def rate(self, steps: FloatArray, draft_factor: float, reached: list[float], requests: int = 1) -> Rating:
         """The best depth d, by the seconds for each token:
@@ -92,7 +93,7 @@ class Candidate:
         requests      that draft together
         """
         depths = self._depths
-        rows = np.minimum(len(steps) - 1, (1.5 + self._nodes.value(self.costs.nodes) * depths).astype(np.int64))
+        rows = np.minimum(len(steps) - 1, (1.5 + self._nodes * depths).astype(np.int64))
         seconds = steps[rows] + draft_factor * (self.costs.base + self.costs.token_of(requests) * depths)
         tokens = 1 + np.cumsum(reached[: len(depths)])
         best = int((seconds / tokens).argmin())
@@ -105,8 +106,8 @@ class SharedStatistics:
     """What the requests of an engine share, and what their probes may lose. One thread runs the requests of an engine.
 
     weights_in_tokens  tokens of context whose KV cache is as large as the model's weights
-    between            seconds of a request between two steps, for its events and their text, over steps
-    sharing            requests that verify drafts in one forward, while the rest still draft, over those of the batch
+    between            seconds of a request between two steps, for its events and their text
+    sharing            share of the requests of a batch that verify drafts in one forward, while the rest still draft
     num_known          how often the acceptance or the costs of a candidate became known: then all requests decide anew
     seconds            of all steps
     losses             of all probes
@@ -116,8 +117,8 @@ class SharedStatistics:
         self.forward = ForwardCosts.by_size(weights_in_tokens)
         self.candidates: dict[str, Candidate] = {}
         self.pace = Pace()
-        self.between = DecayedRate()
-        self.sharing = DecayedRate()
+        self.between = 0.0
+        self.sharing = 1.0
         self.num_known = 0
         self.seconds = 0.0
         self.losses = Losses()

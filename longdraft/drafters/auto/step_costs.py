@@ -10,6 +10,7 @@ from longdraft.speculation.routine import CostClock
 
 _ROWS = np.arange(1 + AUTO_SETTINGS.max_rows, dtype=np.float64)
 _SIZES = np.array([rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)])  # forwards of a size share a pace
+_SHARING_RATE = 0.02  # how much of the share of requests that verify together is taken over at once
 
 
 class StepCosts:
@@ -33,11 +34,11 @@ class StepCosts:
         self._length = length
         num_requests = self._clock.batch_size
         sharers = np.full(len(_SIZES), float(num_requests))
-        sharers[2:] = max(1.0, self._shared.sharing.value(1.0) * num_requests)
+        sharers[2:] = max(1.0, self._shared.sharing * num_requests)
         self.forwards = self._factors * self._shared.forward.at(_ROWS, length, sharers, num_requests)
         several = self.forwards[2:]  # noise only adds to their times: more rows take no less
         np.minimum.accumulate(several[::-1], out=several[::-1])
-        self.steps = self.forwards + max(0.0, self._shared.between.mean)
+        self.steps = self.forwards + self._shared.between
 
     def kind(self, size: int) -> tuple[int, bool]:
         """For `Pace`: forwards whose rows have so many binary digits."""
@@ -54,4 +55,5 @@ class StepCosts:
     def count_sharers(self, rows: int) -> None:
         """The latest forward verified so many rows of this request."""
         if rows > 1 and self._clock.batch_size > 1:
-            self._shared.sharing.add(self._clock.sharers / self._clock.batch_size)
+            share = self._clock.sharers / self._clock.batch_size
+            self._shared.sharing += _SHARING_RATE * (share - self._shared.sharing)
