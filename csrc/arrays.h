@@ -48,6 +48,12 @@ struct Array {
         return true;
     }
 
+    long size() const {
+        long count = 1;
+        for (long axis = 0; axis < axes; axis++) count *= shape[axis];
+        return count;
+    }
+
     // The part of a contiguous array with this index on its first axis.
     Array part(long index) const {
         Array one = *this;

@@ -47,6 +47,8 @@ class Choice {
   public:
     Choice(const ChoiceRules& rules, long vocabulary, std::vector<int64_t> banned);
 
+    long vocabulary() const { return vocabulary_; }
+
     // Append tokens to the text.
     void extend(const int32_t* tokens, long count);
 

@@ -321,7 +321,7 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
             new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, residual_factor, has_gelu, num_ropes, float_norms, {}};
         }, nb::kw_only(), "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "post_norm"_a, "rounds_once"_a, "residual_factor"_a,
            "has_gelu"_a, "num_ropes"_a, "float_norms"_a)
-        .def("add", &add_layer, nb::keep_alive<1, 2>());
+        .def("add", &add_layer);
     nb::class_<Text>(m, "Text")
         .def("__init__", [](Text* text, std::vector<Store*> stores, long length, Array k, Array v, LayerArrays remainder,
                             std::vector<long> tapped, Array taps, std::vector<DeltaArrays> deltas) {

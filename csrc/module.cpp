@@ -1,6 +1,10 @@
-// The Python bindings of the CPU kernels. Only longdraft/kernels/cpu/kernels.py and longdraft/sampling/fast.py call them, with
-// addresses and sizes that they have checked. What Python cannot check cheaply is checked here.
+// The Python bindings of the CPU kernels, for longdraft/kernels/cpu and longdraft/sampling/fast.py. Shapes and types of
+// activations are checked here; those of a weight's parts, which are packed once, in kernels.py.
 #include "module.h"
+
+#include <nanobind/ndarray.h>
+
+#include <memory>
 
 #include "blocks.h"
 #include "choice.h"
@@ -62,13 +66,31 @@ const Kernels& by_name(const std::string& name) {
     throw std::invalid_argument("this processor cannot run the variant " + name);
 }
 
+// The memory of a contiguous array, or null for None.
+template <class T> T* contiguous(const Array& x) {
+    require(!x || x.is_contiguous, "contiguous parts of a weight");
+    return reinterpret_cast<T*>(x.data);
+}
+
+void assign(Linear& packed, const Array& bias) {
+    if (const float* values = optional_memory<float>("a bias", bias, Type::FLOAT32, {packed.n})) packed.bias.assign(values, values + packed.n);
+}
+
+// Number of rows and columns of a weight.
+std::pair<long, long> matrix(const Array& x) {
+    require(x.axes == 2 && x.is_contiguous, "a contiguous matrix");
+    return {x.shape[0], x.shape[1]};
+}
+
 // `weight` is int8 where a scale is given, otherwise float32 or bfloat16.
-Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, Address scale, Address bias) {
-    auto* packed = new Linear(bf16, scale ? 8 : bf16 ? 16 : 32, Groups::NONE, n, k);
-    kernels.pack(*packed, at<void>(weight));
-    if (scale) packed->scale.assign(at<float>(scale), at<float>(scale) + n);
-    if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
-    return packed;
+Linear* pack(const Kernels& kernels, bool bf16, const Array& weight, const Array& scale, const Array& bias) {
+    const auto [n, k] = matrix(weight);
+    require(weight.type == (scale ? Type::INT8 : rows_type(bf16)), "a weight of the kernels' type, or int8 with scales");
+    auto packed = std::make_unique<Linear>(bf16, scale ? 8 : bf16 ? 16 : 32, Groups::NONE, n, k);
+    kernels.pack(*packed, weight.data);
+    if (const float* scales = optional_memory<float>("scales", scale, Type::FLOAT32, {n})) packed->scale.assign(scales, scales + n);
+    assign(*packed, bias);
+    return packed.release();
 }
 
 // The encoding of a weight in groups: the number of bits, whether halves have scales, zero points, least values, common
@@ -83,34 +105,42 @@ Groups groups_of(int bits, bool halves, bool has_zero, bool has_least, bool has_
     throw std::invalid_argument("an encoding of groups");
 }
 
-Linear* pack_number_groups(bool bf16, int bits, bool halves, long n, long k, Address values, Address scales, Address zeros,
-                           Address least, Address common, Address bias, Address order) {
+Linear* pack_number_groups(bool bf16, int bits, bool halves, const Array& values, const Array& scales, const Array& zeros,
+                           const Array& least, const Array& common, const Array& bias, const Array& order) {
+    const auto [n, k] = matrix(values);
     require(!common || k % (GROUP * COMMON_GROUPS) == 0, "whole blocks of 256 inputs");
-    auto* packed = new Linear(bf16, bits, groups_of(bits, halves, zeros != 0, least != 0, common != 0), n, k);
-    pack_groups(*packed, {at<uint8_t>(values), at<void>(scales), at<void>(zeros ? zeros : least), at<uint16_t>(common)});
-    if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
-    if (order) packed->order.assign(at<int32_t>(order), at<int32_t>(order) + k);
-    return packed;
+    auto packed = std::make_unique<Linear>(bf16, bits, groups_of(bits, halves, zeros.is_given, least.is_given, common.is_given), n, k);
+    pack_groups(*packed, {contiguous<uint8_t>(values), contiguous<void>(scales), contiguous<void>(zeros ? zeros : least),
+                          contiguous<uint16_t>(common)});
+    assign(*packed, bias);
+    if (const int32_t* inputs = optional_memory<int32_t>("an order", order, Type::INT32, {k})) packed->order.assign(inputs, inputs + k);
+    return packed.release();
 }
 
-// Rows of quantised blocks; `damaged` receives the result of pack_blocks.
-Linear* pack_block_rows(bool bf16, long n, long k, Address rows, Address types, Address bias, Address damaged) {
-    require(n > 0 && k > 0 && k % GROUP == 0, "rows of whole groups");
-    const Groups kind = encoding_of(at<uint8_t>(types), n);
+// Rows of quantised blocks, whose addresses and types are given; `damaged` [1] receives the result of pack_blocks.
+Linear* pack_block_rows(bool bf16, long k, const Array& rows, const Array& types, const Array& bias, const Array& damaged) {
+    require(rows.axes == 1 && rows.shape[0] > 0 && k > 0 && k % GROUP == 0, "rows of whole groups");
+    const long n = rows.shape[0];
+    const auto* kinds = memory<uint8_t>("types", types, Type::UINT8, {n});
+    const Groups kind = encoding_of(kinds, n);
     require(kind != Groups::NONE, "types that groups can hold");
     require(!shape_of(kind).common || k % (GROUP * COMMON_GROUPS) == 0, "whole blocks of 256 inputs");
-    auto* packed = new Linear(bf16, shape_of(kind).bits, kind, n, k);
-    *at<int64_t>(damaged) = pack_blocks(*packed, at<const uint8_t*>(rows), at<uint8_t>(types));
-    if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
-    return packed;
+    auto packed = std::make_unique<Linear>(bf16, shape_of(kind).bits, kind, n, k);
+    *memory<int64_t>("an index", damaged, Type::INT64, {1}) =
+        pack_blocks(*packed, memory<const uint8_t*>("addresses", rows, Type::INT64, {n}), kinds);
+    assign(*packed, bias);
+    return packed.release();
 }
 
-Linear* pack_mxfp4(const Kernels& kernels, bool bf16, long n, long k, Address codes, Address exponents, Address bias) {
+Linear* pack_mxfp4(const Kernels& kernels, bool bf16, const Array& codes, const Array& exponents, const Array& bias) {
+    const auto [n, half] = matrix(codes);
+    const long k = 2 * half;
     require(k % MXFP4_GROUP == 0, "groups of 32 inputs");
-    auto* packed = new Linear(bf16, MXFP4, Groups::NONE, n, k);
-    kernels.pack_mxfp4(*packed, at<uint8_t>(codes), at<uint8_t>(exponents));
-    if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
-    return packed;
+    auto packed = std::make_unique<Linear>(bf16, MXFP4, Groups::NONE, n, k);
+    kernels.pack_mxfp4(*packed, memory<uint8_t>("codes", codes, Type::UINT8, {n, half}),
+                       memory<uint8_t>("exponents", exponents, Type::UINT8, {n, k / MXFP4_GROUP}));
+    assign(*packed, bias);
+    return packed.release();
 }
 
 // A weight whose memory the caller fills (`memory_of`).
@@ -123,13 +153,13 @@ Linear* new_linear(bool bf16, int bits, long n, long k, bool has_bias, bool has_
     return packed;
 }
 
-// Address and bytes of a weight's tiles, its scale, its bias and its order: all that it consists of.
-std::vector<std::vector<Address>> memory_of(const Linear& w) {
-    auto part = [](const auto& x) {
-        return std::vector<Address>{reinterpret_cast<Address>(x.data()), x.size() * sizeof x[0]};
-    };
-    const auto tiles = reinterpret_cast<Address>(w.data->words());
-    return {{tiles, static_cast<size_t>(w.tiles()) * w.tile_bytes()}, part(w.scale), part(w.bias), part(w.order)};
+// The bytes of a weight's tiles, its scale, its bias and its order, in place: all that it consists of.
+using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+std::vector<Bytes> memory_of(nb::handle_t<Linear> self) {
+    Linear& w = nb::cast<Linear&>(self);
+    auto bytes = [&](void* start, size_t size) { return Bytes(start, {size}, self); };
+    auto part = [&](auto& x) { return bytes(x.data(), x.size() * sizeof x[0]); };
+    return {bytes(w.data->words(), static_cast<size_t>(w.tiles()) * static_cast<size_t>(w.tile_bytes())), part(w.scale), part(w.bias), part(w.order)};
 }
 
 Linear* take_rows(const Kernels& kernels, const Linear& weight, const std::vector<int64_t>& rows) {
@@ -141,11 +171,138 @@ Linear* take_rows(const Kernels& kernels, const Linear& weight, const std::vecto
     return taken;
 }
 
+// The number of rows of x [R, width], of a type of rows.
+long num_rows(const Array& x, long width) {
+    require(x.axes == 2 && (x.type == Type::BFLOAT16 || x.type == Type::FLOAT32), "rows [R, K] of float32 or bfloat16");
+    memory("rows", x, x.type, {x.shape[0], width});
+    return x.shape[0];
+}
+
+float* float_values(const Array& x) {
+    require(x.type == Type::FLOAT32 && x.is_contiguous, "contiguous float32");
+    return reinterpret_cast<float*>(x.data);
+}
+
+bool is_bf16(const Array& x) { return x.type == Type::BFLOAT16; }
+
+// Rows of gates, of half their width.
+void gated(void (*operation)(bool, const void*, long, long, void*), const Array& x, const Array& out) {
+    const long width = x.axes == 2 ? x.shape[1] / 2 : 0, rows = num_rows(x, 2 * width);
+    operation(is_bf16(x), x.data, rows, width, memory("a result", out, x.type, {rows, width}));
+}
+
+// Keys or values [T, H, D] whose heads are contiguous.
+Rows rows_of(const Array& x, const Store& s, long rows) {
+    require(x.type == rows_type(s.is_bf16) && x.has_shape({rows, s.heads, s.dim}) && (x.stride[2] == 1 || s.dim == 1),
+            "keys and values [T, Hkv, D] of the store, with contiguous heads");
+    return {x.data, x.stride[0], x.stride[1]};
+}
+
+void write_rows(const Kernels& k, Store& s, long start, const Array& keys, const Array& values) {
+    require(start >= 0 && keys.axes == 3, "a start of 0 or more, and keys [T, Hkv, D]");
+    const long rows = keys.shape[0];
+    const Rows key = rows_of(keys, s, rows), value = rows_of(values, s, rows);
+    s.prepare(start, rows);
+    k.write(s, start, key, value, nullptr, rows);
+}
+
+// Rows of keys and values [L, T, H, D], contiguous within each layer, go to the stores of the layers.
+void keep_rows(const Kernels& k, const std::vector<Store*>& stores, long start, const std::vector<int64_t>& rows, const Array& keys,
+               const Array& values) {
+    const long layers = static_cast<long>(stores.size()), count = static_cast<long>(rows.size());
+    require(start >= 0 && layers > 0 && keys.axes == 4 && keys.shape[0] == layers, "keys [L, T, Hkv, D], and a store for each layer");
+    const long width = keys.shape[2] * keys.shape[3];
+    for (const Array* x : {&keys, &values}) {
+        require(x->type == rows_type(stores[0]->is_bf16) && x->shape == keys.shape, "keys and values [L, T, Hkv, D] of the stores' type");
+        const long wanted[] = {keys.stride[0], width, keys.shape[3], 1};
+        for (long axis = 0; axis < 4; axis++)
+            require(x->shape[axis] == 1 || x->stride[axis] == wanted[axis], "keys and values that are contiguous within a layer");
+    }
+    for (int64_t row : rows) require(0 <= row && row < keys.shape[1], "row numbers below the number of rows");
+    for (const Store* s : stores)
+        require(s->is_bf16 == stores[0]->is_bf16 && s->heads <= keys.shape[2] && s->dim <= keys.shape[3], "stores of no more and no larger heads");
+    const long layer = keys.stride[0] * size_of(keys.type);
+    for (long i = 0; i < layers && count; i++) {
+        Store& s = *stores[static_cast<size_t>(i)];
+        s.prepare(start, count);
+        k.write(s, start, {keys.data + i * layer, width, keys.shape[3]}, {values.data + i * layer, width, keys.shape[3]}, rows.data(), count);
+    }
+}
+
+void copy_rows(const std::vector<Store*>& sources, const std::vector<Store*>& targets, const Array& positions, long start) {
+    const long layers = static_cast<long>(sources.size());
+    require(layers > 0 && targets.size() == sources.size() && start >= 0 && positions.axes == 3, "as many targets, and positions [L, Hkv, N]");
+    const Store& first = *sources[0];
+    for (const auto* stores : {&sources, &targets})
+        for (const Store* s : *stores)
+            require(s->is_bf16 == first.is_bf16 && s->heads == first.heads && s->dim == first.dim, "stores of one shape");
+    const long count = positions.shape[2];
+    const auto* from = memory<int64_t>("positions", positions, Type::INT64, {layers, first.heads, count});
+    const int64_t* each = from;
+    for (const Store* source : sources)
+        for (long i = 0; i < source->heads * count; i++, each++)
+            require(0 <= *each && *each < source->capacity(), "positions below the store's capacity");
+    copy(sources, targets, from, count, start);
+}
+
+void read_rows(const Kernels& k, const Store& s, const Array& positions, const Array& keys, const Array& values) {
+    require(positions.axes == 2, "positions [Hkv, N]");
+    const long count = positions.shape[1];
+    const auto* from = memory<int64_t>("positions", positions, Type::INT64, {s.heads, count});
+    for (long i = 0; i < s.heads * count; i++) require(0 <= from[i] && from[i] < s.capacity(), "positions below the store's capacity");
+    const Type type = rows_type(s.is_bf16);
+    k.read(s, from, count, memory("keys", keys, type, {s.heads, count, s.dim}), memory("values", values, type, {s.heads, count, s.dim}));
+}
+
+// Queries [T, H, D] of a store, in groups of its heads.
+void* queries_of(const Array& q, const Store& s) {
+    require(q.axes == 3 && q.shape[1] % s.heads == 0, "query heads in groups of KV heads");
+    return memory("queries", q, rows_type(s.is_bf16), {q.shape[0], q.shape[1], s.dim});
+}
+
+void attend(const Kernels& k, Store& s, long length, const Array& q, const Array& keys, const Array& values, const Array& parents,
+            float scale, long window, const Array& remainder, const Array& out, const Array& lse) {
+    const void* queries = queries_of(q, s);
+    const long rows = q.shape[0], heads = q.shape[1];
+    require(rows > 0 && window >= 0 && 0 <= length && length <= s.capacity(), "one or more rows, a window of 0 or more, and a length "
+            "within the store's positions");
+    const auto* parent = memory<int32_t>("parents", parents, Type::INT32, {rows});
+    require_order(parent, rows);
+    const Attention text = {&s, length, rows, heads, queries, rows_of(keys, s, rows), rows_of(values, s, rows), parent, scale, window,
+                            optional_memory<float>("a remainder", remainder, Type::FLOAT32, {rows, heads, s.dim + 1}),
+                            memory("a result", out, q.type, {rows, heads, s.dim}), memory<float>("lse", lse, Type::FLOAT32, {rows, heads})};
+    nb::gil_scoped_release others_run;
+    s.prepare(length, rows);
+    k.attention(&text, 1);
+}
+
+// The attention [L, T, H, D] of the last rows of a text to the full cache, beside stores of a partial cache. The layers may be
+// further apart than T rows, in all arrays equally.
+WholeAttention whole_attention(const std::vector<Store*>& parts, long length, const Array& q, const Array& out, const Array& lse,
+                               const Array& content) {
+    require(!parts.empty() && q.axes == 4 && lse.axes == 3 && lse.shape[2] == q.shape[2], "queries [L, T, H, D] and lse [L, T, H]");
+    const long layers = q.shape[0], rows = q.shape[1], heads = q.shape[2], dim = q.shape[3], apart = lse.stride[0] / heads;
+    require(layers == static_cast<long>(parts.size()) && lse.type == Type::FLOAT32 && lse.has_shape({layers, rows, heads}), "a store for each layer");
+    for (const Array* x : {&q, &out, &content}) {
+        const long wanted[] = {apart * heads * dim, heads * dim, dim, 1};
+        require(x->type == rows_type(parts[0]->is_bf16) && x->shape == q.shape && x->axes == 4, "rows of the stores' type");
+        for (long axis = 0; axis < 4; axis++)
+            require(x->shape[axis] == 1 || x->stride[axis] == wanted[axis], "rows of layers that are equally far apart");
+    }
+    require((rows == 1 || lse.stride[1] == heads) && (heads == 1 || lse.stride[2] == 1), "contiguous rows of lse");
+    for (const Store* s : parts)
+        require(s->is_bf16 == parts[0]->is_bf16 && s->heads == parts[0]->heads && s->dim == dim && 0 < rows && rows <= length &&
+                    length <= s->capacity() && heads % s->heads == 0,
+                "query heads in groups of KV heads, and rows within the stores' positions");
+    return {rows, heads, apart, q.data, out.data, reinterpret_cast<float*>(lse.data)};
+}
+
 }  // namespace
 }  // namespace longdraft
 
 NB_MODULE(_cpu, m) {
     using namespace longdraft;
+    using namespace nb::literals;
     m.def("variants", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : runnable()) names.push_back(kernels->name);
@@ -203,17 +360,19 @@ NB_MODULE(_cpu, m) {
             new (choice) Choice({temperature, lowest, least, filter_temperature, penalty, window, seed, top_k, top_p},
                                 vocabulary, std::move(banned)); })
         .def("set_penalties", &Choice::set_penalties, nb::keep_alive<1, 2>())
-        .def("extend", [](Choice& choice, Address tokens, long count) { choice.extend(at<int32_t>(tokens), count); })
-        .def("choose", [](const Choice& choice, Address logits, const std::vector<int32_t>& tokens,
+        .def("extend", [](Choice& choice, nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> tokens) {
+            choice.extend(tokens.data(), static_cast<long>(tokens.size())); })
+        .def("choose", [](const Choice& choice, const Array& logits, const std::vector<int32_t>& tokens,
                           const std::vector<int32_t>& parents, long position, long banned_depth) {
             require_order(parents.data(), static_cast<long>(parents.size()));
+            require(parents.size() == tokens.size(), "a parent for each token");
             std::vector<int64_t> chosen(tokens.size());
-            choice.choose(at<float>(logits), tokens.data(), parents.data(), static_cast<long>(tokens.size()), position,
+            choice.choose(memory<float>("logits", logits, Type::FLOAT32, {static_cast<long>(tokens.size()), choice.vocabulary()}), tokens.data(), parents.data(), static_cast<long>(tokens.size()), position,
                           banned_depth, chosen.data());
             return chosen; })
-        .def("rank", [](const Choice& choice, Address logits, const std::vector<int32_t>& path, long position,
+        .def("rank", [](const Choice& choice, const Array& logits, const std::vector<int32_t>& path, long position,
                         bool is_banned, long count, double within) {
-            return pair_of(choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned,
+            return pair_of(choice.rank(memory<float>("logits", logits, Type::FLOAT32, {1, choice.vocabulary()}), path.data(), static_cast<long>(path.size()), position, is_banned,
                                        count, within)); });
 
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
@@ -221,97 +380,93 @@ NB_MODULE(_cpu, m) {
     kernels
         .def_static("get", &by_name, nb::rv_policy::reference)
         .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
-        .def("pack", &pack, nb::rv_policy::take_ownership)
-        .def_static("pack_groups", &pack_number_groups, nb::rv_policy::take_ownership, free_gil)
-        .def_static("pack_blocks", &pack_block_rows, nb::rv_policy::take_ownership, free_gil)
+        .def("pack", &pack, nb::rv_policy::take_ownership, "bf16"_a, "weight"_a, "scale"_a.none(), "bias"_a.none())
+        .def_static("pack_groups", &pack_number_groups, nb::rv_policy::take_ownership, nb::kw_only(), "bf16"_a, "bits"_a, "halves"_a,
+                    "values"_a, "scales"_a, "zeros"_a.none() = nb::none(), "least"_a.none() = nb::none(),
+                    "common"_a.none() = nb::none(), "bias"_a.none(), "order"_a.none() = nb::none())
+        .def_static("pack_blocks", &pack_block_rows, nb::rv_policy::take_ownership, free_gil, "bf16"_a, "columns"_a, "rows"_a,
+                    "types"_a, "bias"_a.none(), "damaged"_a)
         .def_static("new_linear", &new_linear, nb::rv_policy::take_ownership)
         .def("take_rows", &take_rows, nb::rv_policy::take_ownership, free_gil)
-        .def("pack_mxfp4", &pack_mxfp4, nb::rv_policy::take_ownership, free_gil)
-        .def("quantise_int4", [](const Kernels& k, bool bf16, Address weight, long rows, long columns, Address values,
-                             Address scales, Address zeros) {
-            k.quantise_int4(bf16, at<void>(weight), rows, columns, at<uint8_t>(values), at<uint16_t>(scales), at<uint8_t>(zeros)); }, free_gil)
-        .def("linear", [](const Kernels& k, const Linear& w, Address x, long rows, Address out, bool keep_float) {
-            k.linear(w, at<void>(x), rows, at<void>(out), keep_float); }, free_gil)
-        .def("embed", [](const Kernels& k, const Linear& table, const std::vector<int64_t>& tokens, Address out) {
+        .def("pack_mxfp4", &pack_mxfp4, nb::rv_policy::take_ownership, free_gil, "bf16"_a, "codes"_a, "exponents"_a, "bias"_a.none())
+        .def("quantise_int4", [](const Kernels& k, const Array& weight, const Array& values, const Array& scales, const Array& zeros) {
+            const auto [n, columns] = matrix(weight);
+            const long groups = (columns + GROUP - 1) / GROUP;
+            k.quantise_int4(is_bf16(weight), memory("a weight", weight, rows_type(is_bf16(weight)), {n, columns}), n, columns,
+                            memory<uint8_t>("values", values, Type::UINT8, {n, columns}),
+                            memory<uint16_t>("scales", scales, Type::FLOAT16, {n, groups}),
+                            memory<uint8_t>("zeros", zeros, Type::UINT8, {n, groups})); }, free_gil)
+        .def("linear", [](const Kernels& k, const Linear& w, const Array& x, const Array& out, bool keep_float) {
+            const long rows = num_rows(x, w.k);
+            require(is_bf16(x) == w.is_bf16, "rows and a weight of one type");
+            k.linear(w, x.data, rows, memory("a result", out, keep_float ? Type::FLOAT32 : x.type, {rows, w.n}), keep_float); }, free_gil)
+        .def("embed", [](const Kernels& k, const Linear& table, const std::vector<int64_t>& tokens, const Array& out) {
             require(!table.is_mxfp4, "a table that is not in MXFP4");
             for (int64_t token : tokens) require(0 <= token && token < table.n, "token ids of the table");
-            k.embed(table, tokens.data(), static_cast<long>(tokens.size()), at<void>(out)); })
-        .def("rms_norm", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
-                            bool rounds_once, Address out) {
-            k.rms_norm(bf16, at<void>(x), at<void>(weight), rows, width, eps, rounds_once, at<void>(out)); })
-        .def("rms_norm_float", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
-                                  Address out) {
-            k.rms_norm_float(bf16, at<void>(x), at<float>(weight), rows, width, eps, at<void>(out)); })
-        .def("swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
-            k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
-        .def("gate", [](const Kernels& k, bool bf16, Address x, Address gates, long stride, long rows, long width, Address out) {
-            k.gate(bf16, at<void>(x), at<void>(gates), stride, rows, width, at<void>(out)); })
-        .def("geglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
-            k.geglu(bf16, at<void>(x), rows, width, at<void>(out)); })
-        .def("clamped_swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, float alpha, float limit,
-                                  Address out) {
-            k.clamped_swiglu(bf16, at<void>(x), rows, width, alpha, limit, at<void>(out)); })
-        .def("route", [](const Kernels& k, bool bf16, Address logits, long rows, long count, long chosen, bool normalises,
-                         bool rounds, Address scales, Address experts, Address weights) {
-            require(0 < chosen && chosen <= count, "no more experts than there are");
-            k.route(bf16, at<void>(logits), rows, {count, chosen, normalises, rounds, at<float>(scales)},
-                    at<int32_t>(experts), at<float>(weights)); })
-        .def("sigmoid", [](const Kernels& k, Address x, long count) { k.sigmoid(at<float>(x), count); })
-        .def("soft_cap", [](const Kernels& k, Address x, long count, float cap) { k.soft_cap(at<float>(x), count, cap); })
-        .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,
-                        Address sin, long rows, long heads, long dim, Address out) {
-            k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim,
-                   at<void>(out)); })
-        .def("write", [](const Kernels& k, Store& s, long start, Address which, long rows, Address key, long key_row,
-                         long key_head, Address value, long value_row, long value_head, long num_rows) {
-            for (long i = 0; which && i < rows; i++)
-                require(0 <= at<int64_t>(which)[i] && at<int64_t>(which)[i] < num_rows,
-                        "row numbers below the number of rows");
-            s.prepare(start, rows);
-            k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
-                    at<int64_t>(which), rows); })
-        .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start,
-                        const std::vector<int64_t>& rows, long num_rows, const std::vector<long>& strides, Address key,
-                        Address value) {
-            require(strides.size() == 3, "strides of layers, rows and heads");
-            for (int64_t row : rows) require(0 <= row && row < num_rows, "row numbers below the number of rows");
-            for (size_t i = 0; i < stores.size(); i++) {
-                Store& s = *stores[i];
-                const long count = static_cast<long>(rows.size());
-                const long offset = static_cast<long>(i) * strides[0] * (s.is_bf16 ? 2 : 4);
-                s.prepare(start, count);
-                k.write(s, start, rows_at(key + offset, strides[1], strides[2]), rows_at(value + offset, strides[1], strides[2]),
-                        rows.data(), count);
+            const long rows = static_cast<long>(tokens.size());
+            k.embed(table, tokens.data(), rows, memory("a result", out, rows_type(table.is_bf16), {rows, table.k})); })
+        .def("rms_norm", [](const Kernels& k, const Array& x, const Array& weight, float eps, bool rounds_once, const Array& out) {
+            require(weight.axes == 1, "a norm [K]");
+            const long width = weight.shape[0], rows = num_rows(x, width);
+            void* result = memory("a result", out, x.type, {rows, width});
+            if (is_bf16(x) && weight.type == Type::FLOAT32) {
+                require(rounds_once, "a norm that rounds once for a float32 weight");
+                k.rms_norm_float(true, x.data, memory<float>("a norm", weight, Type::FLOAT32, {width}), rows, width, eps, result);
+            } else {
+                k.rms_norm(is_bf16(x), x.data, memory("a norm", weight, x.type, {width}), rows, width, eps, rounds_once, result);
             } })
-        .def_static("copy", [](const std::vector<Store*>& sources, const std::vector<Store*>& targets, Address positions,
-                               long count, long start) {
-            const int64_t* from = at<int64_t>(positions);
-            for (const Store* source : sources)
-                for (long p = 0; p < source->heads * count; p++, from++)
-                    require(0 <= *from && *from < source->capacity(), "positions below the store's capacity");
-            copy(sources, targets, at<int64_t>(positions), count, start); })
-        .def("remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long rows, long heads,
-                             long layer_rows, Address q, Address whole, Address lse, Address out) {
-            remainder(k, parts, length, {rows, heads, layer_rows, at<void>(q), at<void>(whole), at<float>(lse)},
-                      at<float>(out)); }, free_gil)
-        .def("learn_remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long rows, long heads,
-                                   long layer_rows, Address q, Address whole, Address lse, Address content,
-                                   RemainderFit& fit, Address maps) {
-            learn_remainder(k, parts, length, {rows, heads, layer_rows, at<void>(q), at<void>(whole), at<float>(lse)},
-                            at<void>(content), fit, at<float>(maps)); }, free_gil)
-        .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
-            k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); }, free_gil)
-        .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,
-                           Address out) {
-            k.weights(s, length, at<void>(q), rows, heads, scale, at<float>(out)); }, free_gil)
-        .def("attention", [](const Kernels& k, Store& s, long length, long rows, long heads, Address q, Address key,
-                             long key_row, long key_head, Address value, long value_row, long value_head,
-                             Address parent, float scale, long window, Address remainder, Address out, Address lse) {
-            require_order(at<int32_t>(parent), rows);
-            s.prepare(length, rows);
-            const Attention text = {&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
-                                    rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
-                                    window, at<float>(remainder), at<void>(out), at<float>(lse)};
-            k.attention(&text, 1); }, free_gil);
+        .def("swiglu", [](const Kernels& k, const Array& x, const Array& out) { gated(k.swiglu, x, out); })
+        .def("geglu", [](const Kernels& k, const Array& x, const Array& out) { gated(k.geglu, x, out); })
+        .def("clamped_swiglu", [](const Kernels& k, const Array& x, float alpha, float limit, const Array& out) {
+            const long width = x.axes == 2 ? x.shape[1] / 2 : 0, rows = num_rows(x, 2 * width);
+            k.clamped_swiglu(is_bf16(x), x.data, rows, width, alpha, limit, memory("a result", out, x.type, {rows, width})); })
+        .def("gate", [](const Kernels& k, const Array& x, const Array& gates, const Array& out) {
+            const long width = x.axes == 2 ? x.shape[1] : 0, rows = num_rows(x, width);
+            require(gates.type == x.type && gates.has_shape({rows, width}) && gates.stride[1] == 1, "gates like the rows");
+            k.gate(is_bf16(x), x.data, gates.data, gates.stride[0], rows, width, memory("a result", out, x.type, {rows, width})); })
+        .def("route", [](const Kernels& k, const Array& logits, long chosen, bool normalises, bool rounds, const Array& scales,
+                         const Array& experts, const Array& weights) {
+            const long count = logits.axes == 2 ? logits.shape[1] : 0, rows = num_rows(logits, count);
+            require(0 < chosen && chosen <= count, "no more experts than there are");
+            const float* factors = optional_memory<float>("scales of experts", scales, Type::FLOAT32, {count});
+            k.route(is_bf16(logits), logits.data, rows, {count, chosen, normalises, rounds, factors},
+                    memory<int32_t>("experts", experts, Type::INT32, {rows, chosen}),
+                    memory<float>("weights", weights, Type::FLOAT32, {rows, chosen})); },
+             "logits"_a, "chosen"_a, "normalises"_a, "rounds"_a, "scales"_a.none(), "experts"_a, "weights"_a)
+        .def("sigmoid", [](const Kernels& k, const Array& x) { k.sigmoid(float_values(x), x.size()); })
+        .def("soft_cap", [](const Kernels& k, const Array& x, float cap) { k.soft_cap(float_values(x), x.size(), cap); })
+        .def("rope", [](const Kernels& k, const Array& x, const Array& cos, const Array& sin, const Array& out) {
+            require(x.axes == 3 && x.shape[2] % 2 == 0 && x.stride[2] == 1, "rows [R, H, D] with contiguous heads of an even D");
+            const long rows = x.shape[0], heads = x.shape[1], dim = x.shape[2];
+            require(x.type == Type::FLOAT32 || is_bf16(x), "rows of float32 or bfloat16");
+            k.rope(is_bf16(x), {x.data, x.stride[0], x.stride[1]}, memory<float>("cos", cos, Type::FLOAT32, {rows, dim / 2}),
+                   memory<float>("sin", sin, Type::FLOAT32, {rows, dim / 2}), rows, heads, dim,
+                   memory("a result", out, x.type, {rows, heads, dim})); })
+        .def("write", &write_rows)
+        .def("keep", &keep_rows)
+        .def_static("copy", &copy_rows)
+        .def("remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, const Array& q, const Array& output,
+                             const Array& lse, const Array& out) {
+            const WholeAttention whole = whole_attention(parts, length, q, output, lse, q);
+            float* result = memory<float>("a result", out, Type::FLOAT32, {q.shape[0], whole.rows, whole.heads, q.shape[3] + 1});
+            nb::gil_scoped_release others_run;
+            remainder(k, parts, length, whole, result); })
+        .def("learn_remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, const Array& q, const Array& output,
+                                   const Array& lse, const Array& content, RemainderFit& fit, const Array& maps) {
+            const WholeAttention whole = whole_attention(parts, length, q, output, lse, content);
+            require(fit.count == q.shape[0] * whole.heads && fit.n == q.shape[3] + 1, "the stores and heads of the fit");
+            float* result = memory<float>("maps", maps, Type::FLOAT32, {q.shape[0], whole.heads, fit.n, fit.n});
+            nb::gil_scoped_release others_run;
+            learn_remainder(k, parts, length, whole, content.data, fit, result); })
+        .def("read", &read_rows)
+        .def("weights", [](const Kernels& k, const Store& s, long length, const Array& q, float scale, const Array& out) {
+            const void* queries = queries_of(q, s);
+            require(0 < length && length <= s.capacity(), "one position or more, within the store's");
+            float* result = memory<float>("a result", out, Type::FLOAT32, {s.heads, length});
+            const long rows = q.shape[0], heads = q.shape[1];
+            nb::gil_scoped_release others_run;
+            k.weights(s, length, queries, rows, heads, scale, result); })
+        .def("attention", &attend, "store"_a, "length"_a, "q"_a, "keys"_a, "values"_a, "parents"_a, "scale"_a, "window"_a,
+             "remainder"_a.none(), "out"_a, "lse"_a);
     bind_decoder(m, kernels);
 }

@@ -1,4 +1,4 @@
-// What the files of bindings share: checks, and addresses of the operations that still take them.
+// What the files of bindings share.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,7 +18,6 @@
 #include <vector>
 
 namespace nb = nanobind;
-using Address = uintptr_t;
 
 namespace longdraft {
 
@@ -33,9 +32,6 @@ inline void require(bool condition, const char* wanted) {
 inline void require_order(const int32_t* parent, long rows) {
     for (long row = 0; row < rows; row++) require(-1 <= parent[row] && parent[row] < row, "parents before children");
 }
-
-template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
-inline Rows rows_at(Address address, long row_stride, long head_stride) { return {at<void>(address), row_stride, head_stride}; }
 
 void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels);  // decoder_module.cpp
 void bind_suffix(nb::module_& m);                                 // suffix_module.cpp

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionRows
-from longdraft.kernels.cpu.store import CpuStore, WholeAttention, require
+from longdraft.kernels.cpu.store import CpuStore, evenly_strided, native_stores
 from longdraft.kernels.interface import KVStore
 
 with suppress(ImportError):
@@ -75,9 +75,7 @@ class CompiledRemainder:
         return self._maps.nbytes + self._fit.nbytes
 
     def update(self, stores: Sequence[KVStore], length: int, whole: AttentionRows) -> Tensor:
-        rows = WholeAttention.of(self._dtype, stores, length, whole.gathered())
-        shape = (len(stores), rows.heads, stores[0].shape[1] + 1)
-        require(shape == self._maps.shape[:3], f"stores and heads {tuple(self._maps.shape[:3])}", shape)
-        self._kernels.learn_remainder(*rows.arguments(length), rows.content.data_ptr(), self._fit,
-                                      self._maps.data_ptr())
+        q, output, lse, content = evenly_strided(whole.gathered())
+        self._kernels.learn_remainder(native_stores(self._dtype, stores, len(stores)), length, q, output, lse, content,
+                                      self._fit, self._maps)
         return self._maps

@@ -58,13 +58,13 @@ class FastSampler:
         self._update(context)
         rows = self._rows(logits)
         assert rows.shape[0] == len(tree), "one row of logits for each node"
-        return self._native.choose(rows.data_ptr(), tree.tokens, tree.parents, len(context), self._left(context))
+        return self._native.choose(rows, tree.tokens, tree.parents, len(context), self._left(context))
 
     def ranked(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
                within: float) -> Ranked:
         self._update(context)
         row, known = self._rows(logits[None]), len(path) + ahead
-        return Ranked(*self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num,
+        return Ranked(*self._native.rank(row, path, len(context) + known, known < self._left(context), num,
                                          within))
 
     def ranker(self, context: Context, width: int, within: float) -> Ranker:
@@ -80,7 +80,7 @@ class FastSampler:
         """Pass the new tokens of the text, or the last window of them."""
         if self._num_seen < len(context):
             new = context.slice(max(self._num_seen, len(context) - self._params.penalty_window), len(context))
-            self._native.extend(new.ctypes.data, len(new))
+            self._native.extend(new)
             self._num_seen = len(context)
 
     def _rows(self, logits: Tensor) -> Tensor:

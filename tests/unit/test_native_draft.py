@@ -14,6 +14,7 @@ from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
+from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.kernels import AttentionRows
 from longdraft.kernels.launched import finished, read_together
 from longdraft.model.transformer import chain_rows
@@ -155,3 +156,23 @@ def test_chains_of_models_with_soft_caps_and_two_rotations_are_equal_too(tmp_pat
                                 for way in (False, True))
         assert native[0] == step_by_step[0]
         assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_small_model_with_a_cache_of_its_own_drafts_natively_what_it_drafts_step_by_step(tiny, dtype):
+    """Through accepted and rejected drafts, after drafted tokens, and where its window moves."""
+    model = load(tiny["gqa"], dtype)
+    for name in ("paper", "top-k"):
+        both = [(Chain(StreamingDraftModel(model, model.config.vocab_size, 40, 4, 10), Sampler(params_of(name), [1]), 2,
+                       "draft"), Context(prompt_of(20))) for _ in range(2)]
+        num_native = 0
+        for step in range(8):
+            drafted = []
+            for way, (chain, context) in enumerate(both):
+                path = [context.last, *([3, 8] if step % 3 == 1 else [])]
+                ranked = finished(chain.in_one_call(context, path, 4)) if way else None
+                num_native += ranked is not None
+                drafted.append(ranked or run_alone(chain.step_by_step(context, path, 4)))
+                context.extend([drafted[0][0].tokens[0], 9, 7] if step % 2 else [each.tokens[0] for each in drafted[0]])
+            assert drafted[0] == drafted[1], (name, step)
+        assert 4 <= num_native < 8, "where the window moves, it goes step by step"
