@@ -11,18 +11,6 @@ from numpy.typing import NDArray
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # a text, or its token ids
 
 
-def lone_surrogate(text: str) -> int | None:
-    """The index of the first lone surrogate, or None. JSON escapes can contain one, and Python represents bytes that
-    are not UTF-8 by them (PEP 383), but valid text has none."""
-    if text.isascii():
-        return None
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
-
-
 class Context:
     """The text so far as token ids (int32): the prompt, then the new tokens. Append-only, amortised O(1)."""
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO
 
 from longdraft.errors import OutputError, UsageError
-from longdraft.request.context import lone_surrogate
 
 
 class OutputFile:
@@ -185,6 +184,18 @@ def read_text(file: str, option: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{option} {file} is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def lone_surrogate(text: str) -> int | None:
+    """The index of the first lone surrogate, or None. JSON escapes can contain one, and Python represents bytes that
+    are not UTF-8 by them (PEP 383), but valid text has none."""
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def require_text(text: str, name: str, cure: str) -> None:

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.errors import ModelError, UsageError
-from longdraft.request.context import lone_surrogate
 from longdraft.sampling import grammar
+from longdraft.system.files import lone_surrogate
 from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
 from longdraft.text.gguf_vocabulary import tokenizer_of

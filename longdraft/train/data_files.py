@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft.errors import UsageError
-from longdraft.request.context import lone_surrogate
+from longdraft.system.files import lone_surrogate
 
 Tokens = NDArray[np.int32]
 Document = str | Tokens
