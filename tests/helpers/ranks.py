@@ -14,7 +14,7 @@ import torch
 import longdraft
 from helpers.checkpoints import load
 from longdraft import parallel
-from longdraft.drafters.auto import costs
+from longdraft.drafters.auto import calibration
 from longdraft.model.transformer import chain_rows
 from longdraft.request.sampling_params import SamplingParams
 
@@ -56,7 +56,7 @@ def main(folder: Path, journals: Path, plan: str = "") -> None:
     found: dict[str, dict[str, object]] = {}
     sums_are_in_the_order_of_ranks()
     size = int(os.environ["WORLD_SIZE"])
-    costs._MOST_REPEATS = costs._LEAST_REPEATS = 1  # four ranks on few processors are slow
+    calibration._MAX_REPEATS = calibration._MIN_REPEATS = 1  # four ranks on few processors are slow
     os.chdir(folder)
     for model, name, options, samplings in PLAN[plan or size]:
         engine = longdraft.load(model, drafter=name, drafter_options=options, threads=1, tensor_parallel=size)

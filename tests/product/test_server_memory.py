@@ -10,7 +10,7 @@ import pytest
 from helpers import serving
 from longdraft.engine.engine import Engine
 from longdraft.server import app as application
-from longdraft.server.jobs import EventQueue, JobEnd
+from longdraft.server.jobs import EventQueue
 from longdraft.system import machine
 
 pytestmark = pytest.mark.full
@@ -69,10 +69,10 @@ def test_a_whole_reply_does_not_wake_the_event_loop_at_each_step(server, monkeyp
     monkeypatch.setattr(EventQueue, "take", counted)
     reply = write(server, drafter="plain")  # 400 steps, however well a drafter would guess
     assert reply.json()["usage"]["completion_tokens"] == 400
-    steps = [len(events) for events in taken if events]
+    steps = [sum(map(len, news.events.values())) for news in taken if news.events]
     assert sum(steps) > 390 and max(steps) > sum(steps) / 3 and len(steps) < 6
-    queues[0].put(server.scheduler.jobs()[0], JobEnd())
-    assert not queues[0]._items
+    queues[0].end(server.scheduler.jobs()[0], None)
+    assert not queues[0]._news.ended
 
 
 def test_freed_memory_is_given_back_at_intervals(engine, monkeypatch):
