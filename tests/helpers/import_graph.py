@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,7 +41,8 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-def import_graph(root: Path, folders: Iterable[str] = PACKAGES) -> dict[str, set[str]]:
+@functools.cache
+def import_graph(root: Path, folders: tuple[str, ...] = PACKAGES) -> dict[str, set[str]]:
     """Module -> modules of these folders that it imports. `from a import b` leads to `a.b` where that is a module, and
     to `a` otherwise."""
     files: dict[str, Path] = {}
@@ -54,10 +56,16 @@ def import_graph(root: Path, folders: Iterable[str] = PACKAGES) -> dict[str, set
     return graph
 
 
-def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    reached, waiting = {start}, [start]
+def _importers(graph: dict[str, set[str]], modules: set[str]) -> set[str]:
+    """These modules, and all that import one of them, directly or through other modules."""
+    importers: dict[str, set[str]] = {module: set() for module in graph}
+    for module, imported in graph.items():
+        for name in imported:
+            importers[name].add(module)
+    reached = set(modules)
+    waiting = list(modules)
     while waiting:
-        following = graph[waiting.pop()] - reached
+        following = importers[waiting.pop()] - reached
         reached |= following
         waiting += following
     return reached
@@ -101,6 +109,4 @@ def affected_tests(root: Path, changed: Iterable[Path]) -> set[Path] | None:
             if path.suffix == ".py":  # a module that was deleted: everything in its package may have used it
                 touched.add(next((module_of[parent / "__init__.py"] for parent in path.parents
                                   if parent / "__init__.py" in module_of), "longdraft"))
-    reached = {path for module, path in files.items() if path.name.startswith("test_")
-               and _reachable(graph, module) & touched}
-    return tests | reached
+    return tests | {files[module] for module in _importers(graph, touched) if files[module].name.startswith("test_")}

@@ -250,6 +250,7 @@ def test_parquet_input_and_output(job, tmp_path):
         run(put(tmp_path / "broken.parquet", ["no"]), tmp_path / "other.jsonl", job, in_process)
 
 
+@pytest.mark.full
 def test_parquet_metadata_without_a_json_type_becomes_text(job, tmp_path):
     import pyarrow
     from pyarrow import parquet

@@ -99,7 +99,7 @@ def test_any_row_becomes_a_valid_record(writer, row):
     assert key_of(record) == task.key and json.loads(line.decode()) == record and b"NaN" not in line
 
 
-@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out.parquet", marks=pytest.mark.full)])
 def test_rows_that_json_or_utf8_cannot_represent_become_records(job, tmp_path, output):
     deep: list = []
     for _ in range(300):

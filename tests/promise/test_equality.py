@@ -37,7 +37,8 @@ def settings_of(extent: str, model: Transformer, drafter: str) -> list[str]:
     return settings_for(drafter) if extent == "two settings" or model.kernels.name == "reference" else list(SETTINGS)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[name if "reference" not in name else pytest.param(name, marks=pytest.mark.full)
+                                        for name in MODELS])
 def model(request: pytest.FixtureRequest, tiny: dict[str, Path]) -> Transformer:
     """Multi-head and grouped-query attention and both dtypes on the fastest kernels, and the reference kernels."""
     name, dtype, kernels = MODELS[request.param]

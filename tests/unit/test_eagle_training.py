@@ -139,6 +139,7 @@ def test_drafts_of_a_trained_head_are_accepted(trained):
     assert tally.accepted["eagle"] > 10
 
 
+@pytest.mark.full
 def test_the_output_has_the_format_of_speculators(trained):
     _, folder, wanted = trained
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -150,6 +151,7 @@ def test_the_output_has_the_format_of_speculators(trained):
     assert {"fc.weight", "fc_norm.0.weight", "fc_norm.2.weight", "layers.0.hidden_norm.weight"} < set(tensors)
 
 
+@pytest.mark.full
 def test_an_interrupted_training_resumes_to_the_same_weights(trained, tmp_path):
     wanted = EagleSettings(**(vars(trained[2]) | dict(steps=8, own_tokens=0, warmup_steps=2)))
     job.train(wanted, tmp_path / "whole")
