@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from longdraft.__main__ import main
@@ -38,7 +39,8 @@ class Fork:
         return self._process.is_alive()
 
     def kill(self, signal: int) -> None:
-        os.kill(self.pid, signal)
+        with suppress(ProcessLookupError):  # it ends at this moment, from an earlier signal
+            os.kill(self.pid, signal)
 
     def wait(self, timeout_s: float = 120) -> int:
         """The exit status; the negative number of the signal if one ended the process."""

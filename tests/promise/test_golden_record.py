@@ -160,9 +160,9 @@ def test_one_changed_field_of_a_configuration_is_noticed(configurations, folder)
 @pytest.mark.full
 @needs_interpreter
 def test_chains_that_texts_no_longer_launch_together_are_noticed(tmp_path, monkeypatch):
-    from longdraft.sampling import device
+    from longdraft.kernels.cuda import ranker
 
-    monkeypatch.setattr(device, "SHARES_CHAINS", False)
+    monkeypatch.setattr(ranker, "SHARES_CHAINS", False)
     found = dict(golden_record.launches(tmp_path, [("magicdec", "")]))
     made = {name: RECORDED["made by", *next(iter(found))[:2], name] for name in golden_record.made_by()}
     lines = differences(RECORDED, found, made)
