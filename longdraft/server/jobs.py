@@ -77,7 +77,7 @@ class EventQueue:
         return news
 
     def close(self) -> None:
-        """The request has ended: drop what is new, and what comes."""
+        """The request has ended: drop the news that were not taken, and ignore later ones."""
         with self._lock:
             self._news = News({}, {})
             self._is_closed = True

@@ -28,7 +28,7 @@ def cuda(
 ) -> None:
     """Use a visit to a CUDA device in full: exactness, texts after long prompts, speed, a text of 100,000 tokens.
 
-    Each part is written as soon as it is measured, and may crash or hang without harm to the others. Run the command
+    Each part is written as soon as it is measured, and may crash or hang without harm to other parts. Run the command
     again to measure what is missing; after a change of the kernels, all of it.
     """
     import torch
