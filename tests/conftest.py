@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -53,6 +54,12 @@ def pytest_collection(session: pytest.Session) -> None:
     kernels.set_threads(1)  # tiny tensors: more threads only wait for one another
     hypothesis.settings.register_profile("quiet", deadline=None)  # no test is about the machine's speed
     hypothesis.settings.load_profile("quiet")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and collected tests live as long as the process: the garbage collector need not walk them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -24,10 +24,15 @@ SAMPLINGS = {
     "filters": dict(temperature=0.8, top_k=40, top_p=0.95),
 }
 SMALL = dict(budget=40, sinks=4, remainder="true")
-# Who writes with which model and samplings at which degree. phi3: fused weights, heads rotated by half, a head that is
-# not the embedding; qwen2: biases.
-PLAN: dict[int | str, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
-    2: [("llama", "plain", {}, ("warm", "greedy", "filters")),
+# Who writes with which model and samplings. phi3: fused weights, heads rotated by half, a head that is not the
+# embedding; qwen2: biases.
+PLANS: dict[str, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
+    "few drafters": [
+        ("llama", "plain", {}, ("warm",)),
+        ("llama", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm",)),
+        ("llama", "auto", {}, ("warm",))],
+    "every drafter": [
+        ("llama", "plain", {}, ("warm", "greedy", "filters")),
         ("llama", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm", "greedy", "filters")),
         ("llama", "magicdec", SMALL | dict(refresh=8), ("warm",)),
         ("llama", "triforce", dict(budget=64, chain=5), ("warm",)),
@@ -45,20 +50,17 @@ PLAN: dict[int | str, list[tuple[str, str, dict[str, object], tuple[str, ...]]]]
     "experts": [(model, name, options, ("warm",)) for model in ("qwen3_next", "qwen3_5_moe", "qwen3_moe", "mixtral",
                                                                       "gpt_oss")
                 for name, options in (("plain", {}), ("magicdec", SMALL | dict(refresh=8)))],
-    4: [("llama", "plain", {}, ("warm",)),
-        ("llama", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm",)),
-        ("llama", "auto", {}, ("warm",))],
 }
 
 
-def main(folder: Path, journals: Path, plan: str = "") -> None:
-    """folder: of the models; journals: an empty folder; plan: the key of PLAN, "": the number of ranks."""
+def main(folder: Path, journals: Path, plan: str) -> None:
+    """folder: of the models; journals: an empty folder; plan: a key of PLANS."""
     found: dict[str, dict[str, object]] = {}
     sums_are_in_the_order_of_ranks()
     size = int(os.environ["WORLD_SIZE"])
     calibration._MAX_REPEATS = calibration._MIN_REPEATS = 1  # four ranks on few processors are slow
     os.chdir(folder)
-    for model, name, options, samplings in PLAN[plan or size]:
+    for model, name, options, samplings in PLANS[plan]:
         engine = longdraft.load(model, drafter=name, drafter_options=options, threads=1, tensor_parallel=size)
         if name == "plain":
             logits_are_those_of_one_process(engine, Path(model))

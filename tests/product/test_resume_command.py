@@ -38,7 +38,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, status", [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)])
 def test_a_signal_prints_the_resume_command_and_the_resumed_text_is_unchanged(uncut, tmp_path, number, status):
     journal, output = tmp_path / "a journal", tmp_path / "text"
     work = Fork(tmp_path / "work", run_longdraft, *WRITE, "--journal", journal, "--output", output)
@@ -71,6 +72,7 @@ def test_a_second_signal_ends_the_command_immediately(tmp_path):
     assert work.stderr.count("\n") == 2 and "terminated; resume it with: longdraft resume" in work.stderr
 
 
+@pytest.mark.full
 def test_a_closed_stdout_pipe_leaves_a_journal_that_resumes(uncut, tmp_path):
     work = subprocess.Popen([sys.executable, "-m", "longdraft", *WRITE, "--journal", str(tmp_path / "j")],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)

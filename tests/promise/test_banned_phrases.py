@@ -162,6 +162,7 @@ def test_a_text_cut_anywhere_is_resumed_to_the_same_text(engine, params, plain, 
     assert resumed.tokens.tolist() == plain
 
 
+@pytest.mark.full
 def test_a_killed_process_loses_only_what_was_held(tmp_path):
     process = Fork(tmp_path / "process", run_longdraft, "generate", "It was the", "--journal", tmp_path / "j", "--seed",
                    5, "--max-new-tokens", 300, "--ignore-eos", "--threads", 1, "--quiet", "--drafter", "suffix",

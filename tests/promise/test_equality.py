@@ -155,7 +155,7 @@ def test_a_lying_drafter_changes_nothing(model, plain, kind, extent):
         assert text == plain[settings][:tokens], settings
 
 
-@pytest.mark.parametrize("name", [None, "reference"])
+@pytest.mark.parametrize("name", [None, pytest.param("reference", marks=pytest.mark.full)])
 def test_a_text_that_crosses_a_cache_block_is_the_same_text(tiny, name):
     """Prefix, draft path and padding lie across the edge of a block of cache storage."""
     model = load(tiny["gqa"], name=name)

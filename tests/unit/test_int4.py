@@ -143,7 +143,7 @@ def test_every_drafter_writes_the_plain_text_of_the_int4_model(quantised, plain,
         assert generate(model, prompt_of(90), params_of(settings_name), factory) == expected, settings_name
 
 
-@every_kernel
+@pytest.mark.parametrize("name", [*kernels.available()[:-1], pytest.param("reference", marks=pytest.mark.full)])
 @every_dtype
 def test_a_draft_chain_writes_the_plain_text_of_the_int4_model_on_every_kernel(tiny, name, dtype):
     model = load(tiny["gqa"], dtype, name, "int4")

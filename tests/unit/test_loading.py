@@ -215,6 +215,7 @@ def test_the_hubs_cache_serves_without_a_network(cache, capfd, options):
     assert captured.out and captured.err == ""
 
 
+@pytest.mark.full
 def test_the_hubs_own_variables_say_where_its_cache_is(cache):
     """In a process of its own: the hub's library reads them when it is imported."""
     variables = {"HF_HOME": str(cache.parent), "HF_HUB_OFFLINE": "1"}

@@ -55,15 +55,15 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("size, plan", [pytest.param(2, "", marks=pytest.mark.full), (4, ""),
-                                        pytest.param(2, "hybrids", marks=pytest.mark.full),
-                                        pytest.param(2, "experts", marks=pytest.mark.full)])
+@pytest.mark.parametrize("size, plan", [(2, "few drafters"), *(
+    pytest.param(*each, marks=pytest.mark.full)
+    for each in ((4, "few drafters"), (2, "every drafter"), (2, "hybrids"), (2, "experts")))])
 def test_every_drafter_writes_the_plain_text_at_each_degree(folder, tmp_path, size, plan):
     started = start_ranks(size, tmp_path, ranks.main, folder, tmp_path / "journals", plan)
     ends = [process.wait(240) for process in started]
     assert ends == [0] * size, "\n".join(process.stderr for process in started)
     assert not any(process.stdout for process in started[1:])
-    found, plans = json.loads(started[0].stdout), ranks.PLAN[plan or size]
+    found, plans = json.loads(started[0].stdout), ranks.PLANS[plan]
     wanted = {(f"{model} {sampling}", name) for model, name, _, samplings in plans for sampling in samplings}
     assert wanted <= {(text, name) for text, names in found.items() for name in names}
     for text, written in found.items():
