@@ -269,7 +269,9 @@ Chain chain(const DraftModel& model, const std::vector<Store*>& stores, long len
     auto& [edges, rates, least] = end;
     const long count = cos.axes == 2 ? cos.shape[0] : 0;
     require(!path.empty(), "the last token of a text");
-    for (int32_t token : path) require(0 <= token && token < model.embedding->n, "token ids of the table");
+    require_ids(path, std::min(model.embedding->n, choice.vocabulary()));
+    require((model.part ? static_cast<long>(model.part->places.size()) : model.head->n) == choice.vocabulary(),
+            "logits of the vocabulary that the sampler chooses from");
     require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
     require_stores(d, bf16, stores, length);
     const auto [turn_cos, turn_sin] = rotations(d, count, cos, sin);

@@ -2,8 +2,6 @@
 // activations are checked here; those of a weight's parts, which are packed once, in kernels.py.
 #include "module.h"
 
-#include <nanobind/ndarray.h>
-
 #include <memory>
 
 #include "blocks.h"
@@ -309,7 +307,10 @@ NB_MODULE(_cpu, m) {
         return names;
     });
     m.def("threads", &threads);
-    m.def("set_threads", &set_threads);
+    m.def("set_threads", [](int count) {
+        require(count > 0, "one thread or more");
+        set_threads(count);
+    });
     m.def("workspace_bytes", [] { return workspace_bytes.load(); });
     bind_suffix(m);
 
@@ -323,7 +324,9 @@ NB_MODULE(_cpu, m) {
         .def_prop_ro("memory", &memory_of);
 
     nb::class_<Store>(m, "Store")
-        .def(nb::init<bool, long, long, float>())
+        .def("__init__", [](Store* store, bool bf16, long heads, long dim, float cap) {
+            require(heads > 0 && dim > 0, "one head of one number, or more");
+            new (store) Store(bf16, heads, dim, cap); })
         .def("reserve", &Store::reserve)
         .def("append", [](Store& s, const Store& source, long first, long count) {
             require(s.is_bf16 == source.is_bf16 && s.heads == source.heads && s.dim == source.dim, "stores of one shape");
@@ -356,24 +359,30 @@ NB_MODULE(_cpu, m) {
                             std::vector<int64_t> banned) {
             require(top_k >= 0 && top_p > 0 && top_p <= 1, "a number of tokens and a share");
             require(vocabulary > 0 && (penalty == 1.0f || window > 0), "a vocabulary and a window");
-            for (int64_t token : banned) require(0 <= token && token < vocabulary, "banned ids of the vocabulary");
+            require_ids(banned, vocabulary);
             new (choice) Choice({temperature, lowest, least, filter_temperature, penalty, window, seed, top_k, top_p},
                                 vocabulary, std::move(banned)); })
-        .def("set_penalties", &Choice::set_penalties, nb::keep_alive<1, 2>())
-        .def("extend", [](Choice& choice, nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> tokens) {
+        .def("set_penalties", [](Choice& choice, const PathPenalties* penalties) {
+            require(penalties->vocabulary() == choice.vocabulary(), "penalties of the same vocabulary");
+            choice.set_penalties(penalties); }, nb::keep_alive<1, 2>())
+        .def("extend", [](Choice& choice, const Tokens& tokens) {
+            require_ids(tokens, choice.vocabulary());
             choice.extend(tokens.data(), static_cast<long>(tokens.size())); })
         .def("choose", [](const Choice& choice, const Array& logits, const std::vector<int32_t>& tokens,
                           const std::vector<int32_t>& parents, long position, long banned_depth) {
             require_order(parents.data(), static_cast<long>(parents.size()));
             require(parents.size() == tokens.size(), "a parent for each token");
+            require_ids(tokens, choice.vocabulary());
+            const long nodes = static_cast<long>(tokens.size());
             std::vector<int64_t> chosen(tokens.size());
-            choice.choose(memory<float>("logits", logits, Type::FLOAT32, {static_cast<long>(tokens.size()), choice.vocabulary()}), tokens.data(), parents.data(), static_cast<long>(tokens.size()), position,
-                          banned_depth, chosen.data());
+            choice.choose(memory<float>("logits", logits, Type::FLOAT32, {nodes, choice.vocabulary()}), tokens.data(),
+                          parents.data(), nodes, position, banned_depth, chosen.data());
             return chosen; })
         .def("rank", [](const Choice& choice, const Array& logits, const std::vector<int32_t>& path, long position,
                         bool is_banned, long count, double within) {
-            return pair_of(choice.rank(memory<float>("logits", logits, Type::FLOAT32, {1, choice.vocabulary()}), path.data(), static_cast<long>(path.size()), position, is_banned,
-                                       count, within)); });
+            require_ids(path, choice.vocabulary());
+            return pair_of(choice.rank(memory<float>("logits", logits, Type::FLOAT32, {1, choice.vocabulary()}), path.data(),
+                                       static_cast<long>(path.size()), position, is_banned, count, within)); });
 
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Kernels> kernels(m, "Kernels");
@@ -399,10 +408,11 @@ NB_MODULE(_cpu, m) {
         .def("linear", [](const Kernels& k, const Linear& w, const Array& x, const Array& out, bool keep_float) {
             const long rows = num_rows(x, w.k);
             require(is_bf16(x) == w.is_bf16, "rows and a weight of one type");
-            k.linear(w, x.data, rows, memory("a result", out, keep_float ? Type::FLOAT32 : x.type, {rows, w.n}), keep_float); }, free_gil)
+            void* result = memory("a result", out, keep_float ? Type::FLOAT32 : x.type, {rows, w.n});
+            if (rows) k.linear(w, x.data, rows, result, keep_float); }, free_gil)
         .def("embed", [](const Kernels& k, const Linear& table, const std::vector<int64_t>& tokens, const Array& out) {
             require(!table.is_mxfp4, "a table that is not in MXFP4");
-            for (int64_t token : tokens) require(0 <= token && token < table.n, "token ids of the table");
+            require_ids(tokens, table.n);
             const long rows = static_cast<long>(tokens.size());
             k.embed(table, tokens.data(), rows, memory("a result", out, rows_type(table.is_bf16), {rows, table.k})); })
         .def("rms_norm", [](const Kernels& k, const Array& x, const Array& weight, float eps, bool rounds_once, const Array& out) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -21,6 +22,7 @@ namespace nb = nanobind;
 
 namespace longdraft {
 
+using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RankedPair = std::pair<std::vector<int64_t>, double>;  // Ranked, for Python
 
 inline RankedPair pair_of(Ranked ranked) { return {std::move(ranked.tokens), ranked.lead}; }
@@ -31,6 +33,12 @@ inline void require(bool condition, const char* wanted) {
 
 inline void require_order(const int32_t* parent, long rows) {
     for (long row = 0; row < rows; row++) require(-1 <= parent[row] && parent[row] < row, "parents before children");
+}
+
+// Token ids that the caller indexes an array of the vocabulary with.
+template <class Ids> void require_ids(const Ids& ids, long vocabulary) {
+    for (size_t i = 0; i < ids.size(); i++)
+        require(0 <= ids.data()[i] && ids.data()[i] < vocabulary, "token ids of the vocabulary");
 }
 
 void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels);  // decoder_module.cpp

@@ -39,6 +39,7 @@ public:
 
     void extend(const int32_t* tokens, long count);
     long length() const { return static_cast<long>(text_.size()); }
+    long vocabulary() const { return static_cast<long>(is_breaker_.size()); }
 
     // The edits after the text and `path` (without the root), in the order in which they are applied.
     //   follows  whether the next token directly follows the path; if not, only presence and frequency apply

@@ -41,12 +41,18 @@ class Pool {
         size_ = count;
     }
 
+    // One caller at a time has the threads. Another one, and a job of the caller that has them, works alone.
     void run(long count, const std::function<void(long)>& work) {
-        std::unique_lock<std::mutex> one_caller(callers_, std::try_to_lock);
-        if (count <= 1 || size_ <= 1 || !one_caller.owns_lock()) {
+        static thread_local bool is_caller = false;  // this thread holds the lock, which it may not try to take again
+        std::unique_lock<std::mutex> one_caller(callers_, std::defer_lock);
+        if (count <= 1 || size_ <= 1 || is_caller || !one_caller.try_lock()) {
             for (long i = 0; i < count; i++) work(i);
             return;
         }
+        struct Mark {
+            Mark() { is_caller = true; }
+            ~Mark() { is_caller = false; }
+        } mark;
         if (workers_.empty()) start();
         for (long first = 0; first < count; first += MAX_JOBS)
             run_round([&](long i) { work(first + i); }, std::min(MAX_JOBS, count - first));

@@ -1,26 +1,14 @@
 // The Python bindings of the suffix index (suffix.h) and of the penalties by path, which check the arguments.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
+#include "module.h"
 
 #include "path_penalties.h"
 #include "suffix.h"
 
-#include <stdexcept>
-#include <string>
 #include <tuple>
-
-namespace nb = nanobind;
 
 namespace longdraft {
 
-static void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(std::string("expected ") + what);
-}
-
 static void bind_penalties(nb::module_& m) {
-    using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     using Lists = std::tuple<std::vector<int32_t>, std::vector<float>>;
     nb::class_<PathPenalties>(m, "PathPenalties")
         .def("__init__", [](PathPenalties* self, double presence, double frequency, long window, std::vector<float> dry,
@@ -29,14 +17,16 @@ static void bind_penalties(nb::module_& m) {
             require(vocabulary > 0 && window > 0 && range >= 0 && prompt_length >= 0, "a vocabulary, a window and a prompt");
             require(dry.empty() || (dry.size() == LONGEST_REPEAT + 1 && allowed >= 1), "an amount for each length");
             require(0 <= ngram && ngram <= LONGEST_REPEAT + 1, "n of 0 to 51");
-            for (int32_t token : breakers) require(0 <= token && token < vocabulary, "breakers of the vocabulary");
+            require_ids(breakers, vocabulary);
             new (self) PathPenalties({presence, frequency, window, std::move(dry), allowed, range, ngram}, vocabulary,
                                      prompt_length, breakers); },
             nb::arg("presence"), nb::arg("frequency"), nb::arg("window"), nb::arg("dry"), nb::arg("allowed"),
             nb::arg("range"), nb::arg("ngram"), nb::arg("vocabulary"), nb::arg("prompt_length"), nb::arg("breakers"))
-        .def("extend", [](PathPenalties& self, Tokens tokens) {
+        .def("extend", [](PathPenalties& self, const Tokens& tokens) {
+            require_ids(tokens, self.vocabulary());
             self.extend(tokens.data(), static_cast<long>(tokens.size())); }, nb::arg("tokens"))
         .def("edits", [](const PathPenalties& self, const std::vector<int32_t>& path, bool follows) {
+            require_ids(path, self.vocabulary());
             Lists lists;
             for (const Edit& edit : self.edits(path.data(), static_cast<long>(path.size()), follows)) {
                 std::get<0>(lists).push_back(edit.token);
@@ -48,24 +38,23 @@ static void bind_penalties(nb::module_& m) {
             for (size_t node = 1; node < parents.size(); node++)
                 require(0 <= parents[node] && parents[node] < static_cast<int32_t>(node), "parents before children");
             require(tokens.size() == parents.size(), "a parent for each token");
+            require_ids(tokens, self.vocabulary());
             return self.hopeful(tokens.data(), parents.data(), static_cast<long>(tokens.size()), most); },
             nb::arg("tokens"), nb::arg("parents"), nb::arg("most"))
         .def("__len__", &PathPenalties::length);
 }
 
 void bind_suffix(nb::module_& m) {
-    using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     nb::class_<SuffixIndex>(m, "SuffixIndex")
         .def("__init__", [](SuffixIndex* self, int64_t capacity, int32_t longest) {
-            if (capacity < 0 || capacity == 1 || longest < 1)
-                throw std::invalid_argument("a suffix index wants a capacity of 0 or 2 and more, and longest >= 1");
+            require(capacity == 0 || (capacity > 1 && longest >= 1), "a capacity of 0 or of 2 and more, and longest >= 1");
             new (self) SuffixIndex(capacity, longest); }, nb::arg("capacity"), nb::arg("longest"))
-        .def("extend", [](SuffixIndex& self, Tokens tokens) {
+        .def("extend", [](SuffixIndex& self, const Tokens& tokens) {
             self.extend(tokens.data(), static_cast<long>(tokens.size())); }, nb::arg("tokens"))
-        .def("guess", [](const SuffixIndex& self, Tokens tail, long budget, long depth, long min_match, long seen,
+        .def("guess", [](const SuffixIndex& self, const Tokens& tail, long budget, long depth, long min_match, long seen,
                          long contexts, double min_probability) {
-            if (min_match < 1 || seen < 1 || contexts < 1 || contexts > MAX_CONTEXTS)
-                throw std::invalid_argument("a suffix index wants min_match and seen >= 1 and contexts of 1 to 8");
+            require(min_match >= 1 && seen >= 1 && 1 <= contexts && contexts <= MAX_CONTEXTS,
+                    "min_match and seen of 1 or more, and contexts of 1 to 8");
             Guesses found = self.guess(tail.data(), static_cast<long>(tail.size()),
                                        {budget, depth, min_match, seen, contexts, min_probability});
             return std::tuple(std::move(found.tokens), std::move(found.parents), std::move(found.probabilities)); },

@@ -39,7 +39,8 @@ READ = ["promise/test_equality.py", "unit/test_families.py", "unit/test_every_fa
 @pytest.fixture(scope="module")
 def core() -> list[tuple[str, str, dict[str, Any]]]:
     """File, function and parameters of every test of these files that the core has."""
-    asked = subprocess.run([sys.executable, "-c", COLLECT, *(f"tests/{path}" for path in READ)], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", COLLECT, *(f"tests/{path}" for path in READ)]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert asked.returncode == 0, asked.stdout[-2000:] + asked.stderr[-2000:]
     return [tuple(json.loads(line[5:])) for line in asked.stdout.splitlines() if line.startswith("core:")]
 

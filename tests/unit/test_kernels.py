@@ -6,6 +6,7 @@ import math
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from helpers.attention import obvious_attention, parents_of, path_of, random_par
 from longdraft import kernels
 from longdraft.errors import UsageError
 from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights
+from longdraft.kernels.cpu import _cpu
 from longdraft.kernels.reference import SPLIT, STEP
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
@@ -196,9 +198,39 @@ def test_hostile_tensors_are_refused_or_handled(name):
         lambda: kernel.remainder([store], 2, AttentionOutput(q[None], q[None], torch.zeros(1, 3, 4), q[None])),
         lambda: kernel.rope(q, torch.zeros(3, 3), torch.zeros(3, 3)),
         lambda: kernel.swiglu(x[:, :5]),
+        lambda: kernel.new_store(0, 8),
+        lambda: kernel.new_store(2, 0),
     ):
         with pytest.raises(ValueError, match="CPU kernels want"):
             wrong()
+
+
+def test_token_ids_outside_the_vocabulary_and_no_threads_are_refused_by_the_compiled_module():
+    ids, logits = np.array([3, 8], np.int32), torch.zeros(2, 8)
+    rules = dict(presence=0.5, frequency=0.0, window=4, dry=[], allowed=2, range=0, ngram=3, prompt_length=0)
+    penalties = _cpu.PathPenalties(**rules, vocabulary=8, breakers=[])
+    choice = _cpu.Choice(1.0, -math.inf, -math.inf, 1.0, 1.2, 4, 7, 0, 1.0, 8, [])
+    for wrong in (
+        lambda: penalties.extend(ids),
+        lambda: penalties.extend(-ids),
+        lambda: penalties.edits([8], follows=True),
+        lambda: penalties.hopeful([1, 8], [-1, 0], 4.0),
+        lambda: _cpu.PathPenalties(**rules, vocabulary=8, breakers=[8]),
+        lambda: choice.extend(ids),
+        lambda: choice.choose(logits, [1, 8], [-1, 0], 1, 0),
+        lambda: choice.rank(logits[:1], [8], 1, False, 2, 1.0),
+        lambda: choice.set_penalties(_cpu.PathPenalties(**rules, vocabulary=9, breakers=[])),
+        lambda: _cpu.set_threads(0),
+    ):
+        with pytest.raises(ValueError, match="CPU kernels want"):
+            wrong()
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_storage
+def test_no_rows_times_a_weight_are_no_rows(name, quantize):
+    kernel = kernels.choose("cpu", "float32", name)
+    assert kernel.linear(torch.zeros(0, 64), kernel.pack(random_rows(40, 64), quantize=quantize)).shape == (0, 40)
 
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
