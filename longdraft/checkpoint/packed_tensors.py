@@ -73,6 +73,10 @@ class PackedTensors(StoredTensors):
             elif part not in (*_PARTS[form.method], *_OF_INPUTS):
                 self.entries[name] = entry
 
+    @property
+    def has_own_numbers(self) -> bool:
+        return any(map(self._is_packed, self.entries))
+
     def float_dtype(self, name: str) -> torch.dtype | None:
         return torch.float32 if self._is_packed(name) else self._file.float_dtype(name)
 

@@ -58,6 +58,11 @@ class StoredTensors(Protocol):
     stat: os.stat_result
     entries: dict[str, Entry]
 
+    @property
+    def has_own_numbers(self) -> bool:
+        """Whether a matrix is quantised in a type that `exact` keeps."""
+        return False
+
     def float_dtype(self, name: str) -> torch.dtype | None:
         """The type of a tensor's floating-point numbers, float32 for quantised ones; None: it holds other values, or
         of an unsupported type."""

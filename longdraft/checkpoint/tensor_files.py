@@ -67,8 +67,8 @@ class TensorFiles(TensorSource):
 
     @property
     def has_own_numbers(self) -> bool:
-        """Whether a GGUF file has quantised matrices that become floating-point numbers, if they are not kept."""
-        return any(isinstance(file, GgufTensors) and file.has_own_numbers for file in self.files)
+        """Whether a file has quantised matrices that `exact` can keep."""
+        return any(file.has_own_numbers for file in self.files)
 
     @property
     def is_quantised(self) -> bool:

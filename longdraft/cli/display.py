@@ -62,7 +62,7 @@ def load_with_bar(loading: dict[str, Any], *, quiet: bool) -> Engine:
     """`longdraft.load` with these arguments, and a progress bar."""
     from longdraft.engine.loading import load
 
-    with LoadBar(quiet=quiet, quantises=loading["quantize"] != "none") as bar:
+    with LoadBar(quiet=quiet, quantises=loading["quantize"] in ("int8", "int4")) as bar:
         return load(**loading, on_load=bar.show)
 
 

@@ -135,7 +135,7 @@ def _in_words(needs: dict[str, Any]) -> dict[str, str]:
         f"fits here{memory}": _room(needs, limit),
         "read bandwidth": f"{needs['read_bandwidth_gb_per_s']:.1f} GB/s, measured now",
         **times,
-        **({"with --quantize file": f"{kept['weights_bytes'] / 1e9:,.2f} GB of weights, "
+        **({"as in the file (the default)": f"{kept['weights_bytes'] / 1e9:,.2f} GB of weights, "
             f"{kept['bytes_per_token'] / 1e9:,.2f} GB of them read for a token; fits here: {_room(kept, limit)}; at "
             f"{_CONTEXTS[0]:,} tokens {kept['ms_per_token'][str(_CONTEXTS[0])]:,.1f} ms per token at least"}
            if kept else {}),

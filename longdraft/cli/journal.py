@@ -58,7 +58,7 @@ def resume(
         return follow(lambda: load_for(content.header, **loading))
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
     try:
-        with LoadBar(quiet=quiet, quantises=content.header.quantize != "none") as bar:
+        with LoadBar(quiet=quiet, quantises=content.header.quantize in ("int8", "int4")) as bar:
             engine = load_for(content.header, **loading, on_load=bar.show)
         if content.finish and not quiet:
             print(f"longdraft: the text is complete ({len(content.tokens):,} tokens, finish reason {content.finish})",

@@ -24,18 +24,20 @@ from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import load_options
 from longdraft.errors import UsageError, check
 from longdraft.journal import Header, read_journal
+from longdraft.kernels.weights import FILE
 from longdraft.parts.auxiliary import require_ids_in_vocabulary
 from longdraft.parts.heads import require_model
 from longdraft.system import machine
 from longdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+AUTO = "auto"  # of `quantize`
 MAX_CACHE_RAM = 8192  # MiB of the prefix tree, unless the caller asks for more
 
 
 def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
-         dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
+         dtype: str = "auto", quantize: str = AUTO, threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
          kernels_name: str | None = None, tensor_parallel: int = 1, quantized_cache: str | Path | None = None,
          cache_ram: int | None = None, file: str | None = None, tokenizer: str | None = None,
@@ -49,8 +51,9 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
                      the model's own folder
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16 | float16 (CUDA only)
-    quantize         none | int8 | int4 | file: weights take half or about a third of bfloat16's memory, or with file
-                     about that of a quantised file, whose numbers they keep. The quantised model is another model: all
+    quantize         auto | none | int8 | int4 | file: weights take half or about a third of bfloat16's memory, or with
+                     file about that of a quantised file, whose numbers they keep; auto is file where the files are
+                     quantised and the kernels have their types, else none. The quantised model is another model: all
                      drafters write its plain text. Applies to a draft model too, not to heads
     threads          CPU threads for arithmetic; default: PyTorch's choice
     revision         branch, tag or commit of a hub id (or write owner/model@revision)
@@ -77,7 +80,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     dtypes = ("auto", "float32", "bfloat16", *(("float16",) if device == "cuda" else ()))
     check(dtype in dtypes, "dtype", dtype, f"{', '.join(dtypes[:-1])} or {dtypes[-1]}",
           "float16 is for CUDA devices" if dtype == "float16" else "")
-    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, checkpoint.QUANTIZE_CHOICES)
+    check(quantize in (AUTO, *checkpoint.QUANTIZE), "quantize", quantize, f"{AUTO}, {checkpoint.QUANTIZE_CHOICES}")
     check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
     check(cache_ram is None or 0 <= cache_ram <= 1 << 30, "cache_ram", cache_ram, "0 to 1073741824 MiB")
@@ -94,21 +97,16 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     require_model(folder)
     config = config_file.read_config(folder)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
+    files = TensorFiles(folder, on_read=on_load)
+    quantize = _resolved_quantize(quantize, model, files, is_on_cpu=not chosen.is_device and not group)
     sizing.require_room(config, chosen, quantize, tensor_parallel)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
     words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder)
     require_ids_in_vocabulary(words, config.vocab_size, folder)
-    files = TensorFiles(folder, on_read=on_load)
     cache = quantized_cache_of.chosen_folder(quantized_cache)
     packed = quantized_cache_of.open_packed(cache, files, config, chosen, quantize, "target")
     target = checkpoint.load_transformer(files, config, chosen, quantize, packed)
-    if quantize == "none" and files.has_own_numbers and not chosen.is_device:
-        log.warning("%s: its quantised matrices became numbers in %s; --quantize file computes with them as they are, "
-                    "in less memory and time", model, str(chosen.dtype).removeprefix("torch."))
-    if quantize == "file" and not files.is_quantised:
-        log.warning("%s: --quantize file changes nothing, because its files have no quantised matrices; int8 and int4 "
-                    "quantise the weights while they are loaded", model)
     sampling = defaults.read_defaults(folder)
     if sampling.ignored:
         log.warning("%s of %s: ignored %s", defaults.GENERATION_CONFIG, model, "; ".join(sampling.ignored))
@@ -128,6 +126,19 @@ def _prefix_tree(cache_ram: int | None, chosen: kernels.Kernels) -> PrefixTree |
     if cache_ram is None:
         cache_ram = 0 if chosen.is_device else min(MAX_CACHE_RAM, machine.available_memory() // 4 >> 20)
     return PrefixTree(cache_ram << 20) if cache_ram else None
+
+
+def _resolved_quantize(quantize: str, model: str, files: TensorFiles, *, is_on_cpu: bool) -> str:
+    """What `auto` means for these files: `file` on the CPU of one process, whose kernels multiply whole numbers."""
+    if quantize == AUTO:
+        quantize = FILE if is_on_cpu and files.has_own_numbers else "none"
+        if quantize == FILE:
+            log.warning("%s: computed with the file's own quantised numbers; --quantize none turns them into "
+                        "floating-point numbers first, which takes more memory and time", model)
+    elif quantize == FILE and not files.is_quantised:
+        log.warning("%s: --quantize file changes nothing, because its files have no quantised matrices; int8 and int4 "
+                    "quantise the weights while they are loaded", model)
+    return quantize
 
 
 def _checked_device(device: str) -> str:

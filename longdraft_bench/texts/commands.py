@@ -22,7 +22,6 @@ from longdraft_bench.options import (
     OutputOption,
     PlotOption,
     PythonOption,
-    QuantizeOption,
     RepeatsOption,
     ThreadsOption,
     checked_quantize,
@@ -51,7 +50,7 @@ def length(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     read_by: Annotated[str | None, typer.Option(
         help="The small model that --model was stretched from; it reads the prompt in its place.")] = None,
-    quantize: QuantizeOption = "none",
+    quantize: Annotated[str, typer.Option(help="As in `longdraft generate`.")] = "auto",
     threads: ThreadsOption = None,
     output: OutputOption = None,
     plot: PlotOption = None,
@@ -79,7 +78,7 @@ def length(
                             repetition_penalty=1.2, ignore_eos=True)
     small = load(read_by).model if read_by else None
     # A stretched model reads only the end of a prompt that the small one read; a prefix tree would store wrong rows.
-    engine = load(model, threads=threads, quantize=checked_quantize(quantize), cache_ram=0 if small else None)
+    engine = load(model, threads=threads, quantize=quantize, cache_ram=0 if small else None)
     prompt = engine.encode(text)
     check(prefill is None or prefill <= len(prompt), "--prefill", prefill,
           f"1 to {len(prompt)}, the tokens of the prompt", "a longer --prompt-file has more")

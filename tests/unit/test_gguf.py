@@ -156,16 +156,30 @@ def test_a_quantised_model_is_the_model_of_its_dequantised_weights(tmp_path, lla
     model.load_state_dict(type(model).from_pretrained(folder).state_dict())
 
 
-def test_loading_says_that_a_quantised_file_has_numbers_of_its_own(tmp_path, llama, caplog):
+def test_a_quantised_file_is_computed_with_its_own_numbers_and_a_line_says_so(tmp_path, llama, caplog):
     for kind in ("BF16", "Q8_0"):
         convert(*llama, tmp_path / f"{kind}.gguf", kind)
-    longdraft.load(str(tmp_path / "BF16.gguf"))
-    longdraft.load(str(tmp_path / "Q8_0.gguf"), quantize="file")
+    loaded = [longdraft.load(str(tmp_path / "BF16.gguf")), longdraft.load(str(tmp_path / "Q8_0.gguf"), quantize="file"),
+              longdraft.load(str(tmp_path / "Q8_0.gguf"), quantize="none")]
     assert not caplog.text
-    longdraft.load(str(tmp_path / "Q8_0.gguf"))
-    assert "--quantize file computes with them" in caplog.text
+    loaded.append(longdraft.load(str(tmp_path / "Q8_0.gguf")))
+    assert [engine.model.weights.quantize for engine in loaded] == ["none", "file", "none", "file"]
+    assert caplog.text.count("\n") == 1 and "computed with the file's own quantised numbers" in caplog.text
     longdraft.load(str(tmp_path / "BF16.gguf"), quantize="file")
     assert "--quantize file changes nothing" in caplog.text
+
+
+def test_a_journal_of_expanded_numbers_resumes_with_them(tmp_path, llama):
+    """`--quantize none` was the default, and journals of then name it."""
+    convert(*llama, tmp_path / "model.gguf", "Q4_0")
+    expanded = longdraft.load(str(tmp_path / "model.gguf"), drafter="plain", quantize="none")
+    with expanded.generate(prompt_of(30), SamplingParams(max_new_tokens=20, seed=3), journal=tmp_path / "text") as text:
+        while len(text.tokens) < 8:
+            next(text)
+    resumed = longdraft.resume(tmp_path / "text")
+    tokens = [token for event in resumed for token in event.tokens]
+    whole = expanded.generate(prompt_of(30), SamplingParams(max_new_tokens=20, seed=3))
+    assert tokens == [token for event in whole for token in event.tokens] and resumed.stats()["quantize"] == "none"
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])

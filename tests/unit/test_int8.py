@@ -129,7 +129,7 @@ def test_statistics_and_tokens_of_the_quantised_model_differ(tiny):
         stats.append(generation.stats())
     assert [s["quantize"] for s in stats] == ["none", "int8", "int8"]
     assert stats[0]["sha256_tokens"] != stats[1]["sha256_tokens"] == stats[2]["sha256_tokens"]
-    with pytest.raises(UsageError, match="quantize is 'int3'; allowed: none, int8, int4 or file"):
+    with pytest.raises(UsageError, match="quantize is 'int3'; allowed: auto, none, int8, int4 or file"):
         longdraft.load(str(tiny["mha"]), quantize="int3")
 
 
@@ -141,7 +141,7 @@ def test_the_command_line_quantises(tiny, tmp_path, capfd):
     capfd.readouterr()
     assert run([*command, "--quantize", "4"]) == 2
     error = capfd.readouterr().err
-    assert error.count("\n") == 1 and "quantize is '4'; allowed: none, int8, int4 or file" in error
+    assert error.count("\n") == 1 and "quantize is '4'; allowed: auto, none, int8, int4 or file" in error
 
 
 def test_kernels_and_steps_are_measured_with_int8(tiny, tmp_path):

@@ -233,10 +233,11 @@ def test_every_kernel_multiplies_these_numbers_as_the_reference_does(tmp_path, n
 def test_drafters_write_the_plain_text(tmp_path, what):
     make_4bit(tmp_path, **FORMATS[what])
     params = SamplingParams(max_new_tokens=30, seed=3)
-    for quantize in ("none", "int4"):
+    for quantize, used in (("none", "none"), ("int4", "int4"), ("auto", "file")):
         texts = []
         for drafter in ("plain", "magicdec", "auto"):
             engine = longdraft.load(str(tmp_path), drafter=drafter, quantize=quantize)
+            assert engine.model.weights.quantize == used
             texts.append([token for event in engine.generate(prompt_of(60), params) for token in event.tokens])
         assert texts[0] == texts[1] == texts[2]
 

@@ -128,7 +128,7 @@ def test_the_bytes_of_a_file_whose_numbers_are_kept(quick, capfd, tmp_path, kind
     assert run(["doctor", "--model", str(tmp_path)]) == 2  # which of the two files?
     assert "choose one with --file" in capfd.readouterr().err
     assert run(["doctor", "--model", str(tmp_path / "model.gguf")]) == 0
-    assert "with --quantize file " in capfd.readouterr().out
+    assert "as in the file " in capfd.readouterr().out
 
 
 def test_doctor_counts_the_draft_copy_of_large_weights(quick, capfd, tmp_path):

@@ -116,7 +116,6 @@ class GgufTensors(StoredTensors):
 
     @property
     def has_own_numbers(self) -> bool:
-        """Whether a matrix is quantised in a type that `exact` keeps."""
         return any(entry.type.dtype is None and entry.type.name != "MXFP4" for entry in self._stored.values())
 
     def float_dtype(self, name: str) -> torch.dtype | None:
