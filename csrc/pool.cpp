@@ -78,7 +78,7 @@ class Pool {
         if (sleeping_.load()) wake_.notify_all();
         take_jobs();
         for (int i = 1; done_.load(std::memory_order_acquire) < count; i++)
-            if (i % 4096) relax();
+            if (i % 128) relax();
             else std::this_thread::yield();  // there are fewer cores than threads: let other threads run
         if (failure_) std::rethrow_exception(failure_);
     }
@@ -131,7 +131,9 @@ class Pool {
         auto is_called = [this] { return stopping_.load() || any_left(jobs_.load(std::memory_order_acquire)); };
         for (int i = 0; !is_called(); i++) {
             relax();
-            if (i % 64 == 63 && std::chrono::steady_clock::now() > until) break;
+            if (i % 64 != 63) continue;
+            if (std::chrono::steady_clock::now() > until) break;
+            std::this_thread::yield();  // another program may have work for this core
         }
         if (!is_called()) {
             std::unique_lock<std::mutex> lock(mutex_);
