@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -70,6 +71,9 @@ def generate(
         engine = load_with_bar(loading, quiet=quiet)
         params = engine.params(**sampling)
         options.print_model_defaults(params, quiet=quiet)
+        if not chat and not quiet and engine.is_tuned_for_chat:
+            print("longdraft: the model is tuned for chat, and the prompt is sent as it is; --chat wraps it in the "
+                  "model's chat template", file=sys.stderr)
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
         with engine:
             return write_generation(TextRun(

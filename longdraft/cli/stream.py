@@ -150,6 +150,9 @@ def _print_unfinished(generation: Generation, run: TextRun, interrupt: Interrupt
     """Print a line on stderr about an unfinished text."""
     count = f"{len(generation.tokens):,} tokens"
     if generation.is_finished:
+        if generation.finish_reason == "eos" and len(generation.tokens) <= 1 and not run.quiet:
+            print("longdraft: the model ended the text at once; another prompt, another --seed or --ignore-eos gives a "
+                  "longer one", file=sys.stderr)
         return
     how = "interrupted" if interrupt.number else "stopped"
     if run.journal or interrupt.number:

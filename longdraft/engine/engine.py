@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from longdraft.engine import batching
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import provenance
-from longdraft.errors import JournalError, NumericalError, UsageError, check
+from longdraft.errors import JournalError, LongdraftError, NumericalError, UsageError, check
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.eagle import Eagle
@@ -132,6 +133,19 @@ class Engine:
         The template writes its own special tokens, so none are added. `options` are variables of the template.
         """
         return self.tokenizer.encode(self.tokenizer.chat(messages, **options), add_special_tokens=False)
+
+    @cached_property
+    def is_tuned_for_chat(self) -> bool:
+        """Whether the model ends its answers as its chat template does. The base models of some families have a
+        template, too, but end texts with another token."""
+        if self.tokenizer.chat_template is None:
+            return False
+        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+        try:
+            ids = self.chat(turns, add_generation_prompt=False)
+        except LongdraftError:  # the template wants other messages
+            return False
+        return not set(self.model.config.eos_token_ids).isdisjoint(ids[1:])  # the first may be a BOS with the same id
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked and returned. UsageError if it is empty or of another type."""

@@ -6,6 +6,7 @@ format.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
@@ -81,9 +82,10 @@ class RequestMiddleware:
         route = str(getattr(scope.get("route"), "path", "none"))  # the pattern, such as /v1/models/{model}
         self._metrics.count_http(method, route, status)
         label = scope.get("state", {}).get("key_label")
-        log_event("request", id=request_id, method=scope["method"], path=scope["path"][:200], status=status,
-                  seconds=round(seconds, 4), client=(scope.get("client") or ("",))[0],
-                  **({"key": label} if label else {}))
+        is_part_of_page = route.startswith("/page/") and status < 400  # each visit of the page asks for all of them
+        log_event("request", logging.DEBUG if is_part_of_page else logging.INFO, id=request_id, method=scope["method"],
+                  path=scope["path"][:200], status=status, seconds=round(seconds, 4),
+                  client=(scope.get("client") or ("",))[0], **({"key": label} if label else {}))
 
     def _require_access(self, scope: Scope, headers: Headers) -> None:
         """Raise ApiError for a request that may not use the server."""

@@ -212,6 +212,7 @@ async def status(service: ServiceDependency) -> dict[str, Any]:
         "drafters": available,
         "defaults": dict(engine.defaults.settings),
         "has_chat_template": engine.tokenizer.chat_template is not None,
+        "is_tuned_for_chat": engine.is_tuned_for_chat,
         "journals": service.settings.journals is not None,
         "kernels": model.kernels.name, "device": str(model.kernels.device),
         "exactness": "bit-exact" if model.kernels.is_row_invariant else "distribution",

@@ -52,8 +52,9 @@ class ServerSettings:
     key_labels: tuple[str, ...] = ()
     certfile: Path | None = _serving(None, "TLS certificate chain (PEM); the server then speaks HTTPS.")
     keyfile: Path | None = _serving(None, "Private key of --certfile (PEM), if that file does not hold it.")
-    model_name: str = _serving("novelist", "The model's name for clients; default: --model.",
-                               option="served-model-name")
+    model_name: str = _serving(
+        "novelist", "The model's name for clients; default: --model, and of a file or folder its name without the path.",
+        option="served-model-name")
     journals: Path | None = None
     cors_origins: tuple[str, ...] = _serving((), "Web origin that may call this server. Repeatable.",
                                              option="cors-origin", has_env=False)
@@ -136,7 +137,9 @@ class ServerSettings:
                 value *= each.unit
                 value = int(min(value, sys.maxsize)) if each.type is int else value
             chosen[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**{**chosen, "model_name": given["model_name"] or model})
+        path = Path(model)  # whose folders are no business of clients
+        name = path.stem if path.is_file() else path.resolve().name if path.is_dir() else model
+        return cls(**{**chosen, "model_name": given["model_name"] or name})
 
     def _check_keys(self) -> None:
         for name in ("key_requests", "key_tokens"):

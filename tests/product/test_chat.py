@@ -13,6 +13,7 @@ import time
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+import longdraft
 from helpers.checkpoints import make_checkpoint, write_tokenizer
 from helpers.terminal import terminal
 from longdraft.__main__ import run
@@ -100,6 +101,35 @@ def talker(tmp_path_factory):
     folder = tmp_path_factory.mktemp("talker")
     make_checkpoint(folder)
     return template_folder(folder, TALK)
+
+
+ENDED = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ END if m.role == 'assistant' else '' }}{% endfor %}"
+
+
+def test_a_model_is_tuned_for_chat_if_it_ends_texts_as_its_template_ends_answers(tmp_path):
+    make_checkpoint(tmp_path)
+    tuned = []
+    for template in (TALK, ENDED.replace("END", "eos_token"), ENDED.replace("END", "'<|im_end|>'"), "{{ fails.here }}"):
+        engine = longdraft.load(str(template_folder(tmp_path, template)), drafter="plain")
+        tuned.append(engine.is_tuned_for_chat)
+    assert tuned == [False, True, False, False]  # TALK begins with a token that ends no answer
+    assert not longdraft.load("novelist", drafter="plain").is_tuned_for_chat
+
+
+def test_generate_names_chat_once_and_says_that_a_text_ended_at_once(tmp_path, capfd):
+    make_checkpoint(tmp_path)
+    folder = template_folder(tmp_path, ENDED.replace("END", "eos_token"))
+    end = Tokenizer(folder).vocabulary()["</s>"]
+    command = ["generate", "It was", "--model", str(folder), "--drafter", "plain", "--max-new-tokens", "4"]
+
+    def said(*options):
+        assert run([*command, *options]) == 0
+        return capfd.readouterr().err
+
+    assert said().count("--chat") == 1
+    assert not said("--chat") and not said("--quiet")
+    at_once = ["--logit-bias", f"{end}=100"]
+    assert "ended the text at once" in said("--chat", *at_once) and not said("--quiet", *at_once)
 
 
 def talk(monkeypatch, talker, lines, *options):

@@ -71,6 +71,26 @@ def test_request_ids_are_returned_and_logs_contain_no_text(server, caplog):
     assert "secret" not in str(fields) + caplog.text
 
 
+def test_the_files_of_the_page_are_in_the_log_at_level_debug_only(server, caplog):
+    with caplog.at_level("INFO", logger="longdraft.server"):
+        assert httpx.get(server.url + "/page/page.js").status_code == 200
+        assert httpx.get(server.url + "/page/nothing.js").status_code == 404
+        assert httpx.get(server.url + "/").status_code == 200
+        serving.wait_for(lambda: len(caplog.records) >= 2)
+    assert [entry.longdraft_fields["path"] for entry in caplog.records] == ["/page/nothing.js", "/"]
+
+
+def test_clients_see_the_name_of_a_file_or_folder_without_its_path(tmp_path, monkeypatch):
+    from longdraft.server.settings import SERVE_OPTIONS, ServerSettings
+
+    (tmp_path / "some.Q4_1.gguf").touch()
+    options = dict.fromkeys(each.name for each in SERVE_OPTIONS) | {"snapshot": "auto", "snapshot_max": 8.0}
+    for model, name in ((str(tmp_path / "some.Q4_1.gguf"), "some.Q4_1"), (str(tmp_path), tmp_path.name),
+                        ("owner/model", "owner/model"), ("novelist", "novelist")):
+        assert ServerSettings.from_options(options, model).model_name == name
+    assert ServerSettings.from_options(options | {"model_name": "mine"}, str(tmp_path)).model_name == "mine"
+
+
 def test_keys_are_read_from_options_a_file_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_API_KEY", "three")
     (tmp_path / "keys").write_text("# ours\none\n\ntwo\n")

@@ -212,6 +212,7 @@ function onEnd(how) {
   view.flush();
   const reasons = { length: "Finished", eos: "Ended by the model", stop: "Stopped at the stop text", loop: "Stopped in a loop" };
   set(how === "cut" ? "cut" : "done", how === "cut" ? "Stopped" : reasons[run.reason] ?? "Finished");
+  if (how !== "cut" && !view.pieces.join("").trim()) showError(new Error(`The model ended the text ${run.reason === "eos" ? "at once" : "without a word"}. ${$("chat-row").hidden || $("chat").checked ? "Try another prompt or seed." : "Models that are tuned for chat answer messages: send the prompt as a chat message."}`));
   $("resume").hidden = how !== "cut" || !window.keepsJournals || !run.id;
   if (takes.all.length) takes.keep({ run, seed: run.seed, from: run.from });
   update();
@@ -458,6 +459,7 @@ async function start() {
     $("about").textContent = `${about.model} · ${about.kernels} on ${about.device} · ${about.exactness}`;
     $("drafter").replaceChildren(...about.drafters.map((name) => new Option(name, name, name === about.drafter, name === about.drafter)));
     $("chat-row").hidden = !about.has_chat_template;
+    $("chat").checked = about.is_tuned_for_chat;
     $("max_tokens").max = about.max_model_len - 1;
     for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]) if (about.defaults[name] !== undefined) $(name).placeholder = about.defaults[name];
   } catch (error) { showError(error); }
