@@ -53,7 +53,7 @@ class ServerSettings:
     certfile: Path | None = _serving(None, "TLS certificate chain (PEM); the server then speaks HTTPS.")
     keyfile: Path | None = _serving(None, "Private key of --certfile (PEM), if that file does not hold it.")
     model_name: str = _serving(
-        "novelist", "The model's name for clients; default: --model, and of a file or folder its name without the path.",
+        "novelist", "The model's name for clients; default: --model, of a file or folder without its path.",
         option="served-model-name")
     journals: Path | None = None
     cors_origins: tuple[str, ...] = _serving((), "Web origin that may call this server. Repeatable.",
