@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
 from longdraft.request.context import Prompt
 from longdraft.request.sampling_params import BREAKERS, SamplingParams
-from longdraft.request.structured import Structure
 from longdraft.sampling import grammar
 from longdraft.sampling.grammar import GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
@@ -45,8 +44,6 @@ from longdraft.speculation.drafter import Drafter
 from longdraft.text.thinking import TAG_TOKENS, closed_thinking
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
-
-_MAX_GRAMMARS = 16  # compiled grammars of a model that are kept; each has up to a megabyte of text
 
 
 @dataclass(frozen=True)
@@ -255,21 +252,9 @@ class LoadedModel:
             raise UsageError("structured_outputs needs a model with an end-of-text token, which this one has not",
                              "structured_outputs")
         grammar.version()  # raises if llguidance is not installed
-        kind, text = params.structured_outputs
         after = params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
-        return self._compile_grammar((kind, text), after)
-
-    @cached_property
-    def _compile_grammar(self) -> Callable[[Structure, str], GrammarRules]:
-        """Compiles a grammar. It keeps the latest ones: a request needs its grammar to be refused early and to be
-        written, and clients send the same one again and again."""
-        tokenizer, vocabulary = self.tokenizer, self.target.config.vocab_size
-        ids = tuple(self.target.config.eos_token_ids)
-
-        def compile_grammar(structure: Structure, after: str) -> GrammarRules:
-            return GrammarRules.compile(structure, tokenizer.for_grammars(vocabulary, ids[0]), ids, vocabulary, after)
-
-        return lru_cache(_MAX_GRAMMARS)(compile_grammar)
+        kind, text = params.structured_outputs
+        return self.tokenizer.grammars(config.vocab_size, tuple(config.eos_token_ids)).rules((kind, text), after)
 
     @property
     def arithmetic(self) -> dict[str, str]:
