@@ -8,7 +8,7 @@ The grammar covers the new text from its first token on, or after a text such as
 possible only where the grammar is complete. The engine is llguidance (https://github.com/guidance-ai/llguidance; extra
 `structured`).
 
-A grammar is untrusted code: `GrammarCompiler` compiles it in a child process with limits first, and in this process
+A grammar is untrusted code: `GrammarCompiler` compiles it in a child process with limits, and this process does so
 only when the child has survived that. The masks of a compiled grammar take bounded time and no deep stack.
 
     Illegal guesses are removed before the forward, so they cost nothing.
@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +43,9 @@ FORCED = "grammar"  # the source of forced tokens in the statistics
 _MAX_FORCED = 32  # forced tokens that a step adds to a tree at most
 _TAG = re.compile(r"<[^<>\s]+>")
 _MAX_FORCED_BYTES = 1 << 16  # that a grammar may demand from its first token on: each step would tokenise them
-_MAX_KEPT = 64  # results of a model that are kept, refusals included
-_MAX_KEPT_CHARACTERS = 1 << 21  # of their texts; a compiled grammar takes some 100 bytes a character
+_MAX_KEPT_CHARACTERS = 1 << 24  # of grammars whose results are kept; the texts of a server's queue have fewer
+MATCHER_BYTES = 160 << 20  # memory of a text's matcher, about: 250,000 states of the lexer, its limit, take 133 MB
+_OVERHEAD = 4096  # of a result, in characters
 _MISMATCH = "satisfy the grammar"  # in the engine's message about a token that is not allowed
 _NOTHING = "no text matches it"
 _WHITESPACE = r"[ \n]{0,2}"  # between the parts of JSON: unbounded white space can go on for ever
@@ -102,17 +102,14 @@ class GrammarRules:
             line = " ".join(str(error).split())
             raise UsageError(f"structured_outputs: the {_WORDS[structure[0]]} cannot be used: {line[:300]}",
                              "structured_outputs") from None
-        rules = cls(grammar, tokenizer, eos_ids, vocabulary)
-        _ = rules._compiled
-        return rules
+        return cls(grammar, tokenizer, eos_ids, vocabulary)
 
     def new_matcher(self) -> LLMatcher:
-        """The state at the beginning of a text."""
-        return self._compiled.deep_copy()
+        """The state at the beginning of a text, with its first mask, which may take far longer than the later ones.
 
-    @cached_property
-    def _compiled(self) -> LLMatcher:
-        """With its first mask, which may take far longer than the later ones."""
+        It is compiled anew: copies of a matcher share the states of its lexer, whose number is limited, so that one
+        text could end another one.
+        """
         matcher = on_large_stack(lambda: _new_matcher(self.tokenizer, self.grammar))
         matcher.compute_bitmask()
         return matcher
@@ -206,7 +203,7 @@ def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
 
 
 class GrammarCompiler:
-    """The grammars of one model. Each is compiled once while it is in use, and the latest results are kept.
+    """The grammars of one model. Each is checked once, and the latest results are kept.
 
     Any thread may call it. A grammar that is known waits for no other one.
     """
@@ -216,9 +213,8 @@ class GrammarCompiler:
         self._json, self._vocabulary, self._eos_ids = tokenizer_json, vocabulary, eos_ids
         self._child = LimitedProcess(__name__, "checker", lambda: (tokenizer_json(), vocabulary, eos_ids[0]))
         self._compiling = threading.Lock()
-        self._changing = threading.Lock()  # guards the next two fields
+        self._changing = threading.Lock()  # guards the next field
         self._kept: OrderedDict[tuple[Structure, str], GrammarRules | UsageError] = OrderedDict()
-        self._in_use: WeakValueDictionary[tuple[Structure, str], GrammarRules] = WeakValueDictionary()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -243,8 +239,7 @@ class GrammarCompiler:
         with self._changing:
             if key in self._kept:
                 self._kept.move_to_end(key)
-                return self._kept[key]
-            return self._in_use.get(key)
+            return self._kept.get(key)
 
     def _compile(self, key: tuple[Structure, str]) -> GrammarRules | UsageError:
         structure, after = key
@@ -255,11 +250,8 @@ class GrammarCompiler:
         except UsageError as error:
             result = error.with_traceback(None)
         with self._changing:
-            if isinstance(result, GrammarRules):
-                self._in_use[key] = result
             self._kept[key] = result
-            while len(self._kept) > _MAX_KEPT or (
-                    sum(len(text) for (_, text), _ in self._kept) > _MAX_KEPT_CHARACTERS and len(self._kept) > 1):
+            while sum(_OVERHEAD + len(text) for (_, text), _ in self._kept) > _MAX_KEPT_CHARACTERS:
                 self._kept.popitem(last=False)
         return result
 

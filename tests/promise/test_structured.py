@@ -319,7 +319,7 @@ HEAVY = {
 def test_a_grammar_that_is_too_much_work_is_one_clear_line(engine, name):
     compiler = engine.tokenizer.grammars(engine.model.config.vocab_size, engine.model.config.eos_token_ids)
     for _ in range(2):  # the second time from memory
-        with pytest.raises(UsageError, match="structured_outputs: the .* (cannot be used|takes more than|is nested too)"):
+        with pytest.raises(UsageError, match=r"structured_outputs: the .* (cannot be used|takes more|is nested too)"):
             engine.generate("It was", params_of(HEAVY[name]))
     assert compiler.is_known(HEAVY[name], "")
     assert re.fullmatch("[ab]{3}", text_of(engine.generate("It was", params_of(("regex", "[ab]{3}")))))
@@ -330,10 +330,31 @@ def test_long_chains_of_rules_that_end_a_thread_of_common_size_are_compiled_on_a
     assert text_of(engine.generate("It was", params_of(structure, max_new_tokens=2)))
 
 
-def test_a_grammar_is_compiled_once_as_long_as_it_is_in_use(engine, monkeypatch):
-    monkeypatch.setattr(longdraft.sampling.grammar, "_MAX_KEPT", 1)
-    rules = [engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", text))) for text in ("a+b", "b+c")]
-    assert engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "a+b"))) is rules[0]
+def write_first_tokens(grammar: Grammar, context: Context) -> None:
+    """Write the first allowed token again and again."""
+    while True:
+        context.extend([int(np.flatnonzero(grammar.mask(context, []))[0])])
+
+
+def test_the_latest_results_are_kept_within_a_number_of_characters(engine, monkeypatch):
+    rules = {text: engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", text))) for text in "ab"}
+    assert engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "a"))) is rules["a"]
+    monkeypatch.setattr(longdraft.sampling.grammar, "_MAX_KEPT_CHARACTERS", 9000)
+    engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "c")))
+    known = [engine.loaded.knows_grammar(SamplingParams(structured_outputs=("regex", text)), []) for text in "abc"]
+    assert known == [True, False, True]
+
+
+def test_a_text_that_exhausts_its_grammar_takes_nothing_from_other_texts_with_the_same_grammar(engine):
+    """Copies of a matcher share the states of the lexer, so that each text has a matcher of its own."""
+    rules = engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "[ab](((a{50}){50}){50})")))
+    counts = []
+    for _ in range(2):
+        grammar, context = Grammar(rules), Context([5])
+        with pytest.raises(UsageError, match="too many"):
+            write_first_tokens(grammar, context)
+        counts.append(len(context))
+    assert counts[0] == counts[1] > 1
 
 
 @pytest.mark.parametrize("structure, message", [
@@ -356,8 +377,7 @@ def test_an_error_of_the_engine_is_shown_instead_of_a_mismatch(engine):
     rules = engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "[ab](((a{50}){50}){50})")))
     grammar, context = Grammar(rules), Context([5])
     with pytest.raises(UsageError, match="structured_outputs cannot be followed: lexer error: too many"):
-        for _ in range(3):
-            context.extend([int(np.flatnonzero(grammar.mask(context, []))[0])])
+        write_first_tokens(grammar, context)
     other = Grammar(engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "x[0-9]"))))
     with pytest.raises(UsageError, match="the text does not match structured_outputs"):
         other.mask(context, [])
