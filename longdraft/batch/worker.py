@@ -146,13 +146,13 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         """The row's generation, new or resumed; or the error record of a row that cannot be written."""
         if request.problem:
             return _failed(request, "invalid_request", request.problem)
+        if self._has_failed_too_often(request.key):  # before the checks, which may end the worker as well
+            return _failed(request, "worker_lost", f"the row ended its worker {self._job.retries + 1} times without a "
+                                                   "new token; one possible reason is too little memory")
         try:
             ids, params = self._checked(request)
         except (UsageError, ModelError) as error:  # a chat template comes with the model and may raise any error
             return _failed(request, "invalid_request", str(error))
-        if self._has_failed_too_often(request.key):
-            return _failed(request, "worker_lost", f"the row ended its worker {self._job.retries + 1} times without a "
-                                                   "new token; one possible reason is too little memory")
         try:
             return self._generation(request.key, ids, params)
         except MemoryError as error:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,12 @@ from longdraft.request.context import Prompt
 from longdraft.request.sampling_params import BREAKERS, SamplingParams
 from longdraft.request.structured import Structure
 from longdraft.sampling import grammar
-from longdraft.sampling.grammar import GrammarRules
+from longdraft.sampling.grammar import GrammarCompiler, GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
 from longdraft.speculation.drafter import Drafter
 from longdraft.text.thinking import TAG_TOKENS, closed_thinking
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
-
-_MAX_GRAMMARS = 16  # compiled grammars of a model that are kept; each has up to a megabyte of text
 
 
 @dataclass(frozen=True)
@@ -218,11 +216,12 @@ class LoadedModel:
         if total > limit:
             raise UsageError(f"prompt ({len(ids)} tokens) + max_new_tokens ({params.max_new_tokens}) is {total}; "
                              f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
-        self.check_settings(params, ids)
+        self.check_settings(params)
+        self.grammar_rules(params, ids)
         return ids
 
-    def check_settings(self, params: SamplingParams, prompt: Sequence[int]) -> None:
-        """UsageError if the model cannot serve these settings after `prompt`: for token ids, breakers and grammars."""
+    def check_settings(self, params: SamplingParams) -> None:
+        """UsageError if the model cannot serve these settings: for token ids and breakers, not yet for grammars."""
         vocabulary = self.target.config.vocab_size
         bad = next((i for i in params.stop_token_ids if i >= vocabulary), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {vocabulary - 1}")
@@ -232,7 +231,6 @@ class LoadedModel:
             unknown = next((text for text in params.dry_sequence_breakers
                             if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)
             check(unknown is None, "dry_sequence_breakers", unknown, "texts that are part of a token of this model")
-        self.grammar_rules(params, prompt)
 
     def marked_tokens(self, params: SamplingParams) -> MarkedTokens:
         """The tokens that DRY and XTC treat by their text."""
@@ -255,21 +253,21 @@ class LoadedModel:
             raise UsageError("structured_outputs needs a model with an end-of-text token, which this one has not",
                              "structured_outputs")
         grammar.version()  # raises if llguidance is not installed
+        return self._grammars.rules(*self._grammar_key(params, prompt))
+
+    def knows_grammar(self, params: SamplingParams, prompt: Sequence[int]) -> bool:
+        """Whether `grammar_rules` answers at once."""
+        return not params.structured_outputs or self._grammars.is_known(*self._grammar_key(params, prompt))
+
+    @property
+    def _grammars(self) -> GrammarCompiler:
+        config = self.target.config
+        return self.tokenizer.grammars(config.vocab_size, tuple(config.eos_token_ids))
+
+    def _grammar_key(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[Structure, str]:
+        """The grammar, and the text after which it begins."""
         kind, text = params.structured_outputs
-        after = params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
-        return self._compile_grammar((kind, text), after)
-
-    @cached_property
-    def _compile_grammar(self) -> Callable[[Structure, str], GrammarRules]:
-        """Compiles a grammar. It keeps the latest ones: a request needs its grammar to be refused early and to be
-        written, and clients send the same one again and again."""
-        tokenizer, vocabulary = self.tokenizer, self.target.config.vocab_size
-        ids = tuple(self.target.config.eos_token_ids)
-
-        def compile_grammar(structure: Structure, after: str) -> GrammarRules:
-            return GrammarRules.compile(structure, tokenizer.for_grammars(vocabulary, ids[0]), ids, vocabulary, after)
-
-        return lru_cache(_MAX_GRAMMARS)(compile_grammar)
+        return (kind, text), params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
 
     @property
     def arithmetic(self) -> dict[str, str]:

@@ -8,6 +8,9 @@ The grammar covers the new text from its first token on, or after a text such as
 possible only where the grammar is complete. The engine is llguidance (https://github.com/guidance-ai/llguidance; extra
 `structured`).
 
+A grammar is untrusted code: `GrammarCompiler` compiles it in a child process with limits, and this process does so
+only when the child has survived that. The masks of a compiled grammar take bounded time and no deep stack.
+
     Illegal guesses are removed before the forward, so they cost nothing.
     Forced tokens: where the grammar leaves one way to go on, its tokens are free drafts; their source is "grammar".
 """
@@ -16,10 +19,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +33,7 @@ from longdraft.errors import UsageError
 from longdraft.request.context import Context
 from longdraft.request.structured import Structure
 from longdraft.request.tree import Tree
+from longdraft.system.limited import LimitedProcess, LimitError, on_large_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -36,6 +42,12 @@ Mask = NDArray[np.bool_]  # [V]: the tokens that are allowed
 FORCED = "grammar"  # the source of forced tokens in the statistics
 _MAX_FORCED = 32  # forced tokens that a step adds to a tree at most
 _TAG = re.compile(r"<[^<>\s]+>")
+_MAX_FORCED_BYTES = 1 << 16  # that a grammar may demand from its first token on: each step would tokenise them
+_MAX_KEPT_CHARACTERS = 1 << 24  # of grammars whose results are kept; the texts of a server's queue have fewer
+MATCHER_BYTES = 160 << 20  # memory of a text's matcher, about: 250,000 states of the lexer, its limit, take 133 MB
+_OVERHEAD = 4096  # of a result, in characters
+_MISMATCH = "satisfy the grammar"  # in the engine's message about a token that is not allowed
+_NOTHING = "no text matches it"
 _WHITESPACE = r"[ \n]{0,2}"  # between the parts of JSON: unbounded white space can go on for ever
 
 
@@ -74,24 +86,33 @@ class GrammarRules:
 
     @classmethod
     def compile(cls, structure: Structure, tokenizer: LLTokenizer, eos_ids: tuple[int, ...], vocabulary: int,
-                after: str = "") -> GrammarRules:
-        """UsageError, in one line, for a grammar that cannot be used. after: the text that comes before, if any."""
-        version()
-        from llguidance import LLMatcher
+                after: str = "", child: LimitedProcess | None = None) -> GrammarRules:
+        """UsageError, in one line, for a grammar that cannot be used.
 
+        after  the text that comes before, if any
+        child  of the function that `checker` returns: it tries the grammar first; None: there are no limits
+        """
+        version()
         try:
-            grammar = _translated(*structure) if not after else _after_text(after, *structure, is_token=True)
-            problem = LLMatcher.validate_grammar(grammar, tokenizer)
-            if after and problem.find("unknown special token") >= 0:
-                grammar = _after_text(after, *structure, is_token=False)
-                problem = LLMatcher.validate_grammar(grammar, tokenizer)
+            grammar = child.call(*structure, after) if child else checked(tokenizer, *structure, after)
+        except LimitError as error:
+            raise UsageError(f"structured_outputs: the {_WORDS[structure[0]]} {error}; give a smaller one",
+                             "structured_outputs") from None
         except Exception as error:  # the converters raise their own errors for grammars that they cannot read
-            problem = str(error)
-        if problem:
-            line = " ".join(problem.split())
+            line = " ".join(str(error).split())
             raise UsageError(f"structured_outputs: the {_WORDS[structure[0]]} cannot be used: {line[:300]}",
-                             "structured_outputs")
+                             "structured_outputs") from None
         return cls(grammar, tokenizer, eos_ids, vocabulary)
+
+    def new_matcher(self) -> LLMatcher:
+        """The state at the beginning of a text, with its first mask, which may take far longer than the later ones.
+
+        It is compiled anew: copies of a matcher share the states of its lexer, whose number is limited, so that one
+        text could end another one.
+        """
+        matcher = on_large_stack(lambda: _new_matcher(self.tokenizer, self.grammar))
+        matcher.compute_bitmask()
+        return matcher
 
     @cached_property
     def end_only(self) -> Mask:
@@ -104,16 +125,59 @@ class GrammarRules:
 _WORDS = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 
 
+def checker(tokenizer_json: str, vocabulary: int, eos_token: int) -> Callable[[str, str, str], str]:
+    """The function of the child process: `checked` for this tokenizer."""
+    tokenizer = new_tokenizer(tokenizer_json, vocabulary, eos_token)
+    return lambda kind, text, after: checked(tokenizer, kind, text, after)
+
+
+def checked(tokenizer: LLTokenizer, kind: str, text: str, after: str) -> str:
+    """The grammar in llguidance's own notation, tried out up to its first mask. Any exception if it cannot be used."""
+    grammar = _translated(kind, text) if not after else _after_text(after, kind, text, is_token=True)
+    matcher = _new_matcher(tokenizer, grammar)
+    if after and "unknown special token" in matcher.get_error():
+        grammar = _after_text(after, kind, text, is_token=False)
+        matcher = _new_matcher(tokenizer, grammar)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if problem := _problem(matcher):
+        raise ValueError(problem)
+    if (forced := len(matcher.compute_ff_bytes())) > _MAX_FORCED_BYTES:
+        raise ValueError(f"each text begins with the same {forced:,} bytes; allowed: {_MAX_FORCED_BYTES:,}")
+    return grammar
+
+
+def _new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def _problem(matcher: LLMatcher) -> str:
+    """The engine's message about a matcher that has failed, in one line; "" for others."""
+    line = " ".join(matcher.get_error().partition("\n<")[0].split())
+    return _NOTHING if line == "NoExtensionBias" else line
+
+
 def _translated(kind: str, text: str) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     if kind == "json":
-        json.loads(text)  # its message names the place
-        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE}))
+        return str(LLMatcher.grammar_from_json_schema(_schema(text), overrides={"whitespace_pattern": _WHITESPACE}))
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(text))
     return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+
+
+def _schema(text: str) -> dict[str, Any]:
+    """The JSON schema, as an object."""
+    schema = json.loads(text)  # its message names the place
+    if schema is False:
+        raise ValueError(_NOTHING)
+    if schema is not True and not isinstance(schema, dict):
+        raise ValueError(f"it is {text[:80]}; allowed: an object, or true")
+    return {} if schema is True else schema
 
 
 def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
@@ -121,16 +185,15 @@ def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
 
     is_token: the tokenizer has one token for `after`, as for </think>; llguidance does not match it as text then.
     """
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
 
     if kind == "json":
-        schema = json.loads(text)
-        limits = {"whitespace_pattern": _WHITESPACE}
-        own = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-        body = f"%json {json.dumps({**own, 'x-guidance': limits | own.get('x-guidance', {})})}"
+        schema = _schema(text)
+        options = {"whitespace_pattern": _WHITESPACE} | schema.get("x-guidance", {})
+        body = f"%json {json.dumps({**schema, 'x-guidance': options})}"
     elif kind == "regex":
-        body = "/" + text.replace("/", r"\/").replace("\n", r"\n") + "/"
+        body = f"/{regex_to_lark(text, use_ascii='')}/"  # slashes and line breaks are escaped, once
     else:
         body = f"%lark {{\n{any_to_lark(text)}\n}}"
     free = f"free: /(.|\\n)*/ {after}" if is_token and _TAG.fullmatch(after) else (
@@ -139,14 +202,66 @@ def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
                                            f"BLANK: /[ \\n]{{1,2}}/\nstructure: {body}\n"))
 
 
+class GrammarCompiler:
+    """The grammars of one model. Each is checked once, and the latest results are kept.
+
+    Any thread may call it. A grammar that is known waits for no other one.
+    """
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocabulary: int, eos_ids: tuple[int, ...]) -> None:
+        """tokenizer_json returns the tokenizer.json; see `GrammarRules` for the others."""
+        self._json, self._vocabulary, self._eos_ids = tokenizer_json, vocabulary, eos_ids
+        self._child = LimitedProcess(__name__, "checker", lambda: (tokenizer_json(), vocabulary, eos_ids[0]))
+        self._compiling = threading.Lock()
+        self._changing = threading.Lock()  # guards the next field
+        self._kept: OrderedDict[tuple[Structure, str], GrammarRules | UsageError] = OrderedDict()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        self._child.start()  # it makes a tokenizer at the same time
+        return new_tokenizer(self._json(), self._vocabulary, self._eos_ids[0])
+
+    def is_known(self, structure: Structure, after: str) -> bool:
+        """Whether `rules` answers at once."""
+        return self._known((structure, after)) is not None
+
+    def rules(self, structure: Structure, after: str = "") -> GrammarRules:
+        """The rules of a grammar. UsageError, in one line, for one that cannot be used."""
+        key = structure, after
+        if (result := self._known(key)) is None:
+            with self._compiling:
+                result = self._known(key) or self._compile(key)
+        if isinstance(result, UsageError):
+            raise UsageError(str(result), result.name)
+        return result
+
+    def _known(self, key: tuple[Structure, str]) -> GrammarRules | UsageError | None:
+        with self._changing:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def _compile(self, key: tuple[Structure, str]) -> GrammarRules | UsageError:
+        structure, after = key
+        result: GrammarRules | UsageError
+        try:
+            result = GrammarRules.compile(structure, self._tokenizer, self._eos_ids, self._vocabulary, after,
+                                          self._child)
+        except UsageError as error:
+            result = error.with_traceback(None)
+        with self._changing:
+            self._kept[key] = result
+            while sum(_OVERHEAD + len(text) for (_, text), _ in self._kept) > _MAX_KEPT_CHARACTERS:
+                self._kept.popitem(last=False)
+        return result
+
+
 class Grammar:
     """The state of one text. It follows the text and walks draft trees from its end."""
 
     def __init__(self, rules: GrammarRules) -> None:
-        from llguidance import LLMatcher
-
         self._rules = rules
-        self._matcher: LLMatcher = LLMatcher(rules.tokenizer, rules.grammar)
+        self._matcher = rules.new_matcher()
         self._num_seen = 0  # new tokens
         self._is_ended = False
         self._walked: tuple[Tree, int, list[Mask | None]] | None = None
@@ -230,8 +345,7 @@ class Grammar:
     def _consume(self, token: int) -> None:
         """UsageError where the grammar does not allow it: the text was written with another one."""
         if not self._matcher.consume_token(token):
-            raise UsageError("the text does not match structured_outputs, so it cannot be continued",
-                             "structured_outputs")
+            self._require_no_problem()
 
     def _mask(self) -> Mask:
         """The tokens that may come next. Only the end of the text may follow a complete text."""
@@ -239,9 +353,15 @@ class Grammar:
             return self._rules.end_only
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask: Mask = np.unpackbits(packed, bitorder="little")[: self._rules.vocabulary].astype(bool)
-        if self._matcher.is_error():
-            line = " ".join(self._matcher.get_error().split())
-            raise UsageError(f"structured_outputs cannot be followed: {line[:200]}", "structured_outputs")
+        self._require_no_problem()
         if len(self._rules.eos_ids) > 1:
             mask[list(self._rules.eos_ids)] = mask[self._rules.eos_ids[0]]
         return mask
+
+    def _require_no_problem(self) -> None:
+        """UsageError if the matcher has failed: at the text, or at one of the engine's limits."""
+        if self._matcher.is_error():
+            problem = _problem(self._matcher)
+            raise UsageError(
+                "the text does not match structured_outputs, so it cannot be continued" if _MISMATCH in problem
+                else f"structured_outputs cannot be followed: {problem[:200]}", "structured_outputs")

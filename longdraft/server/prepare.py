@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal import journal_exists, read_journal
 from longdraft.request.sampling_params import ALIASES, MAX_SEED, SamplingParams
+from longdraft.sampling.grammar import MATCHER_BYTES
 from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import has_space, prompt_excerpt
@@ -52,6 +54,7 @@ class PreparedRequest(NamedTuple):
     jobs: list[GenerationJob]
     options: ResponseOptions
     events: EventQueue
+    check_grammar: Callable[[], object] | None = None  # raises ApiError; takes up to seconds. None: it is known
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Preparer:
         prompts, request_id = request.prompts, f"cmpl-{secrets.token_hex(12)}"
         self._require_few(len(prompts) * request.n, "prompt" if len(prompts) > request.n else "n")
         encoded = [self._encode(prompt) for prompt in prompts]
-        jobs = self._jobs(request, encoded, COMPLETION_TOKENS, request_id, request.logprobs, events)
+        jobs, check_grammar = self._jobs(request, encoded, COMPLETION_TOKENS, request_id, request.logprobs, events)
         echo = None
         if request.echo:
             decode = self.engine.tokenizer.decode
@@ -85,7 +88,7 @@ class Preparer:
             "text_completion", request_id, sum(map(len, encoded)), request.stream, request.includes_usage,
             echo=echo, logprobs=request.logprobs is not None, details=request.longdraft.details, n=request.n,
             has_prompt_progress=request.return_progress)
-        return PreparedRequest(jobs, options, events)
+        return PreparedRequest(jobs, options, events, check_grammar)
 
     def chat(self, request: ChatRequest, events: EventQueue) -> PreparedRequest:
         self._require_few(request.n, "n")
@@ -94,7 +97,8 @@ class Preparer:
                                 request.add_generation_prompt)
         room = max(1, self.context_limit - len(ids))
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        jobs = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id, logprobs, events)
+        jobs, check_grammar = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id,
+                                         logprobs, events)
         divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
         form = self._answer_format if divides else None
         begun = request.messages[-1].for_template()["content"] if request.continue_final_message else ""
@@ -102,7 +106,7 @@ class Preparer:
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
                                   new_reader=partial(form.reader, ids, begun) if form else None)
-        return PreparedRequest(jobs, options, events)
+        return PreparedRequest(jobs, options, events, check_grammar)
 
     @cached_property
     def _answer_format(self) -> AnswerFormat | None:
@@ -188,10 +192,22 @@ class Preparer:
                            f"{self.settings.max_choices}; send several requests", param=param, code="invalid_value")
 
     def _jobs(self, request: SamplingRequest, prompts: list[list[int]], default_tokens: int, request_id: str,
-              logprobs: int | None, events: EventQueue) -> list[GenerationJob]:
-        """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i."""
+              logprobs: int | None, events: EventQueue
+              ) -> tuple[list[GenerationJob], Callable[[], object] | None]:
+        """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i. And the check of the
+        grammar, as in `PreparedRequest`."""
         self.require_model(request.model)
-        params = self._params(request, default_tokens, prompts)
+        given = self._settings_of(request, default_tokens)
+        loaded, spelled = self.engine.loaded, partial(_spelled, given, request.longdraft.model_fields_set)
+        with spelled():
+            params = self.engine.params(**given)
+            loaded.check_settings(params)
+
+        def check_grammar() -> None:
+            with spelled():
+                for prompt in prompts:
+                    loaded.grammar_rules(params, prompt)
+
         longest = max(len(ids) for ids in prompts)
         if longest + params.max_new_tokens > self.context_limit:
             raise ApiError(400, f"the prompt ({longest:,} tokens) and max_tokens ({params.max_new_tokens:,}) are "
@@ -211,14 +227,16 @@ class Preparer:
                 job_id, i, events, partial(engine.generate, ids, own, journal=journal, logprobs=logprobs,
                                            **self._snapshot), own,
                 len(ids), self._num_bytes(engine, len(ids) + own.max_new_tokens)
-                + logprob_bytes(own.max_new_tokens, logprobs), prompt_excerpt(engine.tokenizer, ids),
+                + logprob_bytes(own.max_new_tokens, logprobs) + self._grammar_bytes(own),
+                prompt_excerpt(engine.tokenizer, ids),
                 journal, keeps_journal=bool(extension.journal), may_journal=extension.journal is not False,
                 times_plain=extension.details, deadline=deadline,
-                user=request.user, cache_salt=request.cache_salt if extension.cache else None))
-        return jobs
+                user=request.user, cache_salt=request.cache_salt if extension.cache else None,
+                begins_apart=bool(own.structured_outputs)))
+        return jobs, None if all(loaded.knows_grammar(params, prompt) for prompt in prompts) else check_grammar
 
-    def _params(self, request: SamplingRequest, default_tokens: int, prompts: list[list[int]]) -> SamplingParams:
-        """Sampling parameters, from the request and the model's defaults."""
+    def _settings_of(self, request: SamplingRequest, default_tokens: int) -> dict[str, Any]:
+        """The sampling settings of a request, by the names that it gives."""
         extension = request.longdraft
         given = request.settings
         for name, value in extension.settings.items():
@@ -230,15 +248,7 @@ class Preparer:
             given["top_k"] = 0
         if "max_new_tokens" not in map(ALIASES.get, given):
             given["max_new_tokens"] = default_tokens
-        try:
-            params = self.engine.params(**given)
-            for prompt in prompts:
-                self.engine.loaded.check_settings(params, prompt)
-            return params
-        except UsageError as error:
-            param = _request_spelling(error.name, given, extension.model_fields_set)
-            message = str(error).replace(f"{error.name} is ", f"{param} is ", 1)
-            raise ApiError(400, message, param=param, code="invalid_value") from error
+        return given
 
     def _engine_with(self, drafter: str | None, options: Mapping[str, Any] | None) -> Engine:
         """The engine with the drafter of a request."""
@@ -290,6 +300,10 @@ class Preparer:
         rows = tokens + (LARGEST_TREE if engine.model.kernels.is_device else 0)  # devices reserve the whole cache
         return int(rows * engine.model.cache_bytes_per_token * _GROWTH) + engine.drafter_bytes(tokens) + _SCRATCH_BYTES
 
+    def _grammar_bytes(self, params: SamplingParams) -> int:
+        """Memory of a text's grammar. A small budget has room for a few such texts, which take far less mostly."""
+        return min(MATCHER_BYTES, self.settings.memory_bytes // 4) if params.structured_outputs else 0
+
     def _deadline(self, timeout_s: float | None) -> float | None:
         """Monotonic time at which a request ends: after its own timeout or the server's, whichever is shorter."""
         limits = [limit for limit in (timeout_s, self.settings.timeout_s) if limit]
@@ -299,6 +313,17 @@ class Preparer:
 def logprob_bytes(tokens: int, logprobs: int | None) -> int:
     """Upper bound of the memory for the log-probabilities of a text, which wait for the client."""
     return 0 if logprobs is None else tokens * (_LOGPROB_BYTES + logprobs * _TOP_LOGPROB_BYTES)
+
+
+@contextmanager
+def _spelled(given: Mapping[str, Any], in_extension: set[str]) -> Iterator[None]:
+    """Translate a UsageError about a setting. The ApiError has the name by which the request gave it."""
+    try:
+        yield
+    except UsageError as error:
+        param = _request_spelling(error.name, given, in_extension)
+        message = str(error).replace(f"{error.name} is ", f"{param} is ", 1)
+        raise ApiError(400, message, param=param, code="invalid_value") from error
 
 
 def _request_spelling(name: str | None, given: Mapping[str, Any], in_extension: set[str]) -> str | None:

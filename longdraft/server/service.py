@@ -29,6 +29,7 @@ from longdraft.server.settings import ServerSettings
 
 _MIN_VALUES = 1 << 18  # of a body: a parser takes some 20 ms for so many
 _MAX_FILES = 32  # requests that read the folder of journals
+_MAX_GRAMMARS = 8  # requests whose grammar is not known yet: each may take seconds, and delays these only
 _MAX_EVENTS = 256  # steps of a chunk: a client that was slow gets several chunks
 _CHUNK_INTERVAL_S = 0.01  # steps of a text that come faster than this share a chunk
 _PROMPT_PROGRESS_S = 0.25  # between chunks with `prompt_progress`
@@ -50,6 +51,7 @@ class Service:
         self.started = time.time()
         self._prepare_engine()
         self.admission = Admission(settings, max(_MIN_VALUES, 2 * self.preparer.context_limit), self.metrics)
+        self.grammars = BoundedThreads("grammar", 1, _MAX_GRAMMARS, self.metrics)
         self.files = BoundedThreads("file", 1, _MAX_FILES, self.metrics)
 
     def _prepare_engine(self) -> None:
@@ -70,6 +72,8 @@ class Service:
         label = getattr(request.state, "key_label", None)
         events = EventQueue(asyncio.get_running_loop(), label, partial(self.keys.charge, label))
         prepared = await self.admission.prepare(request, model, lambda body: prepare(body, events))
+        if prepared.check_grammar is not None:
+            await self.grammars.run(request, prepared.check_grammar)
         jobs = prepared.jobs
         reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)

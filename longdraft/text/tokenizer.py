@@ -8,20 +8,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.errors import ModelError, UsageError
-from longdraft.sampling import grammar
+from longdraft.sampling.grammar import GrammarCompiler
 from longdraft.system.files import lone_surrogate
 from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
 from longdraft.text.gguf_vocabulary import tokenizer_of
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
 _MAX_LISTED = 3  # differing tokens that an error message lists
@@ -49,7 +46,7 @@ class Tokenizer:
         self._folder = folder
         self._tokenizer, self.sha256 = read_tokenizer(folder)
 
-    _for_grammars: LLTokenizer | None = None
+    _grammars: GrammarCompiler | None = None
 
     @property
     def size(self) -> int:
@@ -125,11 +122,11 @@ class Tokenizer:
         """The tokens whose text contains a text. It remembers the latest texts."""
         return lru_cache(_MAX_REMEMBERED)(lambda text: frozenset(i for i, own in enumerate(self.texts) if text in own))
 
-    def for_grammars(self, vocabulary: int, eos_token: int) -> LLTokenizer:
-        """This tokenizer for grammars (longdraft/sampling/grammar.py). It is made once; that takes up to seconds."""
-        if self._for_grammars is None:
-            self._for_grammars = grammar.new_tokenizer(self._tokenizer.to_str(), vocabulary, eos_token)
-        return self._for_grammars
+    def grammars(self, vocabulary: int, eos_ids: tuple[int, ...]) -> GrammarCompiler:
+        """The compiler of grammars for the model with this tokenizer (longdraft/sampling/grammar.py)."""
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._tokenizer.to_str, vocabulary, eos_ids)
+        return self._grammars
 
     @cached_property
     def _context(self) -> tuple[list[int], str]:

@@ -142,22 +142,31 @@ def test_a_row_that_repeatedly_ends_its_worker_becomes_an_error_record(job, tmp_
     assert list(write_row(writer, other))[-1].record["text"]
 
 
-def test_a_row_that_ends_its_worker_does_not_fail_the_rest_of_the_batch(job):
+@pytest.mark.parametrize("place", ["while it is checked", "while it is written"])
+def test_a_row_that_ends_its_worker_does_not_fail_the_rest_of_the_batch(job, place):
     """Other rows of the batch are not counted as the cause when their worker ends."""
     class Died(BaseException):
         pass
 
     killer, *others = tasks = [parse({**row, "prompt": f"{i} was"}, i, "tiny") for i, row in enumerate(ROWS)]
     writer, deaths, found = BatchWorker(replace(job, batch_size=4)), 0, {}
-    step, ids = batching.Batch.step, writer._engine.encode(killer.prompt)
+    step, ids, check = batching.Batch.step, writer._engine.encode(killer.prompt), BatchWorker._checked
 
     def deadly(batch, only=None):
         if any(batch[text].prompt == ids for text in batch):
             raise Died
         return step(batch, only)
 
+    def deadly_check(worker, request):
+        if request.key == killer.key:
+            raise Died
+        return check(worker, request)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching.Batch, "step", deadly)
+        if place == "while it is written":
+            patch.setattr(batching.Batch, "step", deadly)
+        else:
+            patch.setattr(BatchWorker, "_checked", deadly_check)
         while len(found) < len(tasks):
             left = iter([task for task in tasks if task.key not in found])
             try:

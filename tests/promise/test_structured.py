@@ -280,6 +280,109 @@ def test_a_bad_grammar_is_one_clear_line(engine, structure, message):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+# A grammar that is too much work ends its request only
+
+
+def of_chain(notation: str, length: int) -> str:
+    """Rules of which each names the next one."""
+    equals, start = (":", "start") if notation == "lark" else ("::=", "root")
+    return "".join([f"{start} {equals} r0\n", *(f"r{i} {equals} r{i + 1}\n" for i in range(length)),
+                    f'r{length} {equals} "x"\n'])
+
+
+def of_definitions(length: int, keyword: str) -> str:
+    """A schema whose definitions each name the next one."""
+    following = [{"$ref": f"#/$defs/d{i + 1}"} for i in range(length)]
+    links = {f"d{i}": {"allOf": [each]} if keyword == "allOf" else {"type": "array", keyword: each}
+             for i, each in enumerate(following)}
+    return json.dumps({"$defs": {**links, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"})
+
+
+def doubled(times: int) -> str:
+    return "".join(["start: T0\n", *(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(times)), f'T{times}: "x"\n'])
+
+
+HEAVY = {
+    "a chain of Lark rules": ("grammar", of_chain("lark", 40_000)),
+    "a chain of GBNF rules": ("grammar", of_chain("gbnf", 8_000)),
+    "definitions that name the next in items": ("json", of_definitions(15_000, "items")),
+    "definitions that name the next in allOf": ("json", of_definitions(15_000, "allOf")),
+    "terminals that double": ("grammar", doubled(20)),
+    "a long text that is forced": ("json", json.dumps({"const": "x" * 100_000})),
+    "alternatives": ("grammar", "start: " + " | ".join(f'"w{i}"' for i in range(60_000))),
+    "nested schemas": ("json", '{"type":"array","items":' * 5000 + "{}" + "}" * 5000),
+    "nested parentheses": ("regex", "(" * 100_000 + "a" + ")" * 100_000)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", HEAVY)
+def test_a_grammar_that_is_too_much_work_is_one_clear_line(engine, name):
+    compiler = engine.tokenizer.grammars(engine.model.config.vocab_size, engine.model.config.eos_token_ids)
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(UsageError, match=r"structured_outputs: the .* (cannot be used|takes more|is nested too)"):
+            engine.generate("It was", params_of(HEAVY[name]))
+    assert compiler.is_known(HEAVY[name], "")
+    assert re.fullmatch("[ab]{3}", text_of(engine.generate("It was", params_of(("regex", "[ab]{3}")))))
+
+
+@pytest.mark.parametrize("structure", [("grammar", of_chain("lark", 3000)), ("json", of_definitions(1500, "items"))])
+def test_long_chains_of_rules_that_end_a_thread_of_common_size_are_compiled_on_a_large_stack(engine, structure):
+    assert text_of(engine.generate("It was", params_of(structure, max_new_tokens=2)))
+
+
+def write_first_tokens(grammar: Grammar, context: Context) -> None:
+    """Write the first allowed token again and again."""
+    while True:
+        context.extend([int(np.flatnonzero(grammar.mask(context, []))[0])])
+
+
+def test_the_latest_results_are_kept_within_a_number_of_characters(engine, monkeypatch):
+    rules = {text: engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", text))) for text in "ab"}
+    assert engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "a"))) is rules["a"]
+    monkeypatch.setattr(longdraft.sampling.grammar, "_MAX_KEPT_CHARACTERS", 9000)
+    engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "c")))
+    known = [engine.loaded.knows_grammar(SamplingParams(structured_outputs=("regex", text)), []) for text in "abc"]
+    assert known == [True, False, True]
+
+
+def test_a_text_that_exhausts_its_grammar_takes_nothing_from_other_texts_with_the_same_grammar(engine):
+    """Copies of a matcher share the states of the lexer, so that each text has a matcher of its own."""
+    rules = engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "[ab](((a{50}){50}){50})")))
+    counts = []
+    for _ in range(2):
+        grammar, context = Grammar(rules), Context([5])
+        with pytest.raises(UsageError, match="too many"):
+            write_first_tokens(grammar, context)
+        counts.append(len(context))
+    assert counts[0] == counts[1] > 1
+
+
+@pytest.mark.parametrize("structure, message", [
+    (("json", '{"$ref": "#"}'), "the JSON schema cannot be used: no text matches it"),
+    (("json", "false"), "the JSON schema cannot be used: no text matches it"),
+    (("json", "3"), "the JSON schema cannot be used: it is 3; allowed: an object, or true"),
+    (("json", '["a"]'), "the JSON schema cannot be used: it is .* allowed: an object, or true"),
+    (("grammar", "start: start"), "the grammar cannot be used: no text matches it"),
+])
+def test_a_grammar_without_any_text_is_refused(engine, structure, message):
+    with pytest.raises(UsageError, match=message):
+        engine.generate("It was", params_of(structure))
+
+
+def test_the_schema_true_allows_every_value(engine):
+    json.loads(text_of(engine.generate("It was", params_of(("json", "true"), max_new_tokens=300, seed=4))) or "0")
+
+
+def test_an_error_of_the_engine_is_shown_instead_of_a_mismatch(engine):
+    rules = engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "[ab](((a{50}){50}){50})")))
+    grammar, context = Grammar(rules), Context([5])
+    with pytest.raises(UsageError, match="structured_outputs cannot be followed: lexer error: too many"):
+        write_first_tokens(grammar, context)
+    other = Grammar(engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "x[0-9]"))))
+    with pytest.raises(UsageError, match="the text does not match structured_outputs"):
+        other.mask(context, [])
+
+
 def test_without_llguidance_the_line_says_what_to_install(engine, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(UsageError, match=r"pip install 'longdraft\[structured\]'"):
@@ -322,7 +425,9 @@ def thinker(tmp_path_factory) -> longdraft.Engine:
     return longdraft.load(str(folder), drafter="suffix", threads=1)
 
 
-AFTER = [(("regex", "[ab]{3}/[0-9]"), r"[ab]{3}/[0-9]"), (("grammar", 'start: ("x" | "y")+ "."'), r"[xy]+\."),
+AFTER = [(("regex", "[ab]{3}/[0-9]"), r"[ab]{3}/[0-9]"), (("regex", r"[ab]{3}\/[0-9]"), r"[ab]{3}/[0-9]"),
+         (structured_outputs("guided_choice", ["yes", "no", "N/A", "a\nb"]), r"(yes|no|N/A|a\nb)"),
+         (("grammar", 'start: ("x" | "y")+ "."'), r"[xy]+\."),
           (("json", '{"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2}'), r"\[\s*1\s*,\s*1\s*\]")]
 
 
