@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longdraft.engine.generation import Generation
-from longdraft.errors import JournalError
+from longdraft.errors import JournalError, OutputError
 from longdraft.journal import journal_exists, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
@@ -168,11 +168,10 @@ class GenerationJob:
         """Begin without a journal."""
         assert not self.keeps_journal
         self.start = partial(self.start, journal=None)
-        self.journal = None
 
     def remove_journal(self) -> None:
         """Remove the text's journal, if it has one and no other process uses it."""
-        with suppress(OSError, JournalError):
+        with suppress(OutputError, JournalError):
             if self.journal:
                 remove_journal(self.journal)
 
