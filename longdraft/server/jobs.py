@@ -22,7 +22,8 @@ from longdraft.server.job_statistics import DraftAcceptance, PlainProbes, Throug
 from longdraft.speculation.plain_speed import PlainSpeed
 
 # Settings that may have megabytes, which a hundred ended texts would keep in memory.
-_LONG_SETTINGS = ("structured_outputs", "banned_strings", "dry_sequence_breakers", "stop", "stop_token_ids", "logit_bias")
+_LONG_SETTINGS = ("structured_outputs", "banned_strings", "dry_sequence_breakers", "stop", "stop_token_ids",
+                  "logit_bias")
 _SHOWN_ITEMS, _SHOWN_CHARACTERS = 16, 100
 
 
