@@ -20,6 +20,7 @@ from typing import Any
 
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError
+from longdraft.request.openai_body import parse_json
 from longdraft.system.files import append_synced, open_locked, sync_folder, write_synced
 
 PARQUET = ".parquet"
@@ -68,7 +69,7 @@ def _parsed(line: bytes) -> Row | str:
     if len(line) > _LONGEST_LINE:
         return f"the line has {len(line)} bytes; allowed: {_LONGEST_LINE}"
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except (ValueError, RecursionError) as error:
         return f"the line is not valid JSON: {error}"
     return row if isinstance(row, dict) else f"the line holds a {type(row).__name__}; allowed: an object"
@@ -87,7 +88,7 @@ def _from_cell(name: str, value: Any) -> Any:
     """A cell without the null fields that its column has for other rows. `body` and the like may be JSON text."""
     if name in ("body", "messages", "chat_options") and isinstance(value, str):
         try:
-            return json.loads(value)
+            return parse_json(value)
         except (ValueError, RecursionError):
             return value
     return _without_nulls(value)

@@ -142,6 +142,7 @@ def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
     body = row.get("body")
     if not isinstance(body, dict):
         raise UsageError(f"body is a {type(body).__name__}; allowed: an object")
+    body = {name: value for name, value in body.items() if value is not None}
     if body.get("model") not in (None, model):
         raise UsageError(f"the body asks for model {str(body['model'])[:80]!r}, the job has {model!r}; use that name "
                          "or give --served-model-name")
@@ -176,7 +177,24 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     is_list = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
     if not messages or not is_list or not all(isinstance(each.get("role"), str) for each in messages):
         raise UsageError(f"messages is {str(messages)[:80]!r}; allowed: a list of objects with role and content")
-    return list(messages)
+    return [_message(each) for each in messages]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its content as one text. Calls of tools may have no content; their template shows them."""
+    message = {name: value for name, value in message.items() if value is not None}
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text"
+                                         and isinstance(part.get("text"), str) for part in content):
+        return {**message, "content": "".join(part["text"] for part in content)}
+    if not isinstance(content, str) and not message.get("tool_calls"):
+        raise UsageError(f"the content of a message is {_shown(content)}; allowed: a text, or a list of parts with the "
+                         "type text")
+    return message
+
+
+def _shown(value: Any) -> str:
+    return "null or missing" if value is None else repr(str(value)[:80])
 
 
 def _options(row: Row, name: str, of: str = "the chat template's variables") -> dict[str, Any]:

@@ -112,7 +112,7 @@ def translate_storage_errors(work: Path) -> Iterator[None]:
 
 def forget(work: Path, key: str) -> None:
     """Remove a row's files after its record is on the disk."""
-    with contextlib.suppress(OSError, JournalError):
+    with contextlib.suppress(OSError, OutputError, JournalError):
         remove_journal(journal(work, key))
     attempts(work, key).unlink(missing_ok=True)
 
@@ -125,7 +125,7 @@ def forget_attempts(work: Path) -> None:
 
 def remove_work_folder(work: Path) -> None:
     """Remove the files of a finished job, job.json last, and the folder if it is empty then."""
-    with contextlib.suppress(OSError, JournalError):  # the records are whole; remaining files do no harm
+    with contextlib.suppress(OSError, OutputError, JournalError):  # the records are whole; remaining files do no harm
         for path in _matching(work / _JOURNALS, _HASH):
             remove_journal(path)
         forget_attempts(work)

@@ -183,7 +183,7 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
     def _checked(self, request: BatchRequest) -> tuple[list[int], SamplingParams]:
         """The row's token ids and settings, checked against the model."""
         engine = self._engine
-        prompt = engine.chat(request.prompt, **request.chat_options) if request.is_chat else request.prompt
+        prompt = engine.chat(request.prompt, request.chat_options) if request.is_chat else request.prompt
         params = engine.params(**{**self._job.defaults, **request.settings})
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))

@@ -127,12 +127,14 @@ class Engine:
         rows = options.draft_window or draft.config.max_positions
         return num_bytes + min(rows, tokens) * draft.cache_bytes_per_token
 
-    def chat(self, messages: str | Sequence[Message], /, **options: Any) -> list[int]:
+    def chat(self, messages: str | Sequence[Message], variables: Mapping[str, Any] | None = None, /,
+             **options: Any) -> list[int]:
         """Token ids of messages in the model's chat template. A string is one message of the user.
 
-        The template writes its own special tokens, so none are added. `options` are variables of the template.
+        The template writes its own special tokens, so none are added. `variables` and `options` are variables of
+        the template. `options` may also have `add_generation_prompt` and `continue_final_message`.
         """
-        return self.tokenizer.encode(self.tokenizer.chat(messages, **options), add_special_tokens=False)
+        return self.tokenizer.encode(self.tokenizer.chat(messages, variables, **options), add_special_tokens=False)
 
     @cached_property
     def is_tuned_for_chat(self) -> bool:

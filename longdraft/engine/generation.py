@@ -28,7 +28,7 @@ from longdraft.engine import run_statistics
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
-from longdraft.errors import check, translate_memory_errors
+from longdraft.errors import OutputError, check, translate_memory_errors
 from longdraft.journal import Journal, parse_fsync
 from longdraft.journal.snapshot import Snapshot
 from longdraft.journal.snapshot_folder import SnapshotOptions
@@ -70,6 +70,8 @@ class Generation(Iterator[Event]):
         """
         self._model, self._drafter, self._params, self._on_prefill = model, drafter, params, on_prefill
         self._journal: Journal | None = None
+        # Called if the journal cannot be written: the text goes on without. None: the error ends the text.
+        self.on_journal_error: Callable[[OutputError], None] | None = None
         self._is_pure = is_pure
         self.num_resumed = len(written)
         self.is_closed = False
@@ -193,8 +195,7 @@ class Generation(Iterator[Event]):
         self._work.close()
         self._reuse.close()
         self.is_closed = True
-        if self._journal:
-            self._journal.close()
+        self._record(Journal.close)
 
     def __enter__(self) -> Generation:
         return self
@@ -284,8 +285,20 @@ class Generation(Iterator[Event]):
                 ranks.end_request(is_finished=self.is_finished)
         finally:
             self._reuse.end_reading()
-            if self._journal:
-                self._journal.close()
+            self._record(Journal.close)
+
+    def _record(self, write: Callable[[Journal], None]) -> None:
+        """Write to the journal, if the text has one."""
+        if self._journal is None:
+            return
+        try:
+            write(self._journal)
+        except OutputError as error:
+            if self.on_journal_error is None:
+                raise
+            self._journal.discard()
+            self._journal = None
+            self.on_journal_error(error)
 
     def _replay(self) -> Iterator[Event | Waiting]:
         """The text of earlier runs, as one event. In a batch, other texts go on while it is decoded."""
@@ -314,8 +327,7 @@ class Generation(Iterator[Event]):
         if self.clock.batch_size == 1:  # in a batch, a step's seconds include other texts' work
             self.plain_speed.add(accepted.drafted + 1, len(self._step.context), count,
                                   seconds - (self._step.timings.draft - drafting))
-        if self._journal:
-            self._journal.append(new.tokens, accepted.drafted, seconds)
+        self._record(lambda journal: journal.append(new.tokens, accepted.drafted, seconds))
         if stream.loop and not had_loop:
             drafts = ", and nearly every draft is accepted whole" if self._full_acceptance.is_high else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",
@@ -328,9 +340,8 @@ class Generation(Iterator[Event]):
 
     def _event(self, new: DecodedTokens, **about: Any) -> Event:
         reason = self._text_stream.finish_reason
-        if reason and self._journal:
-            self._journal.finish(reason)
         if reason:
+            self._record(lambda journal: journal.finish(reason))
             self._reuse.close()
         return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces, **about)
 

@@ -25,13 +25,14 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longdraft.errors import JournalError, UnusableJournalError, UsageError
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.system.files import open_regular
 
 FILE = "text.journal"
 MAGIC = b"LDJRNL1\n"
@@ -41,6 +42,7 @@ CHECKSUM = 8  # bytes
 MAX_RECORD = 1 << 28  # bytes of a payload; the header for a prompt of 10,000,000 tokens needs a quarter of this
 _HEAD = struct.Struct("<BI")
 _STEP = struct.Struct("<dI")
+STEP_BYTES, TOKEN_BYTES = _HEAD.size + _STEP.size + CHECKSUM, 4  # of a T record without tokens; of each token
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,9 @@ def read_journal(folder: Path) -> JournalContent:
     """
     path = folder / FILE
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device might block
+        if not stat.S_ISREG(os.stat(path).st_mode):
             raise UnusableJournalError(f"{path} is not a file")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return read_file(file, path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise JournalError(f"no journal in {folder}; `longdraft generate --journal DIR` starts one") from error
@@ -193,7 +195,7 @@ def read_journal(folder: Path) -> JournalContent:
         raise JournalError(f"the journal {path} cannot be read: {reason}") from error
 
 
-def read_file(file: BinaryIO, path: Path) -> JournalContent:
+def read_file(file: IO[bytes], path: Path) -> JournalContent:
     """Like `read_journal`, for an open file."""
     size, digest = os.fstat(file.fileno()).st_size, RunningHash()
     file.seek(0)
@@ -225,7 +227,7 @@ def read_file(file: BinaryIO, path: Path) -> JournalContent:
     return JournalContent(header, runs, ids, steps, finish, end, size - end, digest)
 
 
-def _records(file: BinaryIO, size: int, digest: RunningHash) -> Iterator[tuple[int, int, bytes]]:
+def _records(file: IO[bytes], size: int, digest: RunningHash) -> Iterator[tuple[int, int, bytes]]:
     """Yield (end offset, kind, payload) of each valid record. `digest` covers exactly the yielded records."""
     at = file.tell()
     while True:

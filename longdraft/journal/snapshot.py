@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import queue
 import shutil
 import threading
@@ -48,7 +49,7 @@ from longdraft.parallel import shard_of
 from longdraft.request.context import Context
 from longdraft.speculation.reuse import DRAFTER_ROWS
 from longdraft.speculation.routine import Routine
-from longdraft.system.files import write_synced, write_whole
+from longdraft.system.files import open_regular, write_synced, write_whole
 
 log = logging.getLogger(__name__)
 _FORMAT = "longdraft-kv-1"
@@ -240,7 +241,7 @@ def read_index(folder: Path) -> dict[int, Block]:
     """The blocks by number, from the complete lines of the index. Of two lines for one block the second counts."""
     blocks: dict[int, Block] = {}
     try:
-        with (folder / INDEX).open("rb") as file:
+        with open_regular(folder / INDEX) as file:
             lines = file.read(_MAX_INDEX).split(b"\n")[:-1]  # the last one is not complete
     except OSError:
         return {}
@@ -269,13 +270,16 @@ class BlockTensors(NamedTuple):
 
 def read_block(folder: Path, block: Block, shapes: Sequence[tuple[int, int]], dtype: torch.dtype,
                states: Sequence[DeltaState]) -> BlockTensors | None:
-    """A block of these layers; None if its file is not the one that the index names.
+    """A block of these layers; None if its file is not the one that the index names, or a number in it is not finite.
 
     shapes  KV heads and their dimension, of each layer
     states  some of the model, which say what shape and dtype they have
     """
     try:
-        data = _path(folder, block.block).read_bytes()
+        with open_regular(_path(folder, block.block)) as file:
+            if os.fstat(file.fileno()).st_size != block.nbytes:
+                return None
+            data = file.read(block.nbytes)
         if len(data) != block.nbytes or hashlib.blake2b(data, digest_size=32).hexdigest() != block.blake2b:
             return None
         tensors = load(data)
@@ -283,7 +287,8 @@ def read_block(folder: Path, block: Block, shapes: Sequence[tuple[int, int]], dt
         kept = _states_of(tensors, states)
     except (OSError, SafetensorError, KeyError, ValueError, MemoryError):
         return None
-    return BlockTensors(k, v, kept) if k[0].dtype == v[0].dtype == dtype else None
+    is_finite = all(bool(part.isfinite().all()) for part in (*k, *v, *(part for state in kept for part in state)))
+    return BlockTensors(k, v, kept) if is_finite and k[0].dtype == v[0].dtype == dtype else None
 
 
 def _by_layer(stored: Tensor, shapes: Sequence[tuple[int, int]], rows: int) -> list[Tensor]:

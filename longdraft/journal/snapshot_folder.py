@@ -36,8 +36,9 @@ class SnapshotOptions:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a snapshot in its own folder, incomplete ones too."""
-    names = ("*.safetensors", "*.safetensors.partial", INDEX, f"{INDEX}.partial")
+    """The files of a snapshot in its own folder, incomplete ones too. Their names begin with a number: where the folder
+    is a link to a model's, the model's files are not among them."""
+    names = ("[0-9]*.safetensors", "[0-9]*.safetensors.partial", INDEX, f"{INDEX}.partial")
     return [path for name in names for path in folder.glob(name)] if folder.is_dir() else []
 
 

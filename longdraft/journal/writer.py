@@ -26,7 +26,7 @@ from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageE
 from longdraft.journal import format as form
 from longdraft.journal.format import Header, JournalContent, Run, RunningHash
 from longdraft.journal.snapshot_folder import remove_snapshot
-from longdraft.system.files import sync_folder
+from longdraft.system.files import open_regular, sync_folder
 
 if TYPE_CHECKING:
     from longdraft.journal.snapshot import Snapshot  # imports PyTorch
@@ -43,30 +43,34 @@ def resume_hint(folder: Path) -> str:
 
 
 def is_being_written(folder: Path) -> bool:
-    """Whether a process has the journal open for writing."""
+    """Whether a process has the journal open for writing. JournalError if the system cannot say."""
     try:
-        with (folder / form.FILE).open("rb") as file:
+        with open_regular(folder / form.FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise JournalError(f"the journal {folder} cannot be read: {error.strerror or error}") from error
     return False
 
 
 def remove_journal(folder: Path) -> None:
     """Remove a journal, and its folder if nothing else is in it. Other files in the folder stay.
 
-    BusyJournalError if a process is writing the journal, OSError if it cannot be removed.
+    BusyJournalError if a process is writing the journal, OutputError if it cannot be removed.
     """
-    with contextlib.suppress(FileNotFoundError), (folder / form.FILE).open("rb") as file:
-        try:
+    try:
+        with contextlib.suppress(FileNotFoundError), open_regular(folder / form.FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _busy(folder) from error
-        for name in (_PARTIAL, form.FILE):
-            (folder / name).unlink(missing_ok=True)
-    remove_snapshot(folder)
+            for name in (_PARTIAL, form.FILE):
+                (folder / name).unlink(missing_ok=True)
+        remove_snapshot(folder)
+    except BlockingIOError as error:
+        raise _busy(folder) from error
+    except OSError as error:  # such as a file system that became read-only
+        raise OutputError(f"the journal {folder} cannot be removed: {error.strerror or error}") from error
     with contextlib.suppress(OSError):
         folder.rmdir()
 
@@ -100,6 +104,8 @@ class Journal:
         self._interval = fsync
         self._synced = self._looked = time.monotonic()
         self._is_closed = self._has_failed = False
+        self._is_ours = False  # once it is closed: whether it lay at its path, though it had failed
+        self._has_begun = True  # False: a damaged end was not cut off yet
         self.snapshot: Snapshot | None = None
         self._unwritten = 0, 0.0  # drafted tokens and seconds of steps without tokens
 
@@ -145,7 +151,9 @@ class Journal:
         except JournalError:
             os.close(file)
             raise
-        return cls(folder, file, content.size, content.digest, fsync), content
+        journal = cls(folder, file, content.size, content.digest, fsync)
+        journal._has_begun = False
+        return journal, content
 
     def begin(self, run: Run) -> None:
         """Start a run of this process: truncate the file to its valid records and write the run's record."""
@@ -153,6 +161,7 @@ class Journal:
             os.ftruncate(self._file, self._size)
         except OSError as error:
             raise self._failure(error) from error
+        self._has_begun = True
         self._put(form.RUN, form.dump_payload(run))
 
     def append(self, tokens: Sequence[int], drafted: int, seconds: float) -> None:
@@ -170,6 +179,7 @@ class Journal:
 
     def finish(self, reason: str) -> None:
         """Write the last record: the text is complete."""
+        self._looked = -math.inf  # a complete text that is not in the journal must not go unnoticed
         self._put(form.FINISH, json.dumps({"finish_reason": reason}).encode())
         if self.snapshot:
             self.snapshot.close(keeps=False)
@@ -188,11 +198,29 @@ class Journal:
                     self._check_path()
                     if self._interval < math.inf:
                         os.fsync(self._file)
+            except OSError:
+                self._is_ours = self._lies_at_its_path()
+                raise
             finally:
                 os.close(self._file)
         except OSError as error:
             self._has_failed = True
             raise self._error(error) from error
+
+    def discard(self) -> None:
+        """Close the journal and remove it, unless another file lies in its place. Raises nothing: it has failed."""
+        self._has_failed = True
+        is_ours = self._is_ours or (not self._is_closed and self._lies_at_its_path())
+        with contextlib.suppress(JournalError, OutputError):
+            self.close()
+            if is_ours:
+                remove_journal(self.folder)
+
+    def _lies_at_its_path(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            return False
 
     def __enter__(self) -> Journal:
         return self
@@ -228,9 +256,15 @@ class Journal:
             self._synced = time.monotonic()
 
     def _check_path(self) -> None:
-        """If the file or its folder was removed, write the journal again from the file that is still open."""
+        """If the file or its folder was removed, write the journal again from the file that is still open.
+
+        OSError if the file is another one, or has another size than this writer gave it.
+        """
+        ours = os.fstat(self._file)
+        if ours.st_size != self._size and self._has_begun:
+            raise OSError(0, "another program has truncated it or written to it")
         try:
-            there, ours = os.stat(self._path), os.fstat(self._file)
+            there = os.stat(self._path)
         except (FileNotFoundError, NotADirectoryError):
             content = b"".join(_chunks(self._file, self._size))
             file = _create_file(self.folder, content)
@@ -245,7 +279,8 @@ class Journal:
         """Allow no further record, and remove an incomplete one that the failed write may have left, if possible."""
         self._has_failed = True
         try:
-            os.ftruncate(self._file, self._size)
+            if os.fstat(self._file).st_size > self._size:
+                os.ftruncate(self._file, self._size)
         except OSError:
             log.debug("%s ends in an incomplete record; reading stops there", self._path)
         return self._error(error)

@@ -1,9 +1,13 @@
-"""Unsupported parameters of request bodies in OpenAI's format, for the server and for the rows of a batch."""
+"""Request bodies in OpenAI's format, for the server and the rows of a batch: their JSON, and what is unsupported."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from typing import Any
+
+_MAX_DIGITS = 100  # of an integer: Python neither reads nor shows one of thousands of digits. 2**64 has 20
 
 # Parameters that longdraft does not support, with the values that have no effect and are accepted: clients send them
 # without being asked to.
@@ -20,6 +24,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "verbosity": (),
     "web_search_options": (),
 }
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """The value of a JSON text. An integer of more than 100 digits is infinity, which each member's own check refuses
+    by name. Raises ValueError, and RecursionError for deeply nested lists and objects."""
+    return json.loads(text, parse_int=_parse_int)
+
+
+def _parse_int(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MAX_DIGITS else -math.inf if digits.startswith("-") else math.inf
 
 
 def unsupported(body: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> tuple[str, str] | None:

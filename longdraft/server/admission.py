@@ -24,7 +24,7 @@ from longdraft.server.metrics import ServerMetrics
 from longdraft.server.schemas import parse_body
 from longdraft.server.settings import ServerSettings
 
-_SMALL_BODY = 1 << 16  # bytes; preparing a larger one may take seconds
+SMALL_BODY = 1 << 16  # bytes; preparing a larger one may take seconds
 _SMALL_THREADS, _MAX_SMALL = 2, 128  # more threads would starve the event loop; requests in the threads and their queue
 _MAX_LARGE = 8  # bodies that are read, wait or are prepared at the same time
 _PARTS = 2  # of large bodies that are taken in one turn of the event loop
@@ -33,7 +33,6 @@ _BODIES = 8  # largest bodies that may be in memory together
 _MAX_UNKNOWN = 1000  # names of unknown parameters in the log
 _DISCONNECT_POLL_S = 0.25  # how often to check that a waiting client is still connected
 _JSON_TYPES = ("json", "+json")
-_CLOSE = {"Connection": "close"}
 
 Model = TypeVar("Model", bound=StrictModel)
 T = TypeVar("T")
@@ -176,29 +175,25 @@ class Admission:
                         raise self._too_large()
                     if num_values > self._max_values:  # parsing them would hold up all other requests
                         raise ApiError(400, f"the body has more than {self._max_values:,} values; send several "
-                                       "requests", code="too_many_values", headers=_CLOSE)
+                                       "requests", code="too_many_values")
                     if part:
                         self._require_memory(self._num_bytes)
-                    if len(body.content) > _SMALL_BODY and not body.is_large:  # its size was not announced
+                    if len(body.content) > SMALL_BODY and not body.is_large:  # its size was not announced
                         self._require_room(len(body.content), body)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._settings.stall_s:g} s", code="body_timeout",
-                           headers=_CLOSE) from None
+                           headers={"Connection": "close"}) from None
 
     def _require_room(self, num_bytes: int, body: _Body) -> None:
         """Raise ApiError (429) if there is no room for one more body, of `num_bytes`; a large one is counted."""
-        try:
-            self._require_memory(self._num_bytes - len(body.content) + num_bytes)
-            self._threads_for(num_bytes).require_room()
-            if num_bytes > _SMALL_BODY and self._num_large >= _MAX_LARGE:
-                raise _overloaded(self._metrics, f"{self._num_large} large requests are being prepared; allowed: "
-                                                 f"{_MAX_LARGE}; retry later")
-            body.is_large = num_bytes > _SMALL_BODY
-            self._num_large += body.is_large
-        except ApiError as error:
-            if num_bytes > _SMALL_BODY:  # otherwise the server would read the rest of the body to drop it
-                error.headers = {**(error.headers or {}), **_CLOSE}
-            raise
+        self._require_memory(self._num_bytes - len(body.content) + num_bytes)
+        self._threads_for(num_bytes).require_room()
+        if num_bytes > SMALL_BODY and self._num_large >= _MAX_LARGE:
+            raise _overloaded(self._metrics, f"{self._num_large} large requests are being prepared; allowed: "
+                                             f"{_MAX_LARGE}; retry later")
+        body.is_large = num_bytes > SMALL_BODY
+        self._num_large += body.is_large
+
 
     def _require_memory(self, num_bytes: int) -> None:
         """Raise ApiError (429) if all bodies together may not have `num_bytes`."""
@@ -206,11 +201,11 @@ class Admission:
             raise _overloaded(self._metrics, "the bodies of other requests fill the memory for bodies; retry later")
 
     def _threads_for(self, num_bytes: int) -> BoundedThreads:
-        return self._large if num_bytes > _SMALL_BODY else self._small
+        return self._large if num_bytes > SMALL_BODY else self._small
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._settings.max_body_bytes:,} bytes; send less, or raise "
-                        "--max-body-mib", code="request_too_large", headers=_CLOSE)
+                        "--max-body-mib", code="request_too_large")
 
 
 def _overloaded(metrics: ServerMetrics, message: str) -> ApiError:

@@ -31,7 +31,7 @@ from longdraft.server.settings import ServerSettings
 from longdraft.system import machine
 from longdraft.version import __version__
 
-_PRUNE_INTERVAL_S = 600.0
+_PRUNE_POLL_S = 5.0  # between two looks whether journals are due to be pruned
 _MAX_PATH = 100  # characters of a path in a message
 _MEMORY_INTERVAL_S = 10.0  # between two returns of freed memory
 _PAGE_FILES = {"index.html": "text/html", "page.css": "text/css", "icon.svg": "image/svg+xml"} | dict.fromkeys(
@@ -99,13 +99,16 @@ class App:
             await asyncio.to_thread(self.service.scheduler.close)
 
     async def _prune_journals(self) -> None:
-        """Remove old journals at intervals."""
-        while self.service.journals:
-            try:
-                await asyncio.to_thread(self.service.journals.prune, self.service.settings)
-            except Exception as error:  # the next round may find the reason gone
-                log.warning("old journals cannot be removed: %s", error)
-            await asyncio.sleep(_PRUNE_INTERVAL_S)
+        """Remove old journals at the start, and whenever that is due."""
+        journals, settings, is_due = self.service.journals, self.service.settings, True
+        while journals:
+            if is_due:
+                try:
+                    await asyncio.to_thread(journals.prune, settings)
+                except Exception as error:  # the next round may find the reason gone
+                    log.warning("old journals cannot be removed: %s", error)
+            await asyncio.sleep(_PRUNE_POLL_S)
+            is_due = journals.is_due(settings)
 
 
 async def _return_memory() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -15,13 +15,14 @@ from pydantic import (
     GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     create_model,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 1024  # texts, characters of each
 MAX_IDS = 1024  # of stop_token_ids and logit_bias
 _MAX_NAME = 256  # characters of a model's name, a drafter's or a label
 MAX_MEMBERS = 128  # of an object
+_OF_A_MEMBER = 2  # longer places than these are (alternative of the union, item of the list, member)
 
 
 def check_utf8(text: str) -> str:
@@ -49,15 +51,23 @@ def surrogate_error() -> PydanticCustomError:
 
 
 def one_of(words: str) -> WrapValidator:
-    """For a union: one error, which says what is allowed. Pydantic reports one for each of the alternatives."""
+    """For a union: one error, which says what is allowed, or what is wrong with a member of an object in a list.
+    Pydantic reports one for each of the alternatives."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError as error:
-            if "utf8" in {each["type"] for each in error.errors(include_url=False, include_input=False)}:
+            errors = error.errors(include_url=False)
+            if "utf8" in {each["type"] for each in errors}:
                 raise surrogate_error() from error
-            raise PydanticCustomError("one_of", "must be {words}", {"words": words}) from error
+            inside = next((each for each in errors if len(each["loc"]) > _OF_A_MEMBER), None)
+            if inside is not None:
+                raise ValidationError.from_exception_data("one_of", [InitErrorDetails(
+                    type=PydanticCustomError(inside["type"], inside["msg"]), loc=inside["loc"][1:],
+                    input=inside["input"])]) from error
+            shown = "is null; must be" if value is None else "must be"
+            raise PydanticCustomError("one_of", "{shown} {words}", {"shown": shown, "words": words}) from error
 
     return WrapValidator(validate)
 
@@ -96,14 +106,23 @@ _FORMS: dict[str, Any] = {
 
 
 class StrictModel(BaseModel):
-    """A body without unknown fields. Values are not converted: "1" is not a number. A member that may be left out may
-    be null, too, which means the same."""
+    """A body without unknown fields, or an object in one. Values are not converted: "1" is not a number. A member that
+    may be left out may be null, too, which means the same.
+
+    A validation context is a function that is called with each unknown member, which is left out.
+
+    path     before the names of members in that call
+    checked  names that are no fields, and which a class checks itself
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    path: ClassVar[str] = ""
+    checked: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="wrap")
     @classmethod
-    def _check_members(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _check_members(cls, body: Any, handler: ModelWrapValidatorHandler[Self],
+                       info: ValidationInfo[Callable[[str], None] | None]) -> Self:
         """Before the other checks: pydantic would report an error for each unknown member."""
         if not isinstance(body, Mapping):
             return handler(body)
@@ -111,6 +130,11 @@ class StrictModel(BaseModel):
             raise PydanticCustomError("too_long", "the object has {count} members; allowed: {limit}",
                                       {"count": len(body), "limit": MAX_MEMBERS})
         optional = {name for name, each in cls.model_fields.items() if not each.is_required()}
+        if info.context is not None:
+            unknown = body.keys() - cls.model_fields.keys() - cls.checked
+            for name in unknown:
+                info.context(f"{cls.path}{name}")
+            body = {name: value for name, value in body.items() if name not in unknown}
         return handler({name: value for name, value in body.items() if value is not None or name not in optional})
 
     @classmethod

@@ -1,4 +1,5 @@
-"""Connections: a largest number for each client address and in all, and time limits for the headers of a request.
+"""Connections: a largest number for each client address and in all, time limits for the headers of a request, and a
+largest number of headers and of tiny chunks.
 
 A new connection beyond a limit takes the place of the one that has been without a request for longest. If all of them
 have a request, the new one is surplus: it is served /health, /ready and /metrics only.
@@ -12,11 +13,17 @@ import resource
 import socket
 from typing import Any
 
+import h11
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 _HEADER_TIMEOUT_S = 30.0
 _UNACKNOWLEDGED_S = 300  # the system closes a connection whose client acknowledges no data for so long
 _MAX_READ = 1 << 15  # bytes that asyncio reads at once: other connections wait meanwhile
+_MAX_HEADERS = 100  # of a request; parsing 12,000, which fit into the limit of bytes, takes 40 ms
+_MAX_CHUNKS, _LEAST_CHUNK = 1000, 64  # of a body: chunks of any size, and one more for so many bytes
+_CHUNKS_IN_A_TURN = 16  # that a connection parses in a turn of the event loop; each takes 15 microseconds
+_PROBE_S = 0.25  # between two signs of life to a client that has closed its sending side
 _RESERVE = 64  # surplus connections
 _OTHER_FILES = 256  # file descriptors for everything but connections: weights, journals, libraries
 _IPV6_NETWORK = 64  # bits: a client has all addresses of such a network
@@ -72,6 +79,46 @@ class ConnectionTable:
         return idle is not None
 
 
+class _HeaderLines(ReceiveBuffer):
+    """h11's buffer, which refuses too many headers before they are parsed."""
+
+    has_too_many = False
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        lines: list[bytearray] | None = super().maybe_extract_lines()
+        if lines is not None and len(lines) > 1 + _MAX_HEADERS:
+            self.has_too_many = True
+            raise h11.RemoteProtocolError("too many headers", error_status_hint=431)
+        return lines
+
+
+class _Parser(h11.Connection):
+    """h11's parser, which parses a few chunks of a body in each turn of the event loop.
+
+    A chunk of one byte costs as much as one of 32 KiB, and a read holds 5,000 of them.
+    """
+
+    def __init__(self, max_incomplete_event_size: int) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size)
+        self._receive_buffer = self.lines = _HeaderLines()
+        self.chunks_left = 0  # of this turn
+        self._num_chunks = self._num_bytes = 0  # of the body
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.chunks_left <= 0:
+            return h11.NEED_DATA
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self.chunks_left -= 1
+            self._num_chunks += 1
+            self._num_bytes += len(event.data)
+            if self._num_chunks > _MAX_CHUNKS + self._num_bytes // _LEAST_CHUNK:
+                raise h11.RemoteProtocolError("too many chunks")
+        return event
+
+
 class HttpProtocol(H11Protocol):
     """uvicorn's protocol, with an entry in a ConnectionTable and a time limit for the headers of a request.
 
@@ -81,8 +128,10 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *args: Any, table: ConnectionTable, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = self._parser = _Parser(self.config.h11_max_incomplete_event_size or 0)
         self._table = table
         self.network = ""
+        self._has_ended = False  # the client has closed its sending side
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -100,9 +149,49 @@ class HttpProtocol(H11Protocol):
         super().data_received(data)
         self._start_timer()
 
+    def handle_events(self) -> None:
+        self._parser.chunks_left = _CHUNKS_IN_A_TURN
+        super().handle_events()
+        if self._parser.chunks_left <= 0:
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if not self.transport.is_closing():
+            self.handle_events()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state is not h11.SEND_RESPONSE and self.conn.our_state is not h11.IDLE:
+            self.transport.abort()  # the answer has begun
+            return
+        if self._parser.lines.has_too_many:
+            msg = f"The request has more than {_MAX_HEADERS} headers; send fewer."
+        super().send_400_response(msg)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override] - uvicorn's closes always
+        """A client may close its sending side after its request, and read the answer. (Not with TLS.)"""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or not self.is_answering or cycle.more_body or self.scheme == "https":
+            return None  # closes the connection
+        self._has_ended = True
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        """Write something to a client that may have left: its system answers that, and the connection is lost. Nothing
+        else tells it from one that has closed its sending side only."""
+        if not self.is_answering or self.transport.is_closing():
+            return
+        if self.scope["http_version"] != "1.1":  # knows no informational responses
+            self.transport.abort()
+        elif not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+            self.loop.call_later(_PROBE_S, self._probe)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._table.touch(self)
+        if self._has_ended and not self.is_answering:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

@@ -8,18 +8,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from longdraft.engine.generation import Generation
-from longdraft.errors import JournalError
+from longdraft.errors import JournalError, OutputError
 from longdraft.journal import journal_exists, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.server.job_statistics import DraftAcceptance, PlainProbes, Throughput
 from longdraft.speculation.plain_speed import PlainSpeed
+
+# Settings that may have megabytes, which a hundred ended texts would keep in memory.
+_LONG_SETTINGS = ("structured_outputs", "banned_strings", "dry_sequence_breakers", "stop", "stop_token_ids",
+                  "logit_bias")
+_SHOWN_ITEMS, _SHOWN_CHARACTERS = 16, 100
 
 
 class EventQueue:
@@ -160,19 +165,21 @@ class GenerationJob:
         return self.generation
 
     def release(self) -> None:
-        """The job has ended: forget its prompt and its caches. Lists of texts show it for a while."""
+        """The job has ended: forget its prompt, its caches and long settings. Lists of texts show it for a while."""
         self.start = _never_start
         self.beginning = None
+        self.params = replace(self.params, **{name: _shortened(getattr(self.params, name)) for name in _LONG_SETTINGS})
+        if self.stats is not None:
+            self.stats = {**self.stats, "sampling": asdict(self.params)}
 
     def drop_journal(self) -> None:
         """Begin without a journal."""
         assert not self.keeps_journal
         self.start = partial(self.start, journal=None)
-        self.journal = None
 
     def remove_journal(self) -> None:
         """Remove the text's journal, if it has one and no other process uses it."""
-        with suppress(OSError, JournalError):
+        with suppress(OutputError, JournalError):
             if self.journal:
                 remove_journal(self.journal)
 
@@ -253,6 +260,13 @@ class GenerationJob:
             "elapsed_seconds": (self.ended or time.monotonic()) - self.arrived,
             "eta_seconds": self.eta_seconds if self.ended is None else None,
         }
+
+
+def _shortened(value: Any) -> Any:
+    """The beginning of a setting: of its texts, and of its list."""
+    if isinstance(value, tuple):
+        return tuple(map(_shortened, value[:_SHOWN_ITEMS]))
+    return value[:_SHOWN_CHARACTERS] + "…" if isinstance(value, str) and len(value) > _SHOWN_CHARACTERS else value
 
 
 def _never_start(**options: Any) -> Generation:

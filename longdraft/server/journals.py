@@ -11,15 +11,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import BusyJournalError, JournalError
+from longdraft.errors import BusyJournalError, JournalError, OutputError
 from longdraft.journal import FILE, JournalContent, is_being_written, read_journal, remove_journal
 from longdraft.journal.snapshot_folder import remove_snapshot, snapshot_bytes
-from longdraft.server.logs import log_event
+from longdraft.server.logs import log, log_event
 from longdraft.server.settings import ServerSettings
 from longdraft.text.stream import TextStream
 from longdraft.text.tokenizer import Tokenizer
 
 _EXCERPT = 80  # length of an excerpt in characters; it is taken from as many tokens
+_PRUNE_INTERVAL_S = 600.0
+# Nothing is removed for its age before both hold: until then the clock may be ahead, as after a boot without network.
+_TRUST_S = 3600.0  # the server runs for so long
+_RECENT_S = 86400.0  # the newest journal is no older
 
 
 class JournalFolder:
@@ -28,15 +32,20 @@ class JournalFolder:
     def __init__(self, root: Path, tokenizer: Tokenizer) -> None:
         self.root = root
         self._tokenizer = tokenizer
+        self._began = self._pruned = time.monotonic()
+        self._num_bytes = self._num_finished = 0  # at the last pruning, and what was written or kept since
         self._summaries: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}  # name -> (mtime, size), summary
-        self._lock = threading.Lock()  # of `_summaries`: requests and pruning run in different threads
+        self._lock = threading.Lock()  # requests, pruning and the engine run in different threads
 
     def names(self) -> list[str]:
         """Names of all journals, newest first."""
         names_by_time = []
-        for folder in self.root.iterdir() if self.root.is_dir() else ():
-            with contextlib.suppress(OSError):
-                names_by_time.append(((folder / FILE).stat().st_mtime, folder.name))
+        try:
+            for folder in self.root.iterdir() if self.root.is_dir() else ():
+                with contextlib.suppress(OSError):
+                    names_by_time.append(((folder / FILE).stat().st_mtime, folder.name))
+        except OSError as error:
+            raise OutputError(f"the folder of journals cannot be read: {error.strerror or error}") from error
         return [name for _, name in sorted(names_by_time, reverse=True)]
 
     def list(self, active: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -103,12 +112,24 @@ class JournalFolder:
         return detail
 
     def remove(self, name: str) -> None:
-        """Remove a journal. JournalError if it is being written, OSError if it cannot be removed."""
+        """Remove a journal. BusyJournalError if it is being written, OutputError if it cannot be removed."""
         remove_journal(self.root / name)
         log_event("journal_removed", id=name)
 
+    def count(self, num_bytes: int = 0, num_finished: int = 0) -> None:
+        """Texts wrote so many bytes, and so many finished ones are kept."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._num_finished += num_finished
+
+    def is_due(self, settings: ServerSettings) -> bool:
+        """Whether it is time to prune: at intervals, and as soon as there may be too many or too large journals."""
+        return (time.monotonic() - self._pruned > _PRUNE_INTERVAL_S or self._num_bytes > settings.journals_bytes
+                or self._num_finished > settings.keep_finished)
+
     def prune(self, settings: ServerSettings) -> None:
         """Remove journals beyond the settings' number, age and size. Those that are being written remain."""
+        self._pruned = time.monotonic()
         states = {summary["id"]: summary["state"] for summary in self.list()}
         ages, sizes = {}, {}
         for name in states:
@@ -116,20 +137,32 @@ class JournalFolder:
                 stat = (self.root / name / FILE).stat()
                 ages[name], sizes[name] = time.time() - stat.st_mtime, stat.st_size
         finished, cut = ([name for name in ages if states[name] == state] for state in ("finished", "cut"))
-        removed = finished[settings.keep_finished :] + [name for name in cut if ages[name] > settings.keep_cut_s]
+        is_clock_trusted = self._pruned - self._began > _TRUST_S and min(ages.values(), default=0.0) < _RECENT_S
+        removed = finished[settings.keep_finished :] + [
+            name for name in cut if ages[name] > settings.keep_cut_s and is_clock_trusted]
         excess = sum(sizes.values()) - sum(sizes[name] for name in removed) - settings.journals_bytes
         for name in (*reversed(finished), *reversed(cut)):  # the oldest first
             if excess > 0 and name not in removed:
                 removed.append(name)
                 excess -= sizes[name]
+        kept = set(ages)
         for name in removed:
-            with contextlib.suppress(BusyJournalError):  # resumed meanwhile
+            try:
                 self.remove(name)
-        excess = sum(snapshot_bytes(self.root / name) for name in ages) - settings.snapshots.max_bytes
-        for name in sorted(ages, key=lambda name: -ages[name]):
-            if excess > 0 and not is_being_written(self.root / name):
-                excess -= snapshot_bytes(self.root / name)
-                remove_snapshot(self.root / name)
+                kept.discard(name)
+            except BusyJournalError:  # resumed meanwhile
+                pass
+            except (JournalError, OutputError) as error:  # one of them must not keep the others
+                log.warning("an old journal cannot be removed: %s", error)
+        with self._lock:
+            self._num_bytes = sum(sizes[name] for name in kept)
+            self._num_finished = sum(name in kept for name in finished)
+        excess = sum(snapshot_bytes(self.root / name) for name in kept) - settings.snapshots.max_bytes
+        for name in sorted(kept, key=lambda name: -ages[name]):
+            with contextlib.suppress(JournalError, OSError):
+                if excess > 0 and not is_being_written(self.root / name):
+                    excess -= snapshot_bytes(self.root / name)
+                    remove_snapshot(self.root / name)
 
 
 def has_space(folder: Path, floor: int) -> bool:

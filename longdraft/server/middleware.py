@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longdraft.server.admission import Turnstile
+from longdraft.server.admission import SMALL_BODY, Turnstile
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later
 from longdraft.server.keys import KeyRing
 from longdraft.server.logs import log_event
@@ -28,6 +28,7 @@ _PATHS_WITHOUT_QUOTA = ("/cancel",)  # what ends work is always allowed
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _METHODS = (*_SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
+_MAX_METHOD, _MAX_PATH = 20, 200  # characters in the log
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -54,8 +55,16 @@ class RequestMiddleware:
         if scope["path"] not in _PATHS_OF_SURPLUS:
             await self._turnstile.enter()
         headers, start, status = Headers(scope=scope), time.monotonic(), 0
+        may_be_large = _may_have_large_body(headers)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+        async def receive_to_the_end() -> Message:
+            nonlocal may_be_large
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                may_be_large = False
+            return message
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -64,6 +73,8 @@ class RequestMiddleware:
                 response_headers = MutableHeaders(scope=message)
                 for name, value in {**_SECURITY_HEADERS, "X-Request-Id": request_id}.items():
                     response_headers.setdefault(name, value)
+                if may_be_large:  # otherwise the server would read and parse the rest of it
+                    response_headers["Connection"] = "close"
             await send(message)
 
         try:
@@ -72,7 +83,7 @@ class RequestMiddleware:
             except ApiError as refusal:
                 await refusal.response(scope, receive, send_with_headers)
             else:
-                await self._app(scope, receive, send_with_headers)
+                await self._app(scope, receive_to_the_end, send_with_headers)
         finally:
             self._record(scope, request_id, status or CLIENT_CLOSED, time.monotonic() - start)
 
@@ -83,9 +94,10 @@ class RequestMiddleware:
         self._metrics.count_http(method, route, status)
         label = scope.get("state", {}).get("key_label")
         is_part_of_page = route.startswith("/page/") and status < 400  # each visit of the page asks for all of them
-        log_event("request", logging.DEBUG if is_part_of_page else logging.INFO, id=request_id, method=scope["method"],
-                  path=scope["path"][:200], status=status, seconds=round(seconds, 4),
-                  client=(scope.get("client") or ("",))[0], **({"key": label} if label else {}))
+        log_event("request", logging.DEBUG if is_part_of_page else logging.INFO, id=request_id,
+                  method=scope["method"][:_MAX_METHOD], path=scope["path"][:_MAX_PATH], status=status,
+                  seconds=round(seconds, 4), client=(scope.get("client") or ("",))[0],
+                  **({"key": label} if label else {}))
 
     def _require_access(self, scope: Scope, headers: Headers) -> None:
         """Raise ApiError for a request that may not use the server."""
@@ -120,6 +132,11 @@ class RequestMiddleware:
         scope.setdefault("state", {})["key_label"] = label
         if scope["method"] not in _SAFE_METHODS and not scope["path"].endswith(_PATHS_WITHOUT_QUOTA):
             self._keys.admit(label)
+
+
+def _may_have_large_body(headers: Headers) -> bool:
+    length = headers.get("content-length", "0")
+    return "transfer-encoding" in headers or len(length) > 20 or int(length) > SMALL_BODY
 
 
 def _host_of(url: str) -> tuple[str, str]:

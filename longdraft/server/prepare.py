@@ -165,9 +165,8 @@ class Preparer:
                      begins_answer: bool | None) -> list[int]:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
-        return self.engine.chat(plain, continue_final_message=continues,
-                                add_generation_prompt=not continues if begins_answer is None else begins_answer,
-                                **variables)
+        return self.engine.chat(plain, variables, continue_final_message=continues,
+                                add_generation_prompt=not continues if begins_answer is None else begins_answer)
 
     def _require_short(self, texts: list[str], param: str) -> None:
         """Refuse texts that are too long for the context without tokenising all of them."""

@@ -71,6 +71,7 @@ class Choice:
     num_sent: int = 0  # characters sent so far
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stats: dict[str, Any] | None = None  # of the finished text
     prompt_done: int = 0  # tokens in the last chunk with `prompt_progress`
     reasoning: list[str] = field(default_factory=list)
 
@@ -118,6 +119,7 @@ class ReplyBuilder:
         logprobs = [entry for event in events for entry in event.logprobs]
         reason = next((event.finish_reason for event in events if event.finish_reason), None)
         choice.finish_reason = reason and _FINISH_REASONS[reason]
+        choice.stats = events[-1].stats
         content: dict[str, Any] = {"text": text}
         if self._is_chat:
             delta = {"reasoning_content": reasoning} if reasoning else {}
@@ -156,6 +158,7 @@ class ReplyBuilder:
             choice.logprobs += event.logprobs
             if event.finish_reason:
                 choice.finish_reason = _FINISH_REASONS[event.finish_reason]
+                choice.stats = event.stats
 
     @property
     def is_large(self) -> bool:
@@ -234,7 +237,7 @@ class ReplyBuilder:
 
     def _summary(self, job: GenerationJob) -> dict[str, Any]:
         return {"id": job.id, "seed": job.params.seed, "journal": job.resume_id if job.keeps_journal else None,
-                "finish_reason": job.finish_reason, "stats": job.stats}
+                "finish_reason": job.finish_reason, "stats": self._choices[job].stats}
 
     def _details(self, job: GenerationJob, events: list[Event]) -> dict[str, Any]:
         return {"id": job.id, "seed": job.params.seed,

@@ -7,24 +7,28 @@ rounds, jobs join and leave.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.errors import LongdraftError, OutputError, UsageError
+from longdraft.journal import format as form
 from longdraft.request.events import Event
 from longdraft.server.errors import ApiError, Cancelled, retry_later
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.journals import has_space
+from longdraft.server.journals import JournalFolder, has_space
 from longdraft.server.logs import log, log_event
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.settings import ServerSettings
 
 _MAX_ENDED = 100  # ended jobs that remain visible
+_PROMPT_TOKEN_BYTES = 7  # of a journal's header, in JSON, about
 _PAUSE_S = 0.005  # where no text is in the batch yet
 _STALLED_S = 60.0  # without a round, although texts run: something is wrong
 
@@ -32,7 +36,10 @@ _STALLED_S = 60.0  # without a round, although texts run: something is wrong
 class Scheduler:
     """Runs jobs. Any thread may call its public methods."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, metrics: ServerMetrics,
+                 journals: JournalFolder | None = None) -> None:
+        """journals: counts what texts write to it."""
+        self._journals = journals
         self.is_draining = False
         self._engine = engine
         self._settings = settings
@@ -242,13 +249,23 @@ class Scheduler:
 
     def _start(self, job: GenerationJob) -> Generation:
         try:
-            return job.begin()
+            generation = job.begin()
         except (OutputError, UsageError) as error:
             if job.journal is None or job.keeps_journal:
                 raise
-            job.drop_journal()  # the request did not ask for it: the text is written without
-            log_event("journal_left_out", id=job.id, reason=str(error))
+            job.drop_journal()
+            self._leave_journal_out(job, error)
             return job.begin()
+        if job.journal is not None and self._journals is not None and not job.begins_apart:
+            self._journals.count(job.prompt_tokens * _PROMPT_TOKEN_BYTES)
+        if job.journal is not None and not job.keeps_journal:
+            generation.on_journal_error = partial(self._leave_journal_out, job)
+        return generation
+
+    def _leave_journal_out(self, job: GenerationJob, error: LongdraftError) -> None:
+        """The request did not ask for the journal that cannot be written: the text is written without."""
+        job.journal = None
+        log_event("journal_left_out", level=logging.WARNING, id=job.id, reason=str(error))
 
     def _deliver(self, job: GenerationJob, event: Event) -> None:
         """Pass an event on to the client. The last one ends the job."""
@@ -267,6 +284,9 @@ class Scheduler:
                     metrics.cache_hits.inc(job.generation.cached_tokens)
             else:
                 metrics.observe_step(seconds, len(event.tokens))
+        if job.journal is not None and self._journals is not None:
+            self._journals.count(form.STEP_BYTES + form.TOKEN_BYTES * len(event.tokens),
+                                 int(bool(event.finish_reason and job.keeps_journal)))
         job.stats = event.stats
         job.events.put(job, event)
         if event.finish_reason:

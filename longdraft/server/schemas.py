@@ -6,9 +6,8 @@ costs no more than a good one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -20,9 +19,8 @@ from pydantic import (
 from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
-from longdraft.request.openai_body import UNSUPPORTED, unsupported
+from longdraft.request.openai_body import UNSUPPORTED, parse_json, unsupported
 from longdraft.server.body_types import (
-    MAX_MEMBERS,
     AnyObject,
     BodySettings,
     ExtensionSettings,
@@ -65,24 +63,30 @@ PromptInput = Annotated[Any, BeforeValidator(_check_prompt), WithJsonSchema({"an
 class LongdraftOptions(ExtensionSettings):
     """The `longdraft` object of a request: settings for which OpenAI's API has no name, and options of the server."""
 
+    path: ClassVar[str] = "longdraft."
+
     drafter: Name | None = Field(default=None, description="Drafter. Does not change the text.")
     drafter_options: AnyObject | None = Field(default=None, description="As --drafter-option of the command line.")
     journal: Annotated[bool | Annotated[str, Field(pattern=ID_PATTERN)] | None, one_of(
         "true, false or an id: 1 to 100 letters, digits, '_', '.' and '-', the first a letter or digit")] = Field(
             default=None, description="Keep the text on disk under this id (true: the response's id), to resume it.")
-    timeout: float | None = Field(default=None, gt=0, description="Limit in seconds, including time in the queue; the "
-                                                                  "server's own limit applies as well.")
+    timeout: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False,
+        description="Limit in seconds, including time in the queue; the server's own limit applies as well.")
     cache: bool = Field(default=True, description="Take keys and values of earlier texts that begin alike, and give "
                                                   "this text's. Does not change the text.")
     details: bool = Field(default=False, description="Chunks have each token, its drafter, and the speed.")
 
 
 class StreamOptions(StrictModel):
+    path: ClassVar[str] = "stream_options."
     include_usage: bool = Field(default=False, description="Send one more chunk at the end, with the usage.")
 
 
 class SamplingRequest(BodySettings):
     """The parameters that completions and chat have in common."""
+
+    checked: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
     model: Name | None = None
     stream: bool = False
@@ -139,11 +143,14 @@ class CompletionRequest(SamplingRequest):
 
 
 class ContentPart(StrictModel):
+    path: ClassVar[str] = "messages[].content[]."
     type: Literal["text"]
     text: Utf8Text
 
 
 class ChatMessage(StrictModel):
+    path: ClassVar[str] = "messages[]."
+    checked: ClassVar[frozenset[str]] = frozenset(("reasoning", "provider_specific_fields", *_EMPTY_MEMBERS))
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Utf8Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MAX_PARTS)], one_of(
         f"a text, or a list of at most {_MAX_PARTS:,} parts with the type text")]
@@ -158,7 +165,8 @@ class ChatMessage(StrictModel):
         if not isinstance(message, Mapping):
             return message
         kept = {name: value for name, value in message.items()
-                if value is not None and name != "provider_specific_fields"  # LiteLLM's own, about another server
+                if (value is not None or name == "content")
+                and name != "provider_specific_fields"  # LiteLLM's own, about another server
                 and not (name in _EMPTY_MEMBERS and value in ([], {}))}
         if "reasoning" in kept:
             kept.setdefault("reasoning_content", kept.pop("reasoning"))
@@ -241,7 +249,7 @@ class ResumeRequest(StrictModel):
     stream_options: StreamOptions | None = None
     drafter: Name | None = None
     drafter_options: AnyObject | None = None
-    timeout: float | None = Field(default=None, gt=0)
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     details: bool = False
 
     @property
@@ -261,15 +269,11 @@ def parse_body(model: type[Model], body: bytes | bytearray, on_unknown: Callable
     on_unknown  called with the name of each unknown parameter, which is left out; None: such a body is refused
     """
     try:
-        content = json.loads(body)
+        content = parse_json(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if on_unknown and isinstance(content, dict) and len(content) <= MAX_MEMBERS:
-        for name in content.keys() - model.model_fields.keys() - UNSUPPORTED.keys():
-            on_unknown(name)
-            del content[name]
     try:
-        return model.model_validate(content)
+        return model.model_validate(content, context=on_unknown)
     except ValidationError as error:
         extension = LongdraftOptions.model_fields if issubclass(model, SamplingRequest) else ()
         raise from_validation_error(error.errors(include_url=False, include_input=False)[0], extension) from None

@@ -46,8 +46,8 @@ class Service:
         self.metrics = ServerMetrics(settings.model_name)
         self.keys = KeyRing(settings, self.metrics)
         self.preparer = Preparer(engine, settings)
-        self.scheduler = Scheduler(engine, settings, self.metrics)
         self.journals = JournalFolder(settings.journals, engine.tokenizer) if settings.journals else None
+        self.scheduler = Scheduler(engine, settings, self.metrics, self.journals)
         self.started = time.time()
         self._prepare_engine()
         self.admission = Admission(settings, max(_MIN_VALUES, 2 * self.preparer.context_limit), self.metrics)

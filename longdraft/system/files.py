@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,6 +106,16 @@ def _lock_if_possible(file: int) -> None:
         raise
     except OSError:
         pass  # a file system without locks
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to read it. OSError for a pipe or a device, which may never end, or block the thread that opens it.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return os.fdopen(file, "rb")
 
 
 def sync_folder(folder: Path) -> None:

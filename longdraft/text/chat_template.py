@@ -30,7 +30,8 @@ from longdraft.text.gguf_vocabulary import template_of
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_RESERVED = ("messages", "add_generation_prompt", "tools", "documents")  # variables that requests may not set
+# Variables that requests may not set.
+_RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 _MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
 _LIMIT_S = 5.0  # for rendering
 
@@ -44,7 +45,10 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self._names = meta.find_undeclared_variables(environment.parse(source))
+            parsed = environment.parse(source)
+            self._names = meta.find_undeclared_variables(parsed)
+            # Otherwise such messages get the role `system`, which stands for the same in older templates.
+            self._knows_developer = any(each.value == "developer" for each in parsed.find_all(nodes.Const))
         except (TemplateError, RecursionError) as error:
             raise ModelError(f"the model's chat template is invalid: {error}; replace it by chat_template.jinja in the "
                              "model's folder") from error
@@ -75,23 +79,29 @@ class ChatTemplate:
         """Names of the template's variables that a request may set."""
         return sorted(self._names - set(_RESERVED) - set(_SPECIAL_TOKENS))
 
-    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True,
-               continue_final_message: bool = False, **options: Any) -> str:
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, /, *,
+               add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any) -> str:
         """The prompt for the next answer, or with `continue_final_message` for the rest of the last message.
 
-        Raises UsageError for unknown options, and for messages that the template refuses.
+        variables, options  of the template; the first have any names, such as those of a request
+
+        Raises UsageError for unknown variables, and for messages that the template refuses.
         """
+        options |= variables or {}
         if continue_final_message:
             return self._render_open(messages, options)
         unknown = next((name for name in options if name not in self.options), None)
         if unknown is not None:
             raise UsageError(f"the model's chat template has no variable {unknown!r}; "
-                             f"available: {', '.join(self.options) or 'none'}")
+                             f"available: {', '.join(self.options) or 'none'}", "chat_template_kwargs")
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        if not self._knows_developer:
+            plain = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in plain]
         try:
             with _time_limit(_LIMIT_S):
-                return self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, tools=None,
-                                             documents=None, **self._tokens, **options)
+                return self._template.render({
+                    **self._tokens, **options, "messages": plain, "add_generation_prompt": add_generation_prompt,
+                    "tools": None, "documents": None})
         except _RefusedError as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}") from error
         except _TooSlowError:
@@ -105,7 +115,7 @@ class ChatTemplate:
         keeps templates from stripping white space at its end."""
         *others, last = messages
         marked = {**last, "content": f"{last['content']}{_MARK}"}
-        prompt, mark, after = self.render([*others, marked], add_generation_prompt=False, **options).partition(_MARK)
+        prompt, mark, after = self.render([*others, marked], options, add_generation_prompt=False).partition(_MARK)
         if not mark or _MARK in after:
             raise UsageError("the model's chat template does not show the last message once, so it cannot be "
                              "continued; send the prompt to /v1/completions")

@@ -162,7 +162,8 @@ class Tokenizer:
         """A decoder for tokens that arrive one by one."""
         return IncrementalDecoder(self)
 
-    def chat(self, messages: str | Sequence[Message], /, **options: Any) -> str:
+    def chat(self, messages: str | Sequence[Message], variables: Mapping[str, Any] | None = None, /,
+             **options: Any) -> str:
         """The prompt for messages, in the model's chat template. A text is one message of the user.
 
         Raises UsageError if the model has no template, for unknown options, and for messages that it refuses.
@@ -172,7 +173,7 @@ class Tokenizer:
                              "name one that has a template with --tokenizer, or give it a plain text to continue")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self.chat_template.render(messages, **options)
+        return self.chat_template.render(messages, variables, **options)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

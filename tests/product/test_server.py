@@ -109,11 +109,12 @@ def test_chat_uses_the_models_template(client, engine):
     assert shouted.usage.prompt_tokens > reply.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("name", ["messages", "self"])
+@pytest.mark.parametrize("name", ["messages", "self", "add_generation_prompt", "continue_final_message", "bos_token"])
 def test_reserved_template_variables_are_refused(server, name):
     reply = httpx.post(server.url + "/v1/chat/completions", json={
         "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: 1}})
     assert reply.status_code == 400 and f"no variable '{name}'" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == "chat_template_kwargs"
 
 
 def test_stop_texts_end_the_text_and_are_removed(client, engine):
@@ -189,6 +190,7 @@ BAD = [
     ({"prompt": "a", "top_p": 2}, "top_p"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "a", "max_tokens": 10**9}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**4299}, "max_tokens"),
     ({"prompt": "a", "n": 0}, "n"),
     ({"prompt": "a", "n": 1000}, "n"),
     ({"prompt": "a", "seed": -1}, "seed"),

@@ -76,6 +76,41 @@ def test_unknown_parameters_are_refused_or_left_out_with_a_warning(engine, post,
     assert sum("unknown_parameter" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_unknown_members_of_inner_objects_are_left_out_with_a_warning(engine, caplog):
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [{"id": "m1", "role": "user", "content": [part]}], "max_tokens": 2, "stream": True,
+            "stream_options": {"include_usage": True, "include_obfuscation": False}, "longdraft": {"cahce": True}}
+    with serving.running(engine, unknown_parameters="warn") as lenient:
+        url = lenient.url + "/v1/chat/completions"
+        reply = httpx.post(url, json=body)
+        assert reply.status_code == 200 and "usage" in serving.events(reply.text)[-1], reply.text
+        calls = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}  # not without a loss of sense
+        refused = httpx.post(url, json=body | {"messages": [*body["messages"], calls]})
+        assert refused.status_code == 400 and "messages.1.tool_calls" in refused.json()["error"]["message"]
+    names = {record.longdraft_fields["name"] for record in caplog.records if record.getMessage() == "unknown_parameter"}
+    assert names == {"messages[].id", "messages[].content[].cache_control", "stream_options.include_obfuscation",
+                     "longdraft.cahce"}
+
+
+@pytest.mark.parametrize("source, prompt", [
+    ("{% for m in messages %}{% if m.role in ['system', 'user'] %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}",
+     "<system>Be brief.<user>Hi"),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<system>Be brief.<user>Hi"),
+    ("{% for m in messages %}{% if m.role == 'developer' %}<D>{% endif %}{{ m.content }} {% endfor %}",
+     "<D>Be brief. Hi ")], ids=["refuses it", "prints any role", "reads it"])
+def test_a_developers_message_is_a_systems_message_unless_the_template_reads_that_role(source, prompt):
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert ChatTemplate(source, {}).render(messages) == prompt
+
+
+def test_content_without_a_text_is_refused_with_what_is_allowed(post):
+    for message in ({"role": "user", "content": None}, {"role": "user", "content": [{"type": "image_url"}]}):
+        error = post("/v1/chat/completions", {"messages": [message]}).json()["error"]
+        assert error["param"].startswith("messages.content"), error
+    error = post("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}).json()["error"]
+    assert error["message"].startswith("messages.0.content: is null; must be a text, or a list of at most 1,024 parts")
+
+
 RECIPES = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import socket
 import time
@@ -73,6 +74,90 @@ def trickle(server, first: bytes, seconds: float) -> tuple[bytes, float]:
             except ConnectionResetError:
                 return b"", time.monotonic() - began
     raise AssertionError("the server waited too long")
+
+
+def exchange(server, data: bytes, *, half_closes: bool = False) -> bytes:
+    """What the server answers until it closes the connection."""
+    with connect(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+            if half_closes:
+                connection.shutdown(socket.SHUT_WR)
+        found = b""
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(65536):
+                found += part
+        return found
+
+
+HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["alone", "pipelined"])
+@pytest.mark.parametrize("count, status", [(90, b" 200 "), (12_000, b" 400 ")])
+def test_a_request_has_at_most_a_hundred_headers(server, first, count, status):
+    head = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + b"a:b\r\n" * count + b"\r\n"
+    answer = exchange(server, first + head)
+    assert status in answer
+    assert (b"more than 100 headers; send fewer" in answer) == (count > 100)
+    assert httpx.get(server.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("size, count, is_read", [(1, 900, True), (1, 30_000, False), (9, 30_000, False),
+                                                  (80, 6_000, True)])
+def test_a_body_of_very_many_tiny_chunks_is_refused(server, size, count, is_read):
+    body = b'{"prompt": "a"' + b" " * size * count + b"}"
+    answer = exchange(server, CHUNKED + b"Connection: close\r\n\r\n" + chunked(body, size))
+    assert (b" 200 " in answer) == is_read and (b" 400 " in answer) != is_read
+
+
+def test_a_turn_of_the_event_loop_parses_a_few_chunks(server, monkeypatch):
+    """A read of 5,000 chunks is parsed in many turns, in which other connections are served."""
+    turns, handle = [], connections.HttpProtocol.handle_events
+
+    def counted(self):
+        before = self._parser._num_chunks
+        handle(self)
+        turns.append(self._parser._num_chunks - before)
+
+    monkeypatch.setattr(connections.HttpProtocol, "handle_events", counted)
+    body = b'{"prompt": "a"' + b" " * 500 + b"}"
+    assert b" 200 " in exchange(server, CHUNKED + b"Connection: close\r\n\r\n" + chunked(body, 1))
+    assert max(turns) <= connections._CHUNKS_IN_A_TURN and sum(turns) == len(body)
+
+
+@pytest.mark.parametrize("path, host", [(b"/nowhere", b"localhost"), (b"/tokenize", b"evil.example"),
+                                        (b"/version", b"localhost")])
+@pytest.mark.parametrize("framing", [b"Transfer-Encoding: chunked\r\n", b"Content-Length: 5000000\r\n"])
+def test_the_connection_of_a_refused_request_is_closed_before_its_body_is_read(server, path, host, framing):
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\n" + framing + b"\r\n"
+    answer = exchange(server, head)  # returns once the server closes: no body is sent
+    assert answer.startswith(b"HTTP/1.1 4") and b"connection: close" in answer.lower()
+
+
+def test_the_connection_of_a_refused_small_request_stays_open(server):
+    with httpx.Client(base_url=server.url) as client:
+        replies = [client.post("/nowhere", json={}), client.post("/tokenize", json={"what": 1})]
+    assert [reply.headers.get("connection") for reply in replies] == [None, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_sending_side_gets_its_answer(server, stream):
+    body = json.dumps({"prompt": "a", "max_tokens": 200, "stream": stream}).encode()
+    head = (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body))
+    answer = exchange(server, head + body, half_closes=True)
+    assert b" 200 " in answer and (b"[DONE]" if stream else b'"finish_reason"') in answer
+
+
+def test_a_client_that_closes_its_sending_side_within_its_body_is_gone(server):
+    assert exchange(server, HEAD + b"Content-Length: 100\r\n\r\n{", half_closes=True) == b""
 
 
 def test_the_deadlines_of_headers_and_bodies_are_totals(server, monkeypatch):

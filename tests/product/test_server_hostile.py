@@ -235,8 +235,8 @@ def test_large_bodies_are_read_only_if_they_will_be_prepared_and_a_few_parts_at_
     assert sorted(statuses) == [200] * admission._MAX_LARGE + [429] * 5
     read = [sum(number == of for _, of, _ in parts) * 4000 for number in range(count)]
     refused = [read[number] for number in range(count) if statuses[number] == 429]
-    assert max(refused) <= (0 if is_announced else admission._SMALL_BODY + 8000) < len(text)
-    turns = [turn for turn, _, start in parts if is_announced or start > admission._SMALL_BODY + 8000]
+    assert max(refused) <= (0 if is_announced else admission.SMALL_BODY + 8000) < len(text)
+    turns = [turn for turn, _, start in parts if is_announced or start > admission.SMALL_BODY + 8000]
     assert max(map(turns.count, turns)) <= admission._PARTS
     assert app.service.admission._num_large == app.service.admission._num_bytes == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 
 import httpx
@@ -55,6 +56,22 @@ def test_a_text_that_has_ended_leaves_nothing_in_memory(server, monkeypatch):
     serving.wait_for(lambda: [each() for each in written] == [None] * 3)
     jobs = server.scheduler.jobs()
     assert len(jobs) == 3 and not any(getattr(job.start, "args", ()) for job in jobs)  # their prompts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_has_ended_keeps_the_beginning_of_long_settings(server, stream):
+    """The reply has them whole; the list of the last hundred texts, which hold them in memory, has not."""
+    body = {"prompt": "The ship", "max_tokens": 3, "seed": 7, "stop": ["x" * 1024] * 16, "stream": stream,
+            "longdraft": {"banned_strings": [f"{number:0200}" for number in range(1000)]},
+            "logit_bias": {str(token): -1 for token in range(1000)}}
+    reply = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+    whole = serving.events(reply.text)[-1]["longdraft"] if stream else reply.json()["longdraft"]
+    assert len(whole["stats"]["sampling"]["banned_strings"]) == 1000 == len(whole["stats"]["sampling"]["logit_bias"])
+    (job,) = server.scheduler.jobs()
+    assert len(pickle.dumps((job.params, job.stats))) < 20_000
+    shown = httpx.get(f"{server.url}{URL}/{job.id}").json()
+    assert shown["sampling"]["stop"][0] == "x" * 100 + "…" and shown["sampling"]["seed"] == 7
+    assert shown["sampling"] == shown["stats"]["sampling"] and shown["finish_reason"] == "length"
 
 
 def test_a_whole_reply_does_not_wake_the_event_loop_at_each_step(server, monkeypatch):

@@ -83,7 +83,10 @@ def test_cut_journals_are_pruned_by_age_and_all_by_size(engine, tmp_path):
         put_journal(tmp_path / f"cut-{days}", days)
         put_journal(tmp_path / f"finished-{days}", days + 0.5, is_finished=True)
     size = (tmp_path / "cut-1" / FILE).stat().st_size
+    put_journal(tmp_path / "new", is_finished=True)
+    folder._began -= 4000
     folder.prune(ServerSettings(keep_cut_s=3.5 * 86400))
+    folder.remove("new")
     assert not (tmp_path / "cut-4").exists() and len(folder.names()) == 7
     journal, _ = Journal.open(tmp_path / "cut-3")
     with journal:
@@ -91,6 +94,60 @@ def test_cut_journals_are_pruned_by_age_and_all_by_size(engine, tmp_path):
         assert sorted(folder.names()) == ["cut-1", "cut-2", "cut-3"], "finished ones first"
         folder.prune(ServerSettings(journals_bytes=0, keep_cut_s=0))
         assert folder.names() == ["cut-3"], "it is being written"
+
+
+@pytest.mark.parametrize("uptime_s, newest_days, is_pruned", [(60, 0, False), (4000, 40, False), (4000, 0, True)])
+def test_a_clock_that_is_ahead_removes_no_unfinished_journal(engine, tmp_path, uptime_s, newest_days, is_pruned):
+    """At the start, or where all journals look old, the clock may be wrong."""
+    folder = JournalFolder(tmp_path, engine.tokenizer)
+    folder._began -= uptime_s
+    put_journal(tmp_path / "cut", days_old=50)
+    put_journal(tmp_path / "newest", newest_days)
+    folder.prune(ServerSettings(keep_cut_s=30 * 86400.0))
+    assert (tmp_path / "cut").exists() != is_pruned and (tmp_path / "newest").exists()
+
+
+def test_bytes_and_finished_texts_are_counted_as_they_are_written(server):
+    folder, settings = server.app.service.journals, server.app.service.settings
+    assert not folder.is_due(settings)
+    assert not folder.is_due(dataclasses.replace(settings, journals_bytes=1000, keep_finished=0))
+    reply = post(server, 30, longdraft={"journal": "mine"})
+    assert reply.status_code == 200
+    size = (folder.root / "mine" / FILE).stat().st_size
+    assert 30 * 4 < folder._num_bytes < size, "less than the whole file, whose header has the settings"
+    assert folder.is_due(dataclasses.replace(settings, journals_bytes=100))
+    assert folder.is_due(dataclasses.replace(settings, keep_finished=0)) and not folder.is_due(settings)
+    folder.prune(settings)
+    assert folder._num_bytes == size and folder._num_finished == 1
+
+
+def test_one_journal_that_cannot_be_removed_does_not_keep_the_others(engine, tmp_path, monkeypatch, caplog):
+    for name in ("a", "b", "c"):
+        put_journal(tmp_path / name, is_finished=True)
+    unlink = Path.unlink
+
+    def fail(path, missing_ok=False):
+        if path.parent.name == "b":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    folder = JournalFolder(tmp_path, engine.tokenizer)
+    folder.prune(ServerSettings(keep_finished=0))
+    assert folder.names() == ["b"] and "Read-only file system" in caplog.text
+
+
+@pytest.mark.parametrize("path, call", [("", "iterdir"), ("/one", "unlink")])
+def test_a_folder_of_journals_that_fails_is_one_line_and_no_bug(server, monkeypatch, caplog, path, call):
+    put_journal(server.app.service.journals.root / "one")
+
+    def fail(*given, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, call, fail)
+    reply = httpx.request("DELETE" if path else "GET", server.url + URL + path)
+    assert reply.status_code == 503 and "Read-only file system" in reply.json()["error"]["message"]
+    assert str(server.app.service.journals.root) not in reply.text and "Traceback" not in caplog.text
 
 
 def test_a_journal_that_is_live_is_read_once(engine, tmp_path, monkeypatch):
@@ -149,6 +206,36 @@ def test_a_journal_that_cannot_be_created(server, engine, monkeypatch, number, c
     reply = post(server, longdraft={"journal": "mine"})
     assert reply.status_code == (400 if number == errno.EROFS else 503)
     assert str(server.app.service.journals.root) not in reply.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call, at", [("write", 3), ("write", 12), ("fsync", 1)])
+def test_a_disk_that_fills_while_a_text_is_written(server, engine, monkeypatch, caplog, number, call, at):
+    """The text goes on without a journal that was not asked for. One that was asked for is an error, and can be resumed
+    as far as it was written."""
+    monkeypatch.setattr(writing, "_PATH_CHECK_INTERVAL_S", 0.0)
+    expected, root = serving.written(engine, "The ship", max_new_tokens=20), server.app.service.journals.root
+
+    def full():
+        calls, real = iter(range(1000)), getattr(os, call)
+
+        def fail(*given):
+            if next(calls) < at:
+                return real(*given)
+            raise OSError(number, os.strerror(number))
+
+        return SimpleNamespace(**{**vars(os), call: fail})
+
+    monkeypatch.setattr(writing, "os", full())
+    assert text_of(post(server, longdraft={"drafter": "plain"})) == expected
+    assert any(entry.getMessage() == "journal_left_out" for entry in caplog.records)
+    assert not list(root.iterdir()), "what was written of it is removed"
+    monkeypatch.setattr(writing, "os", full())
+    reply = post(server, longdraft={"journal": "mine", "drafter": "plain"})
+    assert reply.status_code == 503 and os.strerror(number) in reply.json()["error"]["message"]
+    monkeypatch.setattr(writing, "os", os)
+    resumed = httpx.post(f"{server.url}{URL}/mine/resume", json={}, timeout=60)
+    assert text_of(resumed) == expected
 
 
 def test_errors_do_not_show_the_servers_folders(tmp_path, engine):

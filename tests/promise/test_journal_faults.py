@@ -126,6 +126,56 @@ def test_a_file_in_place_of_the_journal_is_not_overwritten(tmp_path, monkeypatch
     finish_journal(tmp_path)
 
 
+def foreign(path: Path, change: str) -> None:
+    """What another program does to a journal while it is written."""
+    size = path.stat().st_size
+    if change == "appended":
+        with path.open("ab") as file:
+            file.write(b"a line of a log\n")
+    else:
+        os.truncate(path, {"emptied": 0, "cut": size - 3, "extended": size + 100}[change])
+
+
+@pytest.mark.parametrize("change", ["emptied", "cut", "extended", "appended"])
+@pytest.mark.parametrize("end", ["step", "finish", "close"])
+def test_a_change_by_another_program_is_one_error_and_the_rest_can_be_resumed(tmp_path, monkeypatch, change, end):
+    if end == "step":
+        monkeypatch.setattr(writing, "_PATH_CHECK_INTERVAL_S", 0.0)
+    journal = Journal.create(tmp_path, HEADER, RUN)
+    journal.append(STEPS[0], 0, 0.0)
+    journal.append(STEPS[1], 0, 0.0)
+    foreign(tmp_path / FILE, change)
+    with pytest.raises(OutputError) as caught:
+        {"step": lambda: journal.append(STEPS[2], 0, 0.0), "finish": lambda: journal.finish("length"),
+         "close": journal.close}[end]()
+    check_one_line(caught.value, "another program has truncated it or written to it")
+    journal.close()
+    assert is_true_prefix(tmp_path) == (change != "emptied")
+    if change != "emptied":
+        finish_journal(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_journal_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / FILE)
+    for look in (read_journal, writing.is_being_written, writing.remove_journal, Journal.open):
+        with pytest.raises(LongdraftError) as caught:
+            look(tmp_path)
+        check_one_line(caught.value, "not a")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_journal_that_cannot_be_removed_is_one_line(tmp_path, monkeypatch, number):
+    Journal.create(tmp_path, HEADER, RUN).close()
+
+    def fail(*given, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(OutputError) as caught:
+        writing.remove_journal(tmp_path)
+    check_one_line(caught.value, os.strerror(number))
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ENAMETOOLONG])
 def test_a_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, number):
     def fail(self, *given, **options):

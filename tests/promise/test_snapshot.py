@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -245,6 +246,43 @@ def rewritten(journal: Path, **changes) -> None:
         digest = snapshot.hashlib.blake2b(data, digest_size=32).hexdigest()
         lines.append(json.dumps(block._replace(nbytes=len(data), blake2b=digest)._asdict()) + "\n")
     (journal / "kv" / "index").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite_are_computed_anew(engine, journal, whole, number):
+    """Whether or not the hashes fit: a forged block must not make each resume fail."""
+    def spoiled(x):
+        x = x.clone()
+        x.view(-1)[7] = number
+        return x
+
+    rewritten(journal, of=spoiled)
+    assert resumed(engine, journal, whole) == 0
+
+
+@pytest.mark.parametrize("name, expected", [("index", 0), ("00001.safetensors", STORE_BLOCK)])
+@pytest.mark.parametrize("kind", ["pipe", "endless device", "link to a huge file"])
+def test_a_pipe_or_an_endless_file_in_a_snapshot_does_not_block(engine, journal, whole, tmp_path, name, expected, kind):
+    path = journal / "kv" / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless device":
+        path.symlink_to("/dev/zero")
+    else:
+        with (tmp_path / "huge").open("wb") as file:
+            file.truncate(1 << 40)
+        path.symlink_to(tmp_path / "huge")
+    assert resumed(engine, journal, whole) == expected
+
+
+def test_a_link_to_a_models_folder_loses_no_file_of_the_model(journal, tmp_path):
+    shutil.rmtree(journal / "kv")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model-00001.safetensors").write_bytes(b"weights")
+    (journal / "kv").symlink_to(tmp_path / "model")
+    remove_journal(journal)
+    assert (tmp_path / "model" / "model-00001.safetensors").exists()
 
 
 def test_rows_of_another_machine_are_found_by_computing_the_last_ones(engine, journal, whole, caplog):
