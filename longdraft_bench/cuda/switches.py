@@ -193,8 +193,8 @@ def self_drafting(model: Transformer, context: int) -> tuple[Context, PartialCac
     cache, text = model.random_cache(context, _ROOM), Context([5 + place % 7 for place in range(context + 1)])
     result = model.forward(tree_rows(chain(5, [5] * 7, "guess"), context), cache, 8)
     cache.commit([])
-    settings = MagicDecOptions(budget=min(192, context // 2), sinks=4, refresh=4).settings()
-    partial_cache = new_partial_cache(settings, model, cache)
+    options = MagicDecOptions(budget=min(192, context // 2), sinks=4, refresh=4)
+    partial_cache = new_partial_cache(options, model, cache)
     partial_cache.update(AttentionRows.all(result.attention_output))
     return text, partial_cache, SelfDraftModel(model, partial_cache), Sampler(SAMPLING, kernels=model.kernels)
 
@@ -243,7 +243,7 @@ def upkeep(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, 
     every 32 rows, and how far the fits differ; of a selection of heavy hitters, and the floor of reading keys."""
     model, times, maps = bench.model(shape), dict[str, Any](), []
     cache = model.random_cache(context, _ROOM)
-    size = TokenSwiftOptions().settings().budget
+    size = TokenSwiftOptions().partial_budget
     stores = model.random_cache(size.budget, _ROOM).stores
     found = model.forward(tree_rows(chain(5, [5] * 3, "guess"), context), cache, 4).attention_output
     found.lse.add_(1.0)  # keys of a random cache have nearly equal shares: something is left out

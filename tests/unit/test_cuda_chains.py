@@ -88,7 +88,7 @@ class Text:
         self.sampler = Sampler(params, [1], kernels=model.kernels)
         self.context = Context([(7 * place + case.length) % 90 for place in range(case.length)])
         self.cache = model.random_cache(case.length - 4, 64)
-        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5).settings(), model, self.cache)
+        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5), model, self.cache)
         self.draft_model = SelfDraftModel(drafting, self.partial)
         self.verify(self.context.slice(case.length - 4, case.length - 1).tolist())
 

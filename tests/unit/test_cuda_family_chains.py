@@ -64,7 +64,7 @@ class Drafting:
         for place, state in enumerate(self.cache.states.current if self.cache.states else ()):
             state.matrix.copy_(rows_of(*state.matrix.shape, seed=length + place))
             state.history.copy_(rows_of(*state.history.shape, seed=length + place + 50))
-        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5).settings(), model, self.cache)
+        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5), model, self.cache)
         result = model.forward(chain_rows(self.context.slice(length - 4, length - 1).tolist(), length - 4), self.cache)
         self.cache.commit(range(3))
         self.partial.update(AttentionRows.all(result.attention_output))
