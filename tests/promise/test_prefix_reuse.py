@@ -221,7 +221,7 @@ def test_stored_rows_equal_recomputed_rows_on_every_kernel(folder, name, quantiz
     for salt in (None, "", ""):
         generation = engine.generate(prompt, batch_params(max_new_tokens=4), cache_salt=salt)
         list(generation)
-        caches.append(generation._cache)
+        caches.append(generation.step.cache)
     assert generation.cached_tokens == len(prompt) - 129
     places = torch.arange(caches[0].length).expand(2, -1)
     for cold, warm in zip(caches[0].stores, caches[2].stores, strict=True):

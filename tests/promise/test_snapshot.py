@@ -58,7 +58,7 @@ def cut(engine, tmp_path_factory) -> Path:
     """A journal of a text that was ended after 2 blocks and 700 rows, with its snapshot."""
     where = tmp_path_factory.mktemp("cut")
     with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always") as generation:
-        while len(generation._step.context) <= ROWS:
+        while len(generation.step.context) <= ROWS:
             next(generation)
     return where
 
@@ -114,7 +114,7 @@ def hybrid(tmp_path_factory) -> tuple[Path, Path, list[int]]:
     make_hybrid(model, max_position_embeddings=16384)
     engine = longdraft.load(str(model), drafter="plain", cache_ram=0)
     with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always") as generation:
-        while len(generation._step.context) <= ROWS:
+        while len(generation.step.context) <= ROWS:
             next(generation)
     whole = engine.generate(PROMPT, replace(PARAMS, max_new_tokens=640))
     list(whole)
