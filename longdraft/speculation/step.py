@@ -90,7 +90,8 @@ class Step(NamedTuple):
             return accepted
         tree = yield from self._propose(max_tokens - 1)
         drafted = clock()
-        choice = self.sampler.tree_choice(tree, context) if self.num_logprobs is None else None
+        device = self.sampler.on_device
+        choice = device.tree_choice(tree, context) if device and self.num_logprobs is None else None
         result = yield ForwardRequest(self.model, tree_rows(tree, len(context) - 1), self.cache, len(tree),
                                       choice=choice)
         verified = clock()

@@ -58,7 +58,7 @@ def test_a_bias_is_added_to_the_logits_and_nothing_else(kind):
         for is_fast in (True, False):
             sampler = Sampler(params, is_fast=is_fast)
             assert sampler.choose(logits, root_only(40), context) == plain
-            assert sampler.rank(logits[0], context, [], 1) == plain
+            assert sampler.ranked(logits[0], context, [], 1).tokens == plain
         assert torch.equal(logits, before)
 
 
