@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from longdraft.cache.states import StateCache
@@ -142,16 +141,6 @@ class FullCache:
         for store, keys, values in zip(self.stores, k, v, strict=True):
             store.write_heads(start, keys, values)
 
-    def fill_randomly(self, positions: int, room: int) -> None:
-        """Fill an empty cache, and memory for `room` more positions; see the function of that name. The system gives
-        memory when it is first written to, and what is timed must not wait for that."""
-        self.reserve(positions + room)
-        for store in self.stores:
-            fill_randomly(store, positions + room, self._kernels)
-        self.length = positions
-        if self.taps:
-            self.taps.fill(positions)
-
     def skip(self, count: int) -> None:
         """Commit `count` rows that `fill` wrote. States of tapped layers are not known."""
         self.length += count
@@ -164,11 +153,6 @@ class FullCache:
             self.taps.truncate(0)
         if self.states:
             self.states.reset()
-
-    @property
-    def store_dtype(self) -> torch.dtype:
-        """Of the rows that the stores return."""
-        return self.stores[0].read(torch.zeros(self.shapes[0][0], 0, dtype=torch.int64))[0].dtype
 
     @property
     def provisional(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -198,17 +182,3 @@ class FullCache:
     @property
     def nbytes(self) -> int:
         return self._rows_bytes + (self.states.nbytes if self.states else 0)
-
-
-_RANDOM_BLOCK = 4096  # positions
-
-
-def fill_randomly(store: KVStore, positions: int, kernels: Kernels) -> None:
-    """Write random keys and values of so many positions to a store, to time what reads them. They repeat every 4,096
-    positions and are the same each time."""
-    generator = torch.Generator(kernels.device).manual_seed(1)
-    k, v = (torch.randn(min(positions, _RANDOM_BLOCK), *store.shape, generator=generator, device=kernels.device).to(
-        kernels.dtype) for _ in range(2))
-    for start in range(0, positions, _RANDOM_BLOCK):
-        count = min(_RANDOM_BLOCK, positions - start)
-        store.write(start, k[:count], v[:count])

@@ -22,7 +22,7 @@ from longdraft.request.settings import SettingScope, names_of
 
 GENERATION_CONFIG = "generation_config.json"
 # Names in the file of the settings that it may have.
-_SUPPORTED = [name for name, each in names_of(SamplingParams).items() if SettingScope.MODEL in each.scopes]
+SUPPORTED = [name for name, each in names_of(SamplingParams).items() if SettingScope.MODEL in each.scopes]
 # Settings that would change the text and that longdraft does not have, with the values that turn them off.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": (), "begin_suppress_tokens": (), "constraints": (), "diversity_penalty": (0,),
@@ -78,7 +78,7 @@ def parse_defaults(config: Mapping[str, Any]) -> Defaults:
     settings: dict[str, Any] = {}
     ignored = [f"{name} {config[name]!r} (not supported)" for name, off in FOREIGN.items()
                if not is_off(config.get(name), off)]
-    for name in _SUPPORTED:
+    for name in SUPPORTED:
         if (value := config.get(name)) is None:
             continue
         try:

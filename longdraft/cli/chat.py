@@ -253,7 +253,7 @@ def _stream(conversation: Conversation, message: str, stats: bool, quiet: bool) 
                 interrupt.check()
         except Interrupted:
             generation.close()
-            answer.show((), generation.held_text)
+            answer.show((), generation.stream.flush())
     answer.finish()
     if not answer.is_empty:
         conversation.remember(message, answer, prompt, generation)

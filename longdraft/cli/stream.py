@@ -169,16 +169,16 @@ def _stream(generation: Generation, display: TextDisplay, interrupt: Interrupt, 
                 recorder.add(event)
             if output:
                 output.write(event.text.encode())
-            display.show(event, generation.distinct, is_resumed=is_resumed)
+            display.show(event, generation.stream.distinct, is_resumed=is_resumed)
             is_resumed = False
             if not event.finish_reason:
                 interrupt.check()
     except Interrupted:
         generation.close()
-        held = Event((), generation.held_text)
+        held = Event((), generation.stream.flush())
         if output:
             output.write(held.text.encode())
-        display.show(held, generation.distinct)
+        display.show(held, generation.stream.distinct)
 
 
 def _finish(generation: Generation, run: TextRun) -> None:

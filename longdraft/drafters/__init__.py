@@ -138,7 +138,7 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
 
 def _with_shared_cache(resources: Resources) -> Resources:
     """Candidates that draft with the target share one partial cache, so that it is up to date whichever drafts next."""
-    return resources._replace(partial=new_partial_cache(MagicDecOptions().settings(), resources.model,
+    return resources._replace(partial=new_partial_cache(MagicDecOptions(), resources.model,
                                                         resources.cache))
 
 
@@ -185,7 +185,7 @@ def _build_suffix(options: SuffixOptions, resources: Resources) -> Drafter:
 
 def _build_self_draft(options: TokenSwiftOptions | MagicDecOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, heads, *_ = resources
-    return SelfDrafter(options.settings(), model, cache, sampler, params, heads, resources.partial,
+    return SelfDrafter(options, model, cache, sampler, params, heads, resources.partial,
                        resources.draft_copy, resources.clock)
 
 

@@ -50,7 +50,7 @@ class Chain(NamedTuple):
     """How a chain is drafted.
 
     draft_model  the model whose logits are ranked
-    sampler      ranks guesses with the target's noise (`Sampler.rank`)
+    sampler      ranks guesses with the target's noise (`Sampler.ranked`)
     width        guesses at each place at most; each costs a row of verification, only the best one costs a forward
     source       name of the guesses in the statistics
     margin       largest gap between a further guess's score and the best one's, in nats

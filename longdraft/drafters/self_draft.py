@@ -24,7 +24,9 @@ selected again every `refresh` tokens. The default trees were measured with the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import accumulate
+from operator import mul
+from typing import ClassVar, Literal
 
 from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
@@ -57,37 +59,48 @@ from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.speculation.routine import CostClock, Routine
 
 SELF = "self"  # the source of the chain's guesses in the statistics
+SelectionKind = Literal["heavy-hitters", "streaming", "snapkv"]  # how the rows of the partial cache are chosen
 _SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds
 
 
-class SelfDraftSettings(NamedTuple):
-    """The parts of one self-drafting chain; see TokenSwiftOptions and MagicDecOptions for the first seven.
+@dataclass(frozen=True)
+class SelfDraftOptions(DrafterOptions):
+    """Options of both drafters.
 
-    ngrams     of the table whose n-grams follow the template's first guesses; None: no table
-    budget     rows of the partial cache
-    selection  how they are chosen: heavy-hitters, streaming or snapkv
-    mode       dynamic | static | full: see longdraft/cache/partial.py
+    chain      tokens drafted by forwards on the partial cache, one after the other (TokenSwift: 1; MagicDec: 3 to 7,
+               without the remainder)
+    width      guesses at each place of the chain at most; the chain continues with the best one
+    margin     largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
+    least      the chain ends early where its next token is accepted with less than this probability, as far as the
+               scores of its tokens and the outcomes of earlier ones tell; 0: never. `auto` sets it by cost
+    remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
+    suffix     add what followed the longest suffix of the text earlier: after the root, because a repeated passage can
+               be longer than the chain, and after the end of a chain without a template
+    budget     rows of the partial cache for each layer and KV head, at each selection for `magicdec` (TokenSwift: the
+               prompt's length; MagicDec: 257, 4097)
+    sinks      first positions of the text, always held
+    draft_weights  auto | same | int8 | int4: weights that the chain drafts with; the target verifies with its own.
+               auto, on a CPU: int4 where the weights are larger than the cache of 16,384 tokens, else int8 where they
+               have 4 MiB or more, else same
+    draft_vocabulary  auto | all | number of tokens that the chain can guess, the frequent ones of the text.
+               auto: 32,768 where that saves a fifth of what a draft token reads, else all
     """
 
-    chain: int
-    width: int
-    margin: float
-    least: float
-    remainder: bool
-    suffix: bool
-    vocabulary: VocabularySize
-    tree: tuple[int, ...]
-    ngrams: NgramOptions | None
-    budget: PartialBudget
-    selection: Literal["heavy-hitters", "streaming", "snapkv"]
-    mode: CacheMode = "dynamic"
+    chain: int = 8
+    width: int = 2
+    margin: float = 0.5
+    least: float = 0.0
+    remainder: bool = True
+    suffix: bool = False
+    budget: int = 256
+    sinks: int = 16
+    draft_weights: str = AUTO_WEIGHTS
+    draft_vocabulary: VocabularySize = AUTO
 
-
-class _SelfDraftOptions(DrafterOptions):
-    """The methods of both kinds of options. The fields are those of the dataclasses below."""
-
-    budget: int
-    draft_weights: str
+    def __post_init__(self) -> None:
+        check_chain(self.chain, self.width, self.margin, self.least)
+        check_draft_weights(self.draft_weights)
+        check_draft_vocabulary(self.draft_vocabulary)
 
     @property
     def partial_rows(self) -> int:
@@ -99,15 +112,9 @@ class _SelfDraftOptions(DrafterOptions):
 
 
 @dataclass(frozen=True)
-class TokenSwiftOptions(_SelfDraftOptions):
+class TokenSwiftOptions(SelfDraftOptions):
     """Options of `tokenswift`.
 
-    chain          tokens drafted by forwards on the partial cache, one after the other (the paper: 1)
-    width          guesses at each place of the chain at most; the chain continues with the best one
-    margin         largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
-    least          the chain ends early where its next token is accepted with less than this probability, as far as the
-                   scores of its tokens and the outcomes of earlier ones tell; 0: never. `auto` sets it by cost
-    remainder      drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
     tree           children of each node, depth by depth; at most one depth more than there are heads
                    (the paper: 1,3,3,3)
     continuations  n-grams added after each first guess of the tree at most; 0: none (the paper: 20)
@@ -115,127 +122,83 @@ class TokenSwiftOptions(_SelfDraftOptions):
     order          tokens of an n-gram
     capacity       n-grams stored at most
     delay          as for `ngram`
-    budget         rows of the partial cache for each layer and KV head (the paper: the prompt's length)
-    sinks          first positions of the text, always held
     recent         last positions always held when rows are selected
     room           rows left free for new tokens until rows are selected again
-    cache          dynamic | static | full: how the partial cache is maintained (ablation)
-    suffix         add what followed the longest suffix of the text earlier, after the root
-    draft_weights  auto | same | int8 | int4: weights that the chain drafts with; the target verifies with its own.
-                   auto, on a CPU: int4 where the weights are larger than the cache of 16,384 tokens, else int8 where
-                   they have 4 MiB or more, else same
-    draft_vocabulary  auto | all | number of tokens that the chain can guess, the frequent ones of the text.
-                   auto: 32,768 where that saves a fifth of what a draft token reads, else all
+    cache          dynamic | static | full: how the partial cache is maintained (longdraft/cache/partial.py)
     """
 
-    chain: int = 8
-    width: int = 2
-    margin: float = 0.5
-    least: float = 0.0
-    remainder: bool = True
     tree: tuple[int, ...] = (1, 1)
     continuations: int = 1
     seen: int = 2
     order: int = 4
     capacity: int = 262_144
     delay: int = -1
-    budget: int = 256
-    sinks: int = 16
     recent: int = 64
     room: int = 64
     cache: CacheMode = "dynamic"
-    suffix: bool = False
-    draft_weights: str = AUTO_WEIGHTS
-    draft_vocabulary: VocabularySize = AUTO
+    selection: ClassVar[SelectionKind] = "heavy-hitters"
 
     def __post_init__(self) -> None:
-        check_chain(self.chain, self.width, self.margin, self.least)
-        check_draft_weights(self.draft_weights)
-        check_draft_vocabulary(self.draft_vocabulary)
+        super().__post_init__()
         check(len(self.tree) >= 1 and all(width >= 1 for width in self.tree), "tree", list(self.tree),
               "whole numbers of 1 or more, such as 1,3,3,3")
-        check(self.num_nodes <= MAX_NODES, "tree", list(self.tree), f"at most {MAX_NODES} nodes")
+        nodes = accumulate(accumulate(self.tree, mul))  # of the template, up to each depth
+        check(all(num <= MAX_NODES for num in nodes), "tree", list(self.tree), f"at most {MAX_NODES} nodes")
         check(0 <= self.continuations <= RANKED, "continuations", self.continuations, f"0 to {RANKED}")
         check(self.cache in ("dynamic", "static", "full"), "cache", self.cache, "dynamic, static or full")
-        self.settings()  # checks the n-grams and the budget
+        _ = self.ngrams, self.partial_budget  # which check the other values
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes of the template; some number above the limit if there are more."""
-        total, level = 0, 1
-        for width in self.tree:
-            level *= width
-            total += level
-            if total > MAX_NODES:
-                break
-        return total
+    def ngrams(self) -> NgramOptions | None:
+        """Of the table whose n-grams follow the template's first guesses; None: no table."""
+        options = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
+        return options if self.continuations else None
 
-    def settings(self) -> SelfDraftSettings:
-        ngrams = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
-        budget = PartialBudget(self.budget, self.sinks, self.recent, self.room)
-        return SelfDraftSettings(self.chain, self.width, self.margin, self.least, self.remainder, self.suffix,
-                                 self.draft_vocabulary, self.tree,
-                                 ngrams if self.continuations else None, budget, "heavy-hitters", self.cache)
+    @property
+    def partial_budget(self) -> PartialBudget:
+        return PartialBudget(self.budget, self.sinks, self.recent, self.room)
 
 
 @dataclass(frozen=True)
-class MagicDecOptions(_SelfDraftOptions):
+class MagicDecOptions(SelfDraftOptions):
     """Options of `magicdec`.
 
-    chain      tokens drafted in each step (the paper: 3 to 7, without the remainder)
-    width      guesses at each place of the chain at most; the chain continues with the best one
-    margin     largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
-    least      as for `tokenswift`
     selection  streaming | snapkv
-    budget     rows of the partial cache for each layer and KV head at each selection (the paper: 257, 4097)
-    sinks      first positions of the text, always held
     refresh    tokens written between two selections; their rows join the cache meanwhile
-    remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
-    suffix     add what followed the longest suffix of the text earlier: after the root, because a repeated passage can
-               be longer than the chain, and after the end of the chain
-    draft_weights  as for `tokenswift`
-    draft_vocabulary  as for `tokenswift`
     """
 
-    chain: int = 8
-    width: int = 2
-    margin: float = 0.5
-    least: float = 0.0
-    selection: Literal["streaming", "snapkv"] = "streaming"
+    selection: SelectionKind = "streaming"
     budget: int = 192
-    sinks: int = 16
     refresh: int = 64
-    remainder: bool = True
     suffix: bool = True
-    draft_weights: str = AUTO_WEIGHTS
-    draft_vocabulary: VocabularySize = AUTO
+    tree: ClassVar[tuple[int, ...]] = ()
+    ngrams: ClassVar[None] = None
+    cache: ClassVar[CacheMode] = "dynamic"
 
     def __post_init__(self) -> None:
-        check_draft_weights(self.draft_weights)
-        check_draft_vocabulary(self.draft_vocabulary)
-        check_chain(self.chain, self.width, self.margin, self.least)
+        super().__post_init__()
         check(self.selection in ("streaming", "snapkv"), "selection", self.selection, "streaming or snapkv")
         check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
         check(self.refresh >= 1, "refresh", self.refresh, "1 or more")
         least = self.sinks + (_SNAPKV_RECENT if self.selection == "snapkv" else 1)
         check(self.budget >= least, "budget", self.budget, f"at least {least} (sinks and the latest rows)")
 
-    def settings(self) -> SelfDraftSettings:
+    @property
+    def partial_budget(self) -> PartialBudget:
         recent = _SNAPKV_RECENT if self.selection == "snapkv" else self.budget - self.sinks
-        budget = PartialBudget(self.budget + self.refresh, self.sinks, recent, self.refresh)
-        return SelfDraftSettings(self.chain, self.width, self.margin, self.least, self.remainder, self.suffix,
-                                 self.draft_vocabulary, (), None, budget, self.selection)
+        return PartialBudget(self.budget + self.refresh, self.sinks, recent, self.refresh)
 
 
-def new_partial_cache(settings: SelfDraftSettings, model: Transformer, cache: FullCache) -> PartialCache:
-    """The partial cache over `cache` that the settings describe."""
-    size = settings.budget
-    if settings.selection == "streaming":
+def new_partial_cache(options: TokenSwiftOptions | MagicDecOptions, model: Transformer,
+                      cache: FullCache) -> PartialCache:
+    """The partial cache over `cache` that the options describe."""
+    size = options.partial_budget
+    if options.selection == "streaming":
         selection = row_selection.streaming(size.selected, size.sinks)
     else:
-        select_by_weight = row_selection.pooled if settings.selection == "snapkv" else row_selection.heavy_hitters
+        select_by_weight = row_selection.pooled if options.selection == "snapkv" else row_selection.heavy_hitters
         selection = select_by_weight(size.selected, size.sinks, size.recent)
-    return PartialCache(cache, model.kernels, size, settings.mode, settings.remainder, selection)
+    return PartialCache(cache, model.kernels, size, options.cache, options.remainder, selection)
 
 
 class SelfDrafter:
@@ -247,26 +210,27 @@ class SelfDrafter:
     partial  a partial cache that several drafters of one request share; None: the drafter makes its own
     """
 
-    def __init__(self, settings: SelfDraftSettings, model: Transformer, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams, heads: Heads | None = None, partial: PartialCache | None = None,
-                 copy: Transformer | None = None, clock: CostClock | None = None) -> None:
+    def __init__(self, options: TokenSwiftOptions | MagicDecOptions, model: Transformer, cache: FullCache,
+                 sampler: Sampler, params: SamplingParams, heads: Heads | None = None,
+                 partial: PartialCache | None = None, copy: Transformer | None = None,
+                 clock: CostClock | None = None) -> None:
         num_heads = len(heads) if heads else 0
-        if len(settings.tree) > num_heads + 1:
-            raise UsageError(f"tree {list(settings.tree)} is {len(settings.tree)} deep; allowed: at most "
+        if len(options.tree) > num_heads + 1:
+            raise UsageError(f"tree {list(options.tree)} is {len(options.tree)} deep; allowed: at most "
                              f"{num_heads + 1} with {num_heads} heads")
-        self._settings = settings
+        self._options = options
         self._sampler = sampler
         self._heads = heads
         self._is_shared = partial is not None
-        self.partial = partial or new_partial_cache(settings, model, cache)
+        self.partial = partial or new_partial_cache(options, model, cache)
         drafting = copy or model
-        size = vocabulary_size(settings.vocabulary, drafting)
+        size = vocabulary_size(options.draft_vocabulary, drafting)
         self._vocabulary = DraftVocabulary(drafting, size) if size else None
         self._draft_model = SelfDraftModel(drafting, self.partial, clock, self._vocabulary)
-        self.confidence = Confidence(settings.least)
-        self._chain = Chain(self._draft_model, sampler, settings.width, SELF, settings.margin, self.confidence)
-        self._ngrams = NgramMatcher(settings.ngrams, params) if settings.ngrams else None
-        self._suffix = SuffixMatcher(SuffixOptions(), params) if settings.suffix else None
+        self.confidence = Confidence(options.least)
+        self._chain = Chain(self._draft_model, sampler, options.width, SELF, options.margin, self.confidence)
+        self._ngrams = NgramMatcher(options.ngrams, params) if options.ngrams else None
+        self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
 
     @property
     def nbytes(self) -> int:
@@ -288,9 +252,9 @@ class SelfDrafter:
         self.begin(context, accepted.verified)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
-        trie, template = Trie(context.last), self._settings.tree
+        trie, template = Trie(context.last), self._options.tree
         # Where the depth is limited, the chain gives way to the template, which needs no forwards.
-        num_forwards = min(self._settings.chain, max_depth, max(1, max_depth + 1 - len(template)))
+        num_forwards = min(self._options.chain, max_depth, max(1, max_depth + 1 - len(template)))
         node, path = yield from self._chain.draft(trie, context, [context.last], num_forwards - bool(template))
         if template and len(path) == num_forwards:
             yield from self._add_template(trie, node, context, path, max_depth - num_forwards + 1)
@@ -303,7 +267,7 @@ class SelfDrafter:
 
     def _add_template(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> Routine[None]:
         """The last forward of the chain, the template below `node`, and n-grams after the template's first guesses."""
-        template = self._settings.tree[:max_depth]
+        template = self._options.tree[:max_depth]
         result = yield from self._draft_model.forward(context, path)
         places = yield from ranked_heads(self._sampler, self._heads, result.hidden, result.logits, context, path[1:],
                                          template)

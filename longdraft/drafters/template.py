@@ -83,5 +83,5 @@ def ranked_heads(sampler: Sampler, heads: Heads | None, hidden: Tensor, first: T
     logits = [] if first is None else [*first]
     if heads and len(widths) > len(logits):
         logits += [*heads.logits(hidden)]
-    return [sampler.rank(row, context, path, width, ahead)
+    return [sampler.ranked(row, context, path, width, ahead).tokens
             for ahead, (row, width) in enumerate(zip(logits, widths, strict=False))]

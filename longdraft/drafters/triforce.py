@@ -218,8 +218,8 @@ class TriForceDrafter:
     def _choose(self, logits: Tensor, tree: Tree, context: Context, path: Sequence[int]) -> list[int]:
         """Level 2's token after each node of a tree on the last token of `path`, chosen with the target's noise."""
         paths = [[*path[1:], *(tree.tokens[step] for step in tree.path(node)[1:])] for node in range(len(tree))]
-        best = [self._sampler.rank(row, context, drafted, 1) for row, drafted in zip(logits, paths, strict=True)]
-        return [guess[0] if guess else NO_TOKEN for guess in best]
+        best = [self._sampler.ranked(row, context, drafted, 1) for row, drafted in zip(logits, paths, strict=True)]
+        return [guess.tokens[0] if guess.tokens else NO_TOKEN for guess in best]
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         if self._num_drafted:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from numpy.typing import NDArray
 
 from longdraft import drafters, kernels
 from longdraft.checkpoint import sizing
-from longdraft.engine import run_statistics
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
+from longdraft.engine.run_statistics import RunStatistics
 from longdraft.errors import OutputError, check, translate_memory_errors
 from longdraft.journal import Journal, parse_fsync
 from longdraft.journal.snapshot import Snapshot
@@ -41,7 +39,7 @@ from longdraft.request.loops import FullAcceptance
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.ahead import PlainAhead
-from longdraft.speculation.drafter import Drafter, HasSummary, memory_of
+from longdraft.speculation.drafter import Drafter
 from longdraft.speculation.plain_speed import PlainSpeed
 from longdraft.speculation.prefill import prefill
 from longdraft.speculation.reuse import WAITING, PrefixReuse, Waiting
@@ -54,7 +52,15 @@ log = logging.getLogger(__name__)
 
 
 class Generation(Iterator[Event]):
-    """One text being written: an iterator of events that can be closed and asked for its statistics."""
+    """One text being written: an iterator of events that can be closed and asked for its statistics.
+
+    params  the settings in use, with the seed
+    step    the parts of its next step: context, cache, drafter, sampler
+    stream  its decoded text
+    reuse   its use of the prefix tree
+    clock   measures its own cost
+    statistics  what it counts
+    """
 
     def __init__(self, model: LoadedModel, drafter: DrafterChoice, prompt: list[int], params: SamplingParams, *,
                  on_prefill: Callable[[int, int], None] | None = None,
@@ -68,42 +74,41 @@ class Generation(Iterator[Event]):
         sampler   chooses the target's tokens; default: the sampler of `params`
         cache_salt  see `Engine.generate`
         """
-        self._model, self._drafter, self._params, self._on_prefill = model, drafter, params, on_prefill
+        self.model, self.choice, self.params = model, drafter, params
+        self._on_prefill = on_prefill
         self._journal: Journal | None = None
         # Called if the journal cannot be written: the text goes on without. None: the error ends the text.
         self.on_journal_error: Callable[[OutputError], None] | None = None
-        self._is_pure = is_pure
         self.num_resumed = len(written)
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
         target, draft = model.target_for(length, drafter), model.draft_for(length, drafter)
-        self._text_stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
-        self._cache = cache = target.new_cache()
+        self.stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
+        cache = target.new_cache()
         if target.kernels.is_device:
             sizing.reserve_cache(target, cache, length)
         ends = stop_ids(params, target.config.eos_token_ids)
         sampler = sampler or Sampler(params, ends, target.kernels.name != kernels.REFERENCE, target.kernels,
                                      model.marked_tokens(params), model.grammar_rules(params, prompt))
         self.clock = CostClock(agree=model.ranks.agree)
-        self._draft_copy = model.draft_copy_for(length, drafter)
+        draft_copy = model.draft_copy_for(length, drafter)
         self._resources = drafters.Resources(
             target, cache, sampler, params, model.heads, model.glide, model.corpora, draft, clock=self.clock,
-            knowledge=model.knowledge, draft_copy=self._draft_copy, eagle=model.eagle)
+            knowledge=model.knowledge, draft_copy=draft_copy, eagle=model.eagle)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         drafts = drafter.name != "plain"
-        ahead = None if drafts or not sampler.on_device else PlainAhead(target, cache, sampler, self.clock)
-        self._step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
-                          drafts and bool(params.structured_outputs), ahead)
-        self._phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
-        if self._phrases and cache.states:
+        runs_ahead = sampler.on_device and not drafts and logprobs is None
+        ahead = PlainAhead(target, cache, sampler, self.clock) if runs_ahead else None
+        self.step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
+                         drafts and bool(params.structured_outputs), ahead)
+        self.phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
+        if self.phrases and cache.states:
             cache.states.hold(len(context) - 1)
-        self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
-        self._accepted = Counter[str]()  # accepted tokens, by drafter
+        self.reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
         self._full_acceptance = FullAcceptance()
-        self.plain_speed = PlainSpeed(target.weights_in_tokens)
-        self._prefill_seconds = 0.0
-        self._decode_seconds = 0.0
+        self.statistics = RunStatistics(model, drafter, params, draft_copy, self.num_resumed, is_pure,
+                                        PlainSpeed(target.weights_in_tokens))
         self._work = self._run()
 
     @classmethod
@@ -149,18 +154,18 @@ class Generation(Iterator[Event]):
         return generation
 
     def _open_snapshot(self, folder: Path, options: SnapshotOptions) -> Snapshot | None:
-        return Snapshot.open(folder, options, lambda: self._model.identity, self._step.model, self._cache,
-                             self._step.context)
+        step = self.step
+        return Snapshot.open(folder, options, lambda: self.model.identity, step.model, step.cache, step.context)
 
     def save_journal(self, folder: Path) -> None:
         """Create a journal of what was written so far, for `resume`. JournalError if `folder` holds one already."""
-        with create_journal(self._model, self._drafter, self.prompt, self._params, folder, 1.0) as journal:
+        with create_journal(self.model, self.choice, self.prompt, self.params, folder, 1.0) as journal:
             if len(self.tokens):
-                journal.append(self.tokens.tolist(), 0, self._decode_seconds)
+                journal.append(self.tokens.tolist(), 0, self.statistics.decode_seconds)
 
     def __next__(self) -> Event:
         """The next event. Its forwards serve this text alone."""
-        with kernels.single_threaded_torch(self._model.target.kernels):
+        with kernels.single_threaded_torch(self.model.target.kernels):
             forward: Forward | Exception | None = None
             while not isinstance(outcome := self.advance(forward), Event):
                 forward = None
@@ -184,7 +189,7 @@ class Generation(Iterator[Event]):
         Raises StopIteration after the last event, and every error that ends the text.
         """
         self.clock.start(batch_size or 1)
-        self._reuse.is_in_batch = batch_size is not None
+        self.reuse.is_in_batch = batch_size is not None
         try:
             return self._work.throw(forward) if isinstance(forward, Exception) else self._work.send(forward)
         finally:
@@ -193,7 +198,7 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """Stop writing. The events so far remain valid, and a journal can be resumed."""
         self._work.close()
-        self._reuse.close()
+        self.reuse.close()
         self.is_closed = True
         self._record(Journal.close)
 
@@ -204,79 +209,47 @@ class Generation(Iterator[Event]):
         self.close()
 
     @property
-    def params(self) -> SamplingParams:
-        """The settings in use, with the seed."""
-        return self._params
-
-    @property
     def prompt(self) -> list[int]:
         """The prompt's token ids."""
-        return [int(token) for token in self._step.context.slice(0, self._step.context.prompt_length)]
+        return [int(token) for token in self.step.context.slice(0, self.step.context.prompt_length)]
 
     @property
     def tokens(self) -> NDArray[np.int32]:
         """The new token ids so far."""
-        start = self._step.context.prompt_length
-        return self._step.context.slice(start, start + self._text_stream.num_tokens)
+        start = self.step.context.prompt_length
+        return self.step.context.slice(start, start + self.stream.num_tokens)
 
     @property
     def finish_reason(self) -> Finish | None:
         """Why the text ended; None while it has not."""
-        return self._text_stream.finish_reason or ("cancelled" if self.is_closed else None)
+        return self.stream.finish_reason or ("cancelled" if self.is_closed else None)
 
     @property
     def is_finished(self) -> bool:
         """Whether the text reached its own end."""
-        return self._text_stream.finish_reason is not None
+        return self.stream.finish_reason is not None
 
-    @property
-    def held_text(self) -> str:
-        """Text of the last tokens that was held back: the possible beginning of a stop text, or of a character."""
-        return self._text_stream.flush()
-
-    @property
-    def distinct(self) -> float | None:
-        """Distinct 4-grams divided by 4-grams of the latest tokens; None with on_loop "off"."""
-        return self._text_stream.distinct
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the KV cache, which grows with the text."""
-        return self._cache.nbytes
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens whose rows came from the prefix tree."""
-        return self._reuse.cached_tokens
-
-    @property
-    def drafter_bytes(self) -> int:
-        """Bytes of the drafter's own caches."""
-        return memory_of(self._step.drafter)
-
-    def measure_plain_step(self) -> float:
-        """Seconds that plain decoding takes for the next token: a forward of the root alone, and the steps' overhead.
-
-        The forward is computed now and its row dropped, so the text does not change.
-        """
-        return self._step.measure_plain(self._decode_seconds)
+    def stats(self) -> dict[str, Any]:
+        """The statistics so far, under the names of the `--stats` file."""
+        return self.statistics.figures(self.step, self.stream, self.reuse, self.finish_reason,
+                                       self.phrases.num_rewinds if self.phrases else 0)
 
     def _run(self) -> Generator[ForwardRequest | Launched | Event | Waiting, Forward | None, None]:
-        ranks, context = self._model.ranks, self._step.context
+        ranks, context = self.model.ranks, self.step.context
         try:
             written = context.slice(context.prompt_length, len(context))
-            ranks.start_request(Request(context.slice(0, context.prompt_length), self._params, written))
+            ranks.start_request(Request(context.slice(0, context.prompt_length), self.params, written))
             try:  # inside, because a request that the ranks refuse must not end the one they work on
                 with translate_memory_errors():
                     yield from self._replay()
                     if not self.is_finished:
                         began = time.perf_counter()
                         if self.num_resumed and self._journal and self._journal.snapshot:
-                            yield from self._reuse.restore(self._journal.snapshot.restore)
-                        yield from self._reuse.begin(ranks)
-                        yield from prefill(self._step, ranks, lambda: self.clock.batch_size > 1, self._on_prefill,
-                                           self._reuse)
-                        self._prefill_seconds = time.perf_counter() - began
+                            yield from self.reuse.restore(self._journal.snapshot.restore)
+                        yield from self.reuse.begin(ranks)
+                        yield from prefill(self.step, ranks, lambda: self.clock.batch_size > 1, self._on_prefill,
+                                           self.reuse)
+                        self.statistics.prefill_seconds = time.perf_counter() - began
                     while not self.is_finished:
                         event = yield from self._advance()
                         if event.tokens or event.finish_reason:  # all tokens of a step may be held, or taken back
@@ -284,7 +257,7 @@ class Generation(Iterator[Event]):
             finally:
                 ranks.end_request(is_finished=self.is_finished)
         finally:
-            self._reuse.end_reading()
+            self.reuse.end_reading()
             self._record(Journal.close)
 
     def _record(self, write: Callable[[Journal], None]) -> None:
@@ -304,29 +277,28 @@ class Generation(Iterator[Event]):
         """The text of earlier runs, as one event. In a batch, other texts go on while it is decoded."""
         if not self.num_resumed:
             return
-        start, pieces = self._step.context.prompt_length, list[str]()
-        written = self._step.context.slice(start, start + self.num_resumed).tolist()
-        for _ in self._text_stream.replay(written, pieces):
-            if self._reuse.is_in_batch:
+        start, pieces = self.step.context.prompt_length, list[str]()
+        written = self.step.context.slice(start, start + self.num_resumed).tolist()
+        for _ in self.stream.replay(written, pieces):
+            if self.reuse.is_in_batch:
                 yield WAITING
         yield self._event(DecodedTokens(tuple(written), tuple(pieces)), sources=("",) * len(written))
 
     def _advance(self) -> Routine[Event]:
         """One step. Its tokens are in the journal before the caller sees them."""
-        start, stream, drafting = time.perf_counter(), self._text_stream, self._step.timings.draft
-        with self._model.ranks.synchronized(self._step.context):
-            accepted = yield from self._step.run(self._params.max_new_tokens - self._step.context.num_new)
-        (tokens, sources, logprobs), self._step = settle(self._phrases, accepted, self._step, self._cache,
-                                                         self._new_drafter)
+        start, stream, drafting = time.perf_counter(), self.stream, self.step.timings.draft
+        with self.model.ranks.synchronized(self.step.context):
+            accepted = yield from self.step.run(self.params.max_new_tokens - self.step.context.num_new)
+        (tokens, sources, logprobs), self.step = settle(self.phrases, accepted, self.step, self._new_drafter)
         had_loop, new = stream.loop is not None, stream.push(tokens)
         count = len(new.tokens)  # tokens after the end of the text are dropped
-        self._accepted.update(filter(None, sources[:count]))
+        self.statistics.accepted.update(filter(None, sources[:count]))
         self._full_acceptance.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start
-        self._decode_seconds += seconds
+        self.statistics.decode_seconds += seconds
         if self.clock.batch_size == 1:  # in a batch, a step's seconds include other texts' work
-            self.plain_speed.add(accepted.drafted + 1, len(self._step.context), count,
-                                  seconds - (self._step.timings.draft - drafting))
+            self.statistics.plain_speed.add(accepted.drafted + 1, len(self.step.context), count,
+                                            seconds - (self.step.timings.draft - drafting))
         self._record(lambda journal: journal.append(new.tokens, accepted.drafted, seconds))
         if stream.loop and not had_loop:
             drafts = ", and nearly every draft is accepted whole" if self._full_acceptance.is_high else ""
@@ -336,40 +308,11 @@ class Generation(Iterator[Event]):
                            logprobs=logprobs[:count], seconds=seconds)
 
     def _new_drafter(self, sampler: Sampler) -> Drafter:
-        return self._drafter.build(self._resources._replace(sampler=sampler))
+        return self.choice.build(self._resources._replace(sampler=sampler))
 
     def _event(self, new: DecodedTokens, **about: Any) -> Event:
-        reason = self._text_stream.finish_reason
+        reason = self.stream.finish_reason
         if reason:
             self._record(lambda journal: journal.finish(reason))
-            self._reuse.close()
+            self.reuse.close()
         return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces, **about)
-
-    def stats(self) -> dict[str, Any]:
-        """The statistics so far, under the names of the `--stats` file."""
-        step, target = self._step, self._model.target
-        stream, loop = self._text_stream, self._text_stream.loop
-        num_written = stream.num_tokens - self.num_resumed
-        return {
-            "prompt_tokens": step.context.prompt_length,
-            "sha256_prompt": run_statistics.sha256_tokens(step.context.slice(0, step.context.prompt_length)),
-            "new_tokens": stream.num_tokens,
-            "resumed_tokens": self.num_resumed,
-            **self._reuse.figures(),
-            "finish_reason": self.finish_reason,
-            "seed": self._params.seed, "prefill_seconds": self._prefill_seconds,
-            **run_statistics.of_steps(num_written, self._accepted, self._decode_seconds, step.tally, step.timings),
-            **self.plain_speed.figures(),
-            **run_statistics.of_tokens(self.tokens),
-            "recent_distinct_4": stream.distinct,
-            "loop": loop and loop._asdict(),
-            "rewinds": self._phrases.num_rewinds if self._phrases else 0,
-            "exactness": "bit-exact" if target.kernels.is_row_invariant and self._is_pure else "distribution",
-            **run_statistics.of_machine(target),
-            "cache_bytes": self.cache_bytes, "drafter_memory_bytes": self.drafter_bytes,
-            **run_statistics.of_draft_copy(self._draft_copy),
-            "model": self._model.name, "drafter": self._drafter.name,
-            "drafter_options": asdict(self._drafter.options),
-            **(step.drafter.summary(num_written) if isinstance(step.drafter, HasSummary) else {}),
-            "sampling": asdict(self._params),
-        }

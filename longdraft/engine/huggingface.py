@@ -273,20 +273,14 @@ def _params(config: GenerationConfig, prompt: int, vocabulary: int, seed: int | 
     else:
         count = int(config.max_length if config.max_length is not None else prompt + 20) - prompt
     check(count >= 1, "max_new_tokens", count, "1 or more", "max_length counts the prompt")
-    stops = config.stop_strings or ()
-    settings: dict[str, Any] = {
-        "max_new_tokens": count,
+    settings = {name: getattr(config, name, None) for name in defaults.SUPPORTED}
+    return SamplingParams.from_names(settings | {
+        "max_new_tokens": count, "do_sample": bool(config.do_sample),
         "min_new_tokens": max(config.min_new_tokens or 0, (config.min_length or 0) - prompt, 0),
-        "repetition_penalty": config.repetition_penalty, "no_repeat_ngram_size": config.no_repeat_ngram_size,
         "penalty_window": prompt + count if penalty_window is None else penalty_window,
-        "stop": (stops,) if isinstance(stops, str) else tuple(stops), "temperature": 0.0,
         "ignore_eos": True, "stop_token_ids": config_file.valid_token_ids(config.eos_token_id, vocabulary),
         "seed": seed if seed is not None else int(torch.randint(0, MAX_SEED >> 1, ()).item()),
-    }
-    if config.do_sample:
-        settings |= {"temperature": 1.0 if config.temperature is None else config.temperature, "top_k": config.top_k,
-                     **{name: getattr(config, name) for name in ("top_p", "min_p", "eta_cutoff", "typical_p")}}
-    return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
+    })
 
 
 def _write(text: Generation, streamer: Any) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from longdraft.cache.full import FullCache
 from longdraft.request.events import TokenLogprob
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, HasSummary
@@ -15,7 +14,7 @@ from longdraft.text.banned_phrases import ChosenToken, PhraseFilter
 SettledTokens = tuple[tuple[int, ...], tuple[str, ...], tuple[TokenLogprob, ...]]  # tokens, sources, log-probabilities
 
 
-def settle(phrases: PhraseFilter | None, accepted: Accepted, step: Step, cache: FullCache,
+def settle(phrases: PhraseFilter | None, accepted: Accepted, step: Step,
            new_drafter: Callable[[Sampler], Drafter]) -> tuple[SettledTokens, Step]:
     """The tokens that belong to the text for good after a step, and the parts of the next step.
 
@@ -26,25 +25,23 @@ def settle(phrases: PhraseFilter | None, accepted: Accepted, step: Step, cache: 
         return (accepted.tokens, sources, accepted.logprobs), step
     chosen = [ChosenToken(*each) for each in zip_longest(accepted.tokens, sources, accepted.logprobs)]
     settled, num_new = phrases.push(chosen)
-    if cache.states:
-        cache.states.settle(step.context.prompt_length - 1 + phrases.earliest_cut)
+    if step.cache.states:
+        step.cache.states.settle(step.context.prompt_length - 1 + phrases.earliest_cut)
     columns = (tuple(each.token for each in settled), tuple(each.source for each in settled),
                tuple(each.logprob for each in settled if each.logprob))
-    return columns, step if num_new is None else _rewound(step, cache, num_new, phrases.banned_tokens, new_drafter)
+    return columns, step if num_new is None else _rewound(step, num_new, phrases.banned_tokens, new_drafter)
 
 
-def _rewound(step: Step, cache: FullCache, num_new: int, banned: Sequence[int],
+def _rewound(step: Step, num_new: int, banned: Sequence[int],
              new_drafter: Callable[[Sampler], Drafter]) -> Step:
     """The parts of a step, with the text cut after its first `num_new` new tokens. `banned` cannot be chosen next.
-
-    cache  the step's cache, which is cut as well
 
     The sampler and the drafter remember the text that they have seen, so they are made anew.
     """
     context = step.context
     num_retracted = context.num_new - num_new
     context.truncate(context.prompt_length + num_new)
-    cache.truncate(len(context) - 1)  # the last token's row is computed by the next step
+    step.cache.truncate(len(context) - 1)  # the last token's row is computed by the next step
     sampler = step.sampler.of_another_text()
     sampler.ban(len(context), banned)
     drafter = new_drafter(sampler)

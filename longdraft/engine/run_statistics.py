@@ -6,7 +6,7 @@ import hashlib
 import resource
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,16 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from longdraft import kernels
+from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model.transformer import Transformer
 from longdraft.parts.draft_copy import SAME
-from longdraft.speculation.step import Tally, Timings
+from longdraft.request.events import Finish
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.speculation.drafter import HasSummary, memory_of
+from longdraft.speculation.plain_speed import PlainSpeed
+from longdraft.speculation.reuse import PrefixReuse
+from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.text.stream import TextStream
 from longdraft.version import __version__
 
 
@@ -54,12 +61,6 @@ def of_machine(model: Transformer) -> dict[str, Any]:
     }
 
 
-def of_draft_copy(copy: Transformer | None) -> dict[str, Any]:
-    """The quantised copy of the target that drafts."""
-    return {"draft_weights": copy.weights.quantize if copy else SAME,
-            "draft_weights_bytes": copy.weights_bytes if copy else 0}
-
-
 def of_tokens(tokens: NDArray[np.int32]) -> dict[str, Any]:
     return {"sha256_tokens": sha256_tokens(tokens)} | {f"distinct_{n}": distinct(tokens, n) for n in range(1, 5)}
 
@@ -83,3 +84,58 @@ def of_steps(num_tokens: int, accepted: Counter[str], decode_seconds: float, tal
                       for source in sorted(tally.drafted)},
         "timings": parts | {"other": max(0.0, decode_seconds - sum(parts.values()))},
     }
+
+
+@dataclass
+class RunStatistics:
+    """What a text counts beside its steps (`Tally`, `Timings`), and all statistics of it.
+
+    draft_copy   the quantised copy of the target that drafts; None: the target drafts itself
+    num_resumed  tokens of earlier runs
+    is_pure      whether those runs had this one's arithmetic
+    accepted     drafted tokens that are part of the text, by drafter
+    """
+
+    model: LoadedModel
+    choice: DrafterChoice
+    params: SamplingParams
+    draft_copy: Transformer | None
+    num_resumed: int
+    is_pure: bool
+    plain_speed: PlainSpeed
+    accepted: Counter[str] = field(default_factory=Counter)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def figures(self, step: Step, stream: TextStream, reuse: PrefixReuse, finish_reason: Finish | None,
+                num_rewinds: int) -> dict[str, Any]:
+        """The statistics so far."""
+        context, drafter, target, copy = step.context, step.drafter, step.model, self.draft_copy
+        num_written = stream.num_tokens - self.num_resumed
+        return {
+            "prompt_tokens": context.prompt_length,
+            "sha256_prompt": sha256_tokens(context.slice(0, context.prompt_length)),
+            "new_tokens": stream.num_tokens,
+            "resumed_tokens": self.num_resumed,
+            **reuse.figures(),
+            "finish_reason": finish_reason,
+            "seed": self.params.seed,
+            "prefill_seconds": self.prefill_seconds,
+            **of_steps(num_written, self.accepted, self.decode_seconds, step.tally, step.timings),
+            **self.plain_speed.figures(),
+            **of_tokens(context.slice(context.prompt_length, context.prompt_length + stream.num_tokens)),
+            "recent_distinct_4": stream.distinct,
+            "loop": stream.loop and stream.loop._asdict(),
+            "rewinds": num_rewinds,
+            "exactness": "bit-exact" if target.kernels.is_row_invariant and self.is_pure else "distribution",
+            **of_machine(target),
+            "cache_bytes": step.cache.nbytes,
+            "drafter_memory_bytes": memory_of(drafter),
+            "draft_weights": copy.weights.quantize if copy else SAME,
+            "draft_weights_bytes": copy.weights_bytes if copy else 0,
+            "model": self.model.name,
+            "drafter": self.choice.name,
+            "drafter_options": asdict(self.choice.options),
+            **(drafter.summary(num_written) if isinstance(drafter, HasSummary) else {}),
+            "sampling": asdict(self.params),
+        }

@@ -140,10 +140,11 @@ class Snapshot:
         """The blocks that belong to this text, from the first one on."""
         cache = self._cache
         states = cache.states.current if cache.states else ()
+        dtype = cache.stores[0].read(torch.zeros(cache.shapes[0][0], 0, dtype=torch.int64))[0].dtype
         for block in self._known():
             if block.block * STORE_BLOCK >= limit:
                 return
-            tensors = read_block(self._folder / FOLDER, block, cache.shapes, cache.store_dtype, states)
+            tensors = read_block(self._folder / FOLDER, block, cache.shapes, dtype, states)
             if tensors is None:
                 return
             yield tensors

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache
-from longdraft.kernels import Kernels, Linear
+from longdraft.kernels import Kernels, KVStore, Linear
 from longdraft.kernels.switches import is_on
 from longdraft.model.config import ModelConfig
-from longdraft.sampling.device import TreeChoice
 
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.choice import LogitsSource
-    from longdraft.kernels.cuda.shared_choice import SharedChoices
+    from longdraft.kernels.cuda.shared_choice import SharedChoices, TextTree
 
 SHARES_CHOICES = is_on("SHARES_CHOICES")  # False: each text's tokens are chosen by its own launches
 Walk = tuple[list[int], list[int]]  # what `longdraft.speculation.verify.verify` returns
+
+
+class TextChoice(Protocol):
+    """How the tokens after the nodes of one text's tree are chosen."""
+
+    def of_text(self, stores: Sequence[KVStore]) -> TextTree:
+        """The tree and the rules. stores: of the text's cache, where the rows of the accepted path are kept."""
 
 
 def logits_source_of(kernels: Kernels, config: ModelConfig, norm: Tensor, head: Linear) -> LogitsSource | None:
@@ -47,7 +53,7 @@ class SharedTextChoices:
         self._source = source
         self._choices: SharedChoices | None = None
 
-    def of(self, choices: Sequence[TreeChoice | None], caches: Sequence[KVCache], counts: Sequence[int],
+    def of(self, choices: Sequence[TextChoice | None], caches: Sequence[KVCache], counts: Sequence[int],
            hidden: Tensor, k: Tensor, v: Tensor) -> list[Walk | None]:
         """The walks of the texts that share a choice, whose rows are placed in their caches; None for all other texts,
         also where only one could.

@@ -36,9 +36,8 @@ from longdraft.kernels.interface import TokenDecoder, TokenRows, parents_tensor
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, max_unscaled_length, rotations_of
-from longdraft.model.shared_choice import SharedTextChoices, logits_source_of
+from longdraft.model.shared_choice import SharedTextChoices, TextChoice, logits_source_of
 from longdraft.request.tree import Tree
-from longdraft.sampling.device import TreeChoice
 
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.choice import LogitsSource
@@ -90,7 +89,7 @@ class ForwardRequest(NamedTuple):
     cache: KVCache
     num_logits: int = 0
     is_prompt: bool = False
-    choice: TreeChoice | None = None
+    choice: TextChoice | None = None
 
 
 class Forward:
@@ -220,15 +219,6 @@ class Transformer:
         states, sinks = StateCache(self.kernels, deltas) if deltas else None, [layer.sinks for layer in layers]
         return FullCache(self.kernels, config.kv_shapes, windows, taps, states, config.score_cap,
                          [each for each in sinks if each is not None])
-
-    def random_cache(self, positions: int, room: int = 0) -> FullCache:
-        """A cache of random keys and values, to time forwards after so many positions.
-
-        room  positions for which memory is reserved and written besides
-        """
-        cache = self.new_cache()
-        cache.fill_randomly(positions, room)
-        return cache
 
     @property
     def identity(self) -> object:

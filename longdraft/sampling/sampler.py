@@ -24,7 +24,7 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 from longdraft.sampling import process
-from longdraft.sampling.device import MAX_GUESSES, DeviceSampler, TreeChoice
+from longdraft.sampling.device import MAX_GUESSES, DeviceSampler
 from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.grammar import Grammar, GrammarRules, Mask
 from longdraft.sampling.path_penalties import HOPELESS, PathPenalties, new_path_penalties
@@ -71,7 +71,9 @@ class Sampler:
         self.params = params
         self._seed = params.seed or 0
         self._banned = np.array(sorted(set(self._settings[1])), dtype=np.int64)
-        self._window = PenaltyWindow(params.penalty_window) if params.repetition_penalty != 1 else None
+        self._window: PenaltyWindow | None = None
+        if params.repetition_penalty != 1:
+            self._window = PenaltyWindow(params.penalty_window, params.repetition_penalty)
         tokens, values = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self._bias = torch.tensor(tokens, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
         self._marked = marked
@@ -113,19 +115,11 @@ class Sampler:
             taken = [process.best_token(rows[node]) for node in sound]
         else:
             positions = [len(context) + tree.depths[node] for node in sound]
-            supports = [self._filtered(rows[node], position) for node, position in zip(sound, positions, strict=True)]
-            taken = gumbel_argmaxes(supports, self._seed, positions)
+            taken = [gumbel_argmax(self._filtered(rows[node], position), self._seed, position)
+                     for node, position in zip(sound, positions, strict=True)]
         for node, token in zip(sound, taken, strict=True):
             chosen[node] = token
         return chosen
-
-    def tree_choice(self, tree: Tree, context: Context) -> TreeChoice | None:
-        """A choice after the nodes of a tree, to be made together with other texts; None where this sampler cannot."""
-        return self.on_device.tree_choice(tree, context) if self.on_device else None
-
-    def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0) -> list[int]:
-        """The tokens of `ranked`."""
-        return self.ranked(logits, context, path, num, ahead).tokens
 
     def ranked(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0,
                within: float = math.inf) -> Ranked:
@@ -184,7 +178,14 @@ class Sampler:
         positions = [len(context) + len(path) for path in paths]
         masks = [self._grammar.mask(context, path) for path in paths] if self._grammar else None
         rows = self._penalised(self._biased(logits, positions, masks), context, paths)
-        return [self._normalised(row, position) for row, position in zip(rows, positions, strict=True)]
+        supports = []
+        for row, position in zip(rows, positions, strict=True):
+            ids = np.flatnonzero(np.isfinite(row))
+            kept = Support(ids, row[ids].astype(np.float64))
+            if self.params.temperature > 0:
+                kept = self._filtered(row, position)
+            supports.append(Support(kept.ids, process.log_probabilities(kept)))
+        return supports
 
     def pruned(self, tree: Tree, context: Context) -> Tree:
         """A draft tree without the guesses that the grammar forbids, or that penalties make hopeless.
@@ -258,29 +259,11 @@ class Sampler:
         coin = noise.coin(self._seed, position) if self.params.has_xtc else 1.0
         return process.filtered(row, self.params, coin, self._marked.protected)
 
-    def _normalised(self, row: NDArray[np.float32], position: int) -> Support:
-        """The tokens that can be chosen and their log-probabilities; at T = 0 those of all tokens at T = 1."""
-        if self.params.temperature == 0:
-            ids = np.flatnonzero(np.isfinite(row))
-            kept = Support(ids, row[ids].astype(np.float64))
-        else:
-            kept = self._filtered(row, position)
-        return Support(kept.ids, process.log_probabilities(kept))
-
     def _penalised(self, logits: torch.Tensor, context: Context, paths: Sequence[Sequence[int]],
                    ahead: int = 0) -> NDArray[np.float32]:
         """Rows [R, V] after penalties and bans; row i is after the text and the tokens of paths[i]."""
         raw: NDArray[np.float32] = logits.detach().float().cpu().numpy()
-        rows = raw.copy()
-        if self._window is not None:
-            self._window.update(context)
-            common = self._window.tokens()
-            rows[:, common] = process.penalise(raw[:, common], self.params.repetition_penalty)
-            for i, path in enumerate(paths):
-                if path:
-                    added, removed = self._window.difference(context, path)
-                    _restore(rows[i], raw[i], removed)
-                    _penalise(rows[i], raw[i], added, self.params.repetition_penalty)
+        rows = self._window.penalised(raw, context, paths) if self._window else raw.copy()
         if (penalties := self._updated_penalties(context, rows.shape[1])) is not None:
             for i, path in enumerate(paths):
                 tokens, amounts = penalties.edits(path, ahead == 0)
@@ -291,35 +274,11 @@ class Sampler:
         return rows
 
 
-def _restore(row: NDArray[np.float32], raw: NDArray[np.float32], tokens: set[int]) -> None:
-    ids = list(tokens)
-    row[ids] = raw[ids]
-
-
-def _penalise(row: NDArray[np.float32], raw: NDArray[np.float32], tokens: set[int], penalty: float) -> None:
-    ids = list(tokens)
-    row[ids] = process.penalise(raw[ids], penalty)
-
-
 def _by_noise(kept: Support, seed: int, position: int) -> list[tuple[float, int]]:
     """Pairs of score + noise and id, best first."""
     total = kept.scores + noise.gumbel(seed, position, kept.ids)
     order = np.lexsort((kept.ids, -total))
     return list(zip(total[order].tolist(), kept.ids[order].tolist(), strict=True))
-
-
-def gumbel_argmaxes(supports: Sequence[Support], seed: int, positions: Sequence[int]) -> list[int]:
-    """`gumbel_argmax` of each support at its position; the noise of small supports is computed together."""
-    sizes = [len(kept.ids) for kept in supports]
-    if not supports or sum(sizes) > _MAX_DIRECT:
-        return [gumbel_argmax(kept, seed, position) for kept, position in zip(supports, positions, strict=True)]
-    ids = np.concatenate([kept.ids for kept in supports])
-    total = np.concatenate([kept.scores for kept in supports]) + noise.gumbel(seed, np.repeat(positions, sizes), ids)
-    chosen, start = [], 0
-    for size in sizes:
-        chosen.append(int(ids[start + int(total[start : start + size].argmax())]))
-        start += size
-    return chosen
 
 
 def gumbel_argmax(kept: Support, seed: int, position: int) -> int:

@@ -9,22 +9,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft.request.context import Context
+from longdraft.sampling.process import penalise
 
 
 class PenaltyWindow:
-    """Counts of the last `size` tokens of a context. An update costs time in proportion to the new tokens.
+    """Counts of the last `size` tokens of a context, and their penalty. An update costs time in proportion to the new
+    tokens.
 
         text                 ... a b c d e f g              a window of 4 tokens
         at the root g                 [d e f g]
         at node y of g-x-y                [f g x y]         x and y are added, d and e are removed
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, penalty: float) -> None:
         self._size = size
+        self._penalty = penalty
         self._num_seen = 0
         self._counts: Counter[int] = Counter()
 
-    def update(self, context: Context) -> None:
+    def penalised(self, raw: NDArray[np.float32], context: Context,
+                  paths: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Logits [R, V] with the penalty; row i is after the text and the tokens of paths[i]."""
+        self._update(context)
+        rows, common = raw.copy(), list(self._counts)
+        rows[:, common] = penalise(raw[:, common], self._penalty)
+        for row, unchanged, path in zip(rows, raw, paths, strict=True):
+            if path:
+                added, removed = self._difference(context, path)
+                row[removed] = unchanged[removed]
+                row[added] = penalise(unchanged[added], self._penalty)
+        return rows
+
+    def _update(self, context: Context) -> None:
         """Count the tokens that the context has gained since the last call."""
         start = len(context) - self._size
         for token in context.slice(max(self._num_seen, start), len(context)).tolist():
@@ -35,17 +51,12 @@ class PenaltyWindow:
                 del self._counts[token]
         self._num_seen = len(context)
 
-    def tokens(self) -> NDArray[np.int64]:
-        """The distinct tokens of the window that ends with the root, in no particular order."""
-        return np.fromiter(self._counts, dtype=np.int64, count=len(self._counts))
-
-    def difference(self, context: Context, path: Sequence[int]) -> tuple[set[int], set[int]]:
+    def _difference(self, context: Context, path: Sequence[int]) -> tuple[list[int], list[int]]:
         """Tokens that `path`, written after the text, adds to the window, and tokens that it removes."""
-        assert self._num_seen == len(context)
         overflow = max(0, len(context) + len(path) - self._size)
         oldest = max(0, len(context) - self._size)
         oldest_tokens = Counter(context.slice(oldest, overflow).tolist())
         inside = set(path[-self._size :])
         added = inside - self._counts.keys()
         removed = {token for token, count in oldest_tokens.items() if self._counts[token] == count} - inside
-        return added, removed
+        return list(added), list(removed)

@@ -167,7 +167,7 @@ class HttpProtocol(H11Protocol):
             msg = f"The request has more than {_MAX_HEADERS} headers; send fewer."
         super().send_400_response(msg)
 
-    def eof_received(self) -> bool | None:  # type: ignore[override] - uvicorn's closes always
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # uvicorn's always closes
         """A client may close its sending side after its request, and read the answer. (Not with TLS.)"""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or not self.is_answering or cycle.more_body or self.scheme == "https":

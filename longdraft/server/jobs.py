@@ -19,7 +19,7 @@ from longdraft.journal import journal_exists, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.server.job_statistics import DraftAcceptance, PlainProbes, Throughput
-from longdraft.speculation.plain_speed import PlainSpeed
+from longdraft.speculation.plain_speed import PlainSpeed, measure_plain_step
 
 # Settings that may have megabytes, which a hundred ended texts would keep in memory.
 _LONG_SETTINGS = ("structured_outputs", "banned_strings", "dry_sequence_breakers", "stop", "stop_token_ids",
@@ -161,7 +161,7 @@ class GenerationJob:
         # The label keeps keys apart: no key can measure what another key's prompts were.
         salt = None if self.cache_salt is None else f"{self.events.key_label or ''}:{self.cache_salt}"
         self.generation = self.start(on_prefill=self._on_prefill, cache_salt=salt)
-        self.plain_speed = self.generation.plain_speed
+        self.plain_speed = self.generation.statistics.plain_speed
         return self.generation
 
     def release(self) -> None:
@@ -191,7 +191,7 @@ class GenerationJob:
         """Tokens of the prompt whose rows came from the prefix tree."""
         if self.stats is not None:
             return int(self.stats["cached_tokens"])
-        return self.generation.cached_tokens if self.generation else 0
+        return self.generation.reuse.cached_tokens if self.generation else 0
 
     def record_step(self, event: Event) -> float | None:
         """Update the statistics with a step's event. Returns the seconds since the last step, None for the first."""
@@ -207,11 +207,11 @@ class GenerationJob:
         self.acceptance.add(event)
         self.throughput.add(now, own, self.num_tokens)
         if event.drafted == 0 and last is not None:  # the first step's time includes the prefill
-            self.generation.plain_speed.add_latest(self._context_length, seconds)
+            self.generation.statistics.plain_speed.add_latest(self._context_length, seconds)
             self.plain_probes.postpone(now)
         elif self.times_plain and not event.finish_reason and self.plain_probes.is_due(now, own):
-            seconds = self.generation.measure_plain_step()
-            self.generation.plain_speed.add_latest(self._context_length, seconds)
+            seconds = measure_plain_step(self.generation.step, self.generation.statistics.decode_seconds)
+            self.generation.statistics.plain_speed.add_latest(self._context_length, seconds)
             self.plain_probes.postpone(now, seconds)
         return None if last is None else now - last
 

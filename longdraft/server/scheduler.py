@@ -281,7 +281,7 @@ class Scheduler:
                 metrics.prompt_tokens.inc(job.prompt_tokens)
                 if self._tree is not None and job.cache_salt is not None:
                     metrics.cache_queries.inc(job.prompt_tokens)
-                    metrics.cache_hits.inc(job.generation.cached_tokens)
+                    metrics.cache_hits.inc(job.generation.reuse.cached_tokens)
             else:
                 metrics.observe_step(seconds, len(event.tokens))
         if job.journal is not None and self._journals is not None:
@@ -366,4 +366,4 @@ class Scheduler:
 
     def _cache_bytes(self) -> float:
         generations = [job.generation for job in list(self._running)]
-        return float(sum(generation.cache_bytes for generation in generations if generation is not None))
+        return float(sum(generation.step.cache.nbytes for generation in generations if generation is not None))

@@ -16,12 +16,12 @@ from longdraft.engine.settings import CACHE_RAM, SNAPSHOT, SNAPSHOT_MAX
 from longdraft.errors import UsageError, check
 from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.request.settings import Range, Setting, setting, settings_of
+from longdraft.system import machine
 
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*?#\s]+")
 _USABLE_SHARE = 0.8  # of the memory that is free once the model is loaded
-_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 _QUOTA = Range(0, cure="0 sets no limit")
 _INTERVAL = Range(0, above=True, words="more than 0 seconds")
 T = TypeVar("T")
@@ -247,28 +247,8 @@ def cache_budget(device_free: int | None = None) -> int:
     device_free  free bytes of a device with its own memory; None: caches are in system memory, within the limit of the
                  control group
     """
-    return max(MiB, int((_free_system_memory() if device_free is None else device_free) * _USABLE_SHARE))
-
-
-def _free_system_memory() -> int:
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    try:
-        free = _read_counter(_PROC / "meminfo", "MemAvailable:") * 1024
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            # The group's usage includes inactive file pages, which the kernel reclaims on demand.
-            used = int((_CGROUP / "memory.current").read_text()) - _read_counter(_CGROUP / "memory.stat",
-                                                                                 "inactive_file")
-            free = min(free, int(limit) - used)
-    except (OSError, ValueError, StopIteration):
-        pass
-    return free
-
-
-def _read_counter(file: Path, name: str) -> int:
-    """The number beside `name` in a file with a name and a number on each line."""
-    lines = (line.split() for line in file.read_text().splitlines())
-    return next(int(words[1]) for words in lines if words[0] == name)
+    free = machine.available_memory() if device_free is None else device_free
+    return max(MiB, int(free * _USABLE_SHARE))
 
 
 def default_journal_folder() -> Path:

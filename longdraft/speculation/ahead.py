@@ -18,6 +18,7 @@ from longdraft.kernels.switches import is_on
 from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted
 from longdraft.speculation.routine import CostClock
 
 WRITES_AHEAD = is_on("WRITES_AHEAD")
@@ -38,15 +39,17 @@ class PlainAhead:
         self._place = 0  # length of the text that the first of them follows
         self._is_begun = False
 
-    def take(self, context: Context, max_tokens: int) -> int | None:
-        """The token after the text, whose last row is committed then; None where a step has to compute it."""
+    def step(self, context: Context, max_tokens: int) -> Accepted | None:
+        """The outcome of the next step, as that of `Step.run`; None where a step has to compute it."""
         if not self._tokens or self._place != len(context):
             self._place, self._tokens = len(context), self._computed(context, max_tokens)
         if not self._tokens:
             return None
         self._place += 1
         self._cache.skip(1)
-        return self._tokens.pop(0)
+        token = self._tokens.pop(0)
+        context.extend([token])
+        return Accepted((token,), (0,), (), None)
 
     def _computed(self, context: Context, max_tokens: int) -> list[int]:
         """The tokens that follow the text, as many as pay; none where that is not possible."""

@@ -16,9 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
+from longdraft.kernels import single_threaded_torch
+from longdraft.model.transformer import tree_rows
+from longdraft.request.tree import root_only
 from longdraft.speculation.decayed_rate import DecayedRate
+from longdraft.speculation.step import Step
 
 _ENOUGH_STEPS = 16  # a mean and a fit need this many steps
 _FEW_ROWS = 6  # products of so many rows read their weights once
@@ -121,3 +126,17 @@ class PlainSpeed:
         if not cost:
             return {"plain_tokens_per_second": None, "plain_is": None}
         return {"plain_tokens_per_second": self._tokens / (cost * self._reads), "plain_is": basis}
+
+
+def measure_plain_step(step: Step, decode_seconds: float) -> float:
+    """Seconds that plain decoding takes for the next token: a forward of the root alone, and the steps' overhead.
+
+    The forward is computed now and its row dropped, so the text does not change. decode_seconds: of all steps so far
+    """
+    start = perf_counter()
+    with single_threaded_torch(step.model.kernels):
+        step.model.forward(tree_rows(root_only(step.context.last), len(step.context) - 1), step.cache, 1)
+    seconds = perf_counter() - start
+    step.cache.commit(())
+    overhead, steps = decode_seconds - step.timings.draft - step.timings.verify, step.tally.steps
+    return seconds + (max(0.0, overhead) / steps if steps else 0.0)

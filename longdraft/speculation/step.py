@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from longdraft.cache.full import FullCache
 from longdraft.errors import NumericalError
-from longdraft.kernels import single_threaded_torch
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.request.context import Context
-from longdraft.request.tree import Tree, root_only
+from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
@@ -78,16 +77,6 @@ class Step(NamedTuple):
     drafts_forced: bool = False
     ahead: PlainAhead | None = None
 
-    def measure_plain(self, decode_seconds: float) -> float:
-        """See `Generation.measure_plain_step`. decode_seconds: of all steps so far."""
-        start = clock()
-        with single_threaded_torch(self.model.kernels):
-            self.model.forward(tree_rows(root_only(self.context.last), len(self.context) - 1), self.cache, 1)
-        seconds = clock() - start
-        self.cache.commit(())
-        overhead, steps = decode_seconds - self.timings.draft - self.timings.verify, self.tally.steps
-        return seconds + (max(0.0, overhead) / steps if steps else 0.0)
-
     def run(self, max_tokens: int) -> Routine[Accepted]:
         """One step: appends at least one and at most `max_tokens` tokens to the context.
 
@@ -95,16 +84,14 @@ class Step(NamedTuple):
         """
         context, timings = self.context, self.timings
         began = clock()
-        if self.ahead is not None and self.num_logprobs is None:
-            token = self.ahead.take(context, max_tokens)
-            if token is not None:
-                context.extend([token])
-                self.tally.steps += 1
-                timings.verify += clock() - began
-                return Accepted((token,), (0,), (), None)
+        if self.ahead and (accepted := self.ahead.step(context, max_tokens)):
+            self.tally.steps += 1
+            timings.verify += clock() - began
+            return accepted
         tree = yield from self._propose(max_tokens - 1)
         drafted = clock()
-        choice = self.sampler.tree_choice(tree, context) if self.num_logprobs is None else None
+        device = self.sampler.on_device
+        choice = device.tree_choice(tree, context) if device and self.num_logprobs is None else None
         result = yield ForwardRequest(self.model, tree_rows(tree, len(context) - 1), self.cache, len(tree),
                                       choice=choice)
         verified = clock()

@@ -23,6 +23,7 @@ from longdraft.version import __version__
 
 _ROUNDS = 9  # the bandwidth is that of the fastest round; other processes may disturb some rounds
 _SHORTEST_S = 1e-9  # a clock may not see a shorter time
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def read_bandwidth(memory: int) -> float:
@@ -99,8 +100,7 @@ def dtype_name(kernels: Kernels) -> str:
 
 def affordable(memory: int) -> int:
     """`memory` bytes, or a quarter of the available memory if that is less, as a whole number of pages."""
-    available = _meminfo_available()
-    memory = memory if available is None else min(memory, available // 4)
+    memory = min(memory, available_memory() // 4)
     return max(1, memory // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -113,8 +113,24 @@ def memory_bytes() -> int | None:
 
 
 def available_memory() -> int:
-    """Bytes of available memory, or one GiB if the system does not report it."""
-    return _meminfo_available() or 1 << 30
+    """Bytes of available memory, within the limit of the control group. Half of all memory, or one GiB, if the system
+    does not report it."""
+    free = (memory_bytes() or 1 << 31) // 2
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        free = _read_counter(_PROC / "meminfo", "MemAvailable:") * 1024
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            # The group's usage includes inactive file pages, which the kernel reclaims on demand.
+            used = int((_CGROUP / "memory.current").read_text()) - _read_counter(_CGROUP / "memory.stat",
+                                                                                 "inactive_file")
+            free = max(0, min(free, int(limit) - used))
+    return free
+
+
+def _read_counter(file: Path, name: str) -> int:
+    """The number beside `name` in a file with a name and a number on each line."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return next(int(words[1]) for words in lines if words[0] == name)
 
 
 def return_free_memory() -> None:
@@ -137,14 +153,6 @@ def processor() -> str:
         if "model name" in facts:
             return f"{facts['model name']} ({' '.join(units)})" if units else facts["model name"]
     return platform.processor() or platform.machine()
-
-
-def _meminfo_available() -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def _last_level_cache() -> int | None:

@@ -11,6 +11,7 @@ import torch
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialCache
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
@@ -70,7 +71,7 @@ def _difference(tree: Forward, row: int, plain: Forward) -> str:
 
 def _cache(model: Transformer, context: int) -> FullCache:
     """Random rows, and random states of delta layers. The same each time."""
-    cache, generator = model.random_cache(context, _ROOM), torch.Generator(model.kernels.device).manual_seed(8)
+    cache, generator = random_cache(model, context, _ROOM), torch.Generator(model.kernels.device).manual_seed(8)
     for state in cache.states.current if cache.states else ():
         state.matrix.normal_(0, 0.1, generator=generator)
         state.history.normal_(0, 1, generator=generator)
@@ -124,13 +125,13 @@ def layer_chains(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict
 def _eagle(target: Transformer) -> Callable[[int], Drafts]:
     head = random_eagle(target)
     tapped = target.with_taps(head.taps)
-    return lambda context: _drafts(target, EagleDraftModel(head, tapped.random_cache(context, _ROOM), _WINDOW, _SINKS,
+    return lambda context: _drafts(target, EagleDraftModel(head, random_cache(tapped, context, _ROOM), _WINDOW, _SINKS,
                                                            CHAIN))
 
 
 def _glide(target: Transformer) -> Callable[[int], Drafts]:
     layer = random_glide(target)
-    return lambda context: _drafts(target, GlideDraftModel(layer, target, target.random_cache(context, _ROOM), CHAIN))
+    return lambda context: _drafts(target, GlideDraftModel(layer, target, random_cache(target, context, _ROOM), CHAIN))
 
 
 def _drafts(target: Transformer, drafts: EagleDraftModel | GlideDraftModel) -> Drafts:

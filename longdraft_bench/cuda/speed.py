@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import UsageError
 from longdraft.kernels.cuda import linear
@@ -165,7 +166,7 @@ def graph_us(device: torch.device, work: Sequence[Callable[[], object]], repeats
 
 def verifies(model: Transformer, context: int, rows: int) -> Callable[[], object]:
     """A verification of `rows` rows after `context` random ones: forward, logits and sampling. Commits nothing."""
-    cache, text = model.random_cache(context, _ROOM), Context([5] * (context + 1))
+    cache, text = random_cache(model, context, _ROOM), Context([5] * (context + 1))
     sampler = Sampler(SAMPLING, kernels=model.kernels)
     tree = chain(5, [5] * (rows - 1), "guess")
 
@@ -230,7 +231,7 @@ def plain_ms(model: Transformer, context: int, count: int) -> tuple[float, list[
 
 def plain_step(model: Transformer, context: int, params: SamplingParams = SAMPLING) -> Step:
     """Plain decoding after random rows."""
-    return Step(model, model.random_cache(context, _ROOM), PlainDrafter(), Sampler(params, kernels=model.kernels),
+    return Step(model, random_cache(model, context, _ROOM), PlainDrafter(), Sampler(params, kernels=model.kernels),
                 Context([5] * (context + 1)), Timings(), Tally())
 
 

@@ -17,6 +17,7 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialCache
 from longdraft.cache.remainder import new_fit
 from longdraft.cache.row_selection import heaviest_positions
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.self_draft import MagicDecOptions, TokenSwiftOptions, new_partial_cache
 from longdraft.drafters.streaming_model import StreamingDraftModel
@@ -94,7 +95,7 @@ def fetches(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str,
 def laws(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
     """Milliseconds of a verification, choice included, with the filters on the device and on the host."""
     model = bench.model(shape)
-    cache, text = model.random_cache(context, _ROOM), Context([5] * (context + 1))
+    cache, text = random_cache(model, context, _ROOM), Context([5] * (context + 1))
 
     def measure(settings: dict[str, Any], rows: int) -> dict[str, Any]:
         params = SamplingParams(max_new_tokens=200_000, seed=7, ignore_eos=True, **settings)
@@ -129,7 +130,7 @@ def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict
     model = bench.model(shape)
 
     def measure(count: int, rows: int) -> dict[str, Any]:
-        caches = [model.random_cache(context - text, _ROOM) for text in range(count)]
+        caches = [random_cache(model, context - text, _ROOM) for text in range(count)]
         tree, times, results = chain(5, [5] * (rows - 1), "guess"), dict[str, Any](), []
         requests = [ForwardRequest(model, tree_rows(tree, cache.length), cache, rows) for cache in caches]
 
@@ -190,11 +191,11 @@ def chains_of_texts(plan: CudaPlan, model: Transformer,
 
 def self_drafting(model: Transformer, context: int) -> tuple[Context, PartialCache, SelfDraftModel, Sampler]:
     """A text after so many random rows, with what drafts over a partial cache with its remainder."""
-    cache, text = model.random_cache(context, _ROOM), Context([5 + place % 7 for place in range(context + 1)])
+    cache, text = random_cache(model, context, _ROOM), Context([5 + place % 7 for place in range(context + 1)])
     result = model.forward(tree_rows(chain(5, [5] * 7, "guess"), context), cache, 8)
     cache.commit([])
-    settings = MagicDecOptions(budget=min(192, context // 2), sinks=4, refresh=4).settings()
-    partial_cache = new_partial_cache(settings, model, cache)
+    options = MagicDecOptions(budget=min(192, context // 2), sinks=4, refresh=4)
+    partial_cache = new_partial_cache(options, model, cache)
     partial_cache.update(AttentionRows.all(result.attention_output))
     return text, partial_cache, SelfDraftModel(model, partial_cache), Sampler(SAMPLING, kernels=model.kernels)
 
@@ -242,9 +243,9 @@ def upkeep(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, 
     """Milliseconds of the upkeep of a partial cache for a step of four rows, in a graph and by PyTorch, with a solution
     every 32 rows, and how far the fits differ; of a selection of heavy hitters, and the floor of reading keys."""
     model, times, maps = bench.model(shape), dict[str, Any](), []
-    cache = model.random_cache(context, _ROOM)
-    size = TokenSwiftOptions().settings().budget
-    stores = model.random_cache(size.budget, _ROOM).stores
+    cache = random_cache(model, context, _ROOM)
+    size = TokenSwiftOptions().partial_budget
+    stores = random_cache(model, size.budget, _ROOM).stores
     found = model.forward(tree_rows(chain(5, [5] * 3, "guess"), context), cache, 4).attention_output
     found.lse.add_(1.0)  # keys of a random cache have nearly equal shares: something is left out
     rows = AttentionRows.all(found)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longdraft.checkpoint.config_file import parse_config
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.errors import UsageError
 from longdraft.kernels import Kernels
 from longdraft.kernels.cpu.kernels import CpuKernels
@@ -76,7 +77,7 @@ def measure(plan: ForwardsPlan, chosen: Kernels) -> list[Record]:
 def _measure_rows(plan: ForwardsPlan, models: dict[str, Transformer], rows: int) -> list[Record]:
     """Forwards of `rows` rows after random keys, each of other tokens, beside the bandwidth in the same turn."""
     target = models["one call"]
-    cache = target.random_cache(plan.context, 64)
+    cache = random_cache(target, plan.context, 64)
     clock = time.process_time if plan.cpu_time else time.perf_counter
 
     def bandwidth() -> float:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.cache.full import fill_randomly
+from longdraft.drafters.auto.calibration import fill_randomly
 from longdraft.kernels import KV, Kernels, Linear
 from longdraft.model.config import ModelConfig
 from longdraft.report.table import Table

@@ -33,6 +33,7 @@ from longdraft.kernels.cpu import native
 from longdraft.report.table import Table
 from longdraft.report.turns import Record
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.speculation.drafter import memory_of
 from longdraft.system import machine
 from longdraft.text.tokenizer import Tokenizer
 
@@ -124,7 +125,8 @@ def measure(plan: MemoryPlan, text: str) -> Record:
             for _ in generation:
                 if stage == "first token":
                     break
-            add(stage, weights + generation.cache_bytes + generation.drafter_bytes + (tree.nbytes if tree else 0))
+            held = generation.step.cache.nbytes + memory_of(generation.step.drafter)
+            add(stage, weights + held + (tree.nbytes if tree else 0))
     return {"before_bytes": before, "tokenizer_bytes": tokenizer, "peak_bytes": _resident("VmHWM") - before,
             "stages": stages}
 

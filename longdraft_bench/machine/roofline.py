@@ -18,6 +18,7 @@ import torch
 from longdraft.cache.full import FullCache
 from longdraft.checkpoint import checkpoint, config_file, hub
 from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import UsageError
 from longdraft.kernels import KV, Kernels
@@ -71,7 +72,7 @@ class ModelCopies:
         count = num_copies(self.bytes_of_step(context), memory)
         while len(self._loaded) < count:
             self._loaded.append(checkpoint.load_transformer(self._files, self.config, self.kernels, self.quantize))
-        return [CachedText(model, model.random_cache(context, _ROOM)) for model in self._loaded[:count]]
+        return [CachedText(model, random_cache(model, context, _ROOM)) for model in self._loaded[:count]]
 
     def check(self, contexts: Sequence[int], steps: int) -> None:
         """Raise UsageError if the contexts and the steps after them exceed the model's context limit."""

@@ -239,7 +239,8 @@ class PublishedDrafter:
         template, logits = self._options.tree[:max_depth], result.logits
         if self._heads and len(template) > 1:
             logits = torch.cat([logits, self._heads.logits(result.hidden)])
-        guesses = [self._sampler.rank(logits[ahead], context, (), width, ahead) for ahead, width in enumerate(template)]
+        guesses = [self._sampler.ranked(logits[ahead], context, (), width, ahead).tokens
+                   for ahead, width in enumerate(template)]
         return self._tree(context.last, guesses)
 
     def _tree(self, root: int, guesses: list[list[int]]) -> Tree:

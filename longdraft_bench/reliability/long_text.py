@@ -17,6 +17,7 @@ import numpy as np
 
 from longdraft.engine.loading import load
 from longdraft.report.turns import Record
+from longdraft.speculation.drafter import memory_of
 from longdraft_bench.reliability.kills import PROMPT, params
 
 MOST_BYTES_PER_TOKEN = 200  # beyond the caches
@@ -36,8 +37,8 @@ def run(tokens: int, drafter: str, every: int, threads: int | None) -> Record:
             length = len(generation.tokens)
             if length >= every * (len(rows) + 1) or event.finish_reason:
                 rows.append({"tokens": length, "resident_bytes": _resident_bytes(), "steps": len(times),
-                             "seconds_per_step": statistics.median(times), "cache_bytes": generation.cache_bytes,
-                             "drafter_bytes": generation.drafter_bytes})
+                             "seconds_per_step": statistics.median(times), "cache_bytes": generation.step.cache.nbytes,
+                             "drafter_bytes": memory_of(generation.step.drafter)})
                 times = []
             began = time.perf_counter()
     stats = generation.stats()

@@ -59,7 +59,7 @@ def _filler(model: Transformer, small: Transformer, prompt: Sequence[int]) -> Ca
         return None
     held = Correspondence(small.config, model.config)
     cache = read_by(small, prompt[: max(0, len(prompt) - _LAST)])
-    return lambda generation: fill(generation._cache, cache, model, held)
+    return lambda generation: fill(generation.step.cache, cache, model, held)
 
 
 def buckets(turns: Sequence[Record], first: Sequence[Record], size: int) -> list[Record]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longdraft.checkpoint import hub
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.errors import check
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.report.table import Table
@@ -42,7 +43,7 @@ def by_quantization(models: Sequence[ModelCopies], ids: Sequence[int], context: 
 
     The settings take turns in decoding, so that a slow moment of the machine affects all.
     """
-    texts = [CachedText(each.model, each.model.random_cache(context)) for each in models]
+    texts = [CachedText(each.model, random_cache(each.model, context)) for each in models]
     rounds = in_rounds({str(index): partial(_step_ms, text) for index, text in enumerate(texts)}, repeats)
     records = []
     for each, times in zip(models, rounds.values(), strict=True):

@@ -69,7 +69,7 @@ def first_token(engine: Engine, ids: list[int], salt: str | None) -> FirstToken:
     began = time.perf_counter()
     with engine.generate(ids, engine.params(max_new_tokens=8, seed=7, min_p=0.1), cache_salt=salt) as generation:
         next(generation)
-        return FirstToken(time.perf_counter() - began, generation.cached_tokens)
+        return FirstToken(time.perf_counter() - began, generation.reuse.cached_tokens)
 
 
 def measure_first_token(engine: Engine, ids: list[int], rounds: int) -> Record:

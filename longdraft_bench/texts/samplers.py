@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.engine import run_statistics
 from longdraft.engine.engine import Engine
@@ -92,7 +93,7 @@ _DRY: dict[str, dict[str, Any]] = {"without": {}, "allowed 2": _CHAT, "allowed 4
 def measure_cost(engine: Engine, prompt: Sequence[int], positions: int) -> list[Record]:
     """Median times of a step after `positions` tokens, and of choosing for a tree of 40 nodes, with DRY and without."""
     check(len(prompt) >= positions, "tokens in --prompt-file", len(prompt), f"{positions} or more")
-    cache = engine.model.random_cache(positions - 1, 1024)
+    cache = random_cache(engine.model, positions - 1, 1024)
     tails = [list(prompt[start : start + 13]) for start in (1000, 20_000, 50_000)]
     context = Context(prompt[:positions])
     tree = from_paths(context.last, tails, "test")

@@ -93,7 +93,7 @@ def text_of_shared_chunks(engine: longdraft.Engine, prompt: list[int], params: S
     for ids, salt in ((prompt, None), (prompt, ""), (prompt, ""), (prompt[:24], None), (prompt[:24], "")):
         generation = engine.generate(ids, params, cache_salt=salt)
         texts.append(list(generation)[-1].stats["sha256_tokens"])
-        cached.append(generation.cached_tokens)
+        cached.append(generation.reuse.cached_tokens)
     assert cached == [0, 0, 32, 0, 16]
     assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4]
     return texts[0]

@@ -15,11 +15,11 @@ import torch
 
 from helpers import serving
 from longdraft.checkpoint.sizing import LARGEST_TREE
-from longdraft.server import settings as server_settings
 from longdraft.server.jobs import EventQueue
 from longdraft.server.prepare import Preparer
 from longdraft.server.schemas import CompletionRequest
 from longdraft.server.settings import ServerSettings, cache_budget
+from longdraft.system import machine
 
 pytestmark = pytest.mark.full
 
@@ -138,8 +138,8 @@ def test_the_budget_counts_the_cache_on_a_device(tiny, monkeypatch):
 
 
 def test_the_budget_is_a_share_of_free_device_or_system_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_settings, "_PROC", tmp_path)
-    monkeypatch.setattr(server_settings, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "_PROC", tmp_path)
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     system = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 1 << 20 < cache_budget() < system, "without /proc and control group"
     (tmp_path / "meminfo").write_text("MemTotal: 64000 kB\nMemAvailable:   50000 kB\n")

@@ -142,7 +142,7 @@ def begin(engine: longdraft.Engine, drafts: dict[str, Transformer], drafter: str
     loaded = replace(engine.loaded, draft=drafts.get(options.get("model")), draft_name=options.get("model", ""))
     generation = Engine(loaded, DrafterChoice.parse(name, options)).generate(prompt, params)
     if drafter in LIARS:
-        generation._step = generation._step._replace(drafter=liar(drafter, list(truth), len(prompt)))
+        generation.step = generation.step._replace(drafter=liar(drafter, list(truth), len(prompt)))
     return generation
 
 

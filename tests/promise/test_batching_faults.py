@@ -46,15 +46,15 @@ def test_a_cache_that_cannot_be_allocated_ends_only_its_request(plain):
         def refuse(k, v):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 
-        generation._cache.append = refuse
+        generation.step.cache.append = refuse
 
     assert isinstance(run_beside(plain, spoil), MemoryError)
 
 
 def test_damaged_logits_end_only_their_request(plain):
     def spoil(generation: Generation) -> None:
-        sampler = generation._step.sampler
-        generation._step.sampler.choose = lambda logits, tree, context: type(sampler).choose(
+        sampler = generation.step.sampler
+        generation.step.sampler.choose = lambda logits, tree, context: type(sampler).choose(
             sampler, logits * float("nan"), tree, context)
 
     assert isinstance(run_beside(plain, spoil), NumericalError)

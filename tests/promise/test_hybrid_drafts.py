@@ -129,7 +129,7 @@ def test_texts_that_begin_alike_are_the_plain_ones(engine, folders):
     for prompt in (*prompts, *prompts):
         text = drafted.generate(prompt, params(2))
         assert tokens_of(text) == tokens_of(engine.generate(prompt, params(2), cache_salt=None))
-    assert text.cached_tokens >= 400
+    assert text.reuse.cached_tokens >= 400
 
 
 # Draft models that lie.

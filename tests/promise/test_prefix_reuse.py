@@ -70,11 +70,11 @@ def test_every_drafter_writes_the_same_text_cold_and_warm(tiny, drafter):
     assert text_of(plain.generate(prompt, params)) == cold
     for expected in (len(prompt) - 1 - 128, len(prompt) - 1 - 128):
         warm = drafting.generate(prompt, params)
-        assert text_of(warm) == cold and warm.cached_tokens == expected
+        assert text_of(warm) == cold and warm.reuse.cached_tokens == expected
     longer = [*prompt, *cold, *prompt_of(30, seed=8)]
     warm = drafting.generate(longer, params)
     assert text_of(warm) == text_of(plain.generate(longer, params, cache_salt=None))
-    assert warm.cached_tokens == len(longer) - 1 - 128
+    assert warm.reuse.cached_tokens == len(longer) - 1 - 128
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
@@ -123,13 +123,13 @@ def test_texts_of_a_hybrid_continue_from_kept_states(hybrid, drafter):
     prompt = prompt_of(STORE_BLOCK + 700)
     first = engine.generate(prompt, params)
     answer = text_of(first)
-    assert first.cached_tokens == 0
+    assert first.reuse.cached_tokens == 0
     for text, expected in ((prompt, len(prompt) - 1 - 16), (prompt + answer + prompt_of(30), len(prompt + answer) - 1),
                            (prompt[:600] + prompt_of(90, 9), 496), (prompt[: STORE_BLOCK + 5] + prompt_of(90, 9), 4080),
                            (prompt[:400] + prompt_of(90, 9), 0)):
         warm = engine.generate(text, params)
         assert text_of(warm) == text_of(cold.generate(text, params, cache_salt=None))
-        assert warm.cached_tokens == expected
+        assert warm.reuse.cached_tokens == expected
 
 
 class OtherRank(SingleProcess):
@@ -151,7 +151,7 @@ def test_ranks_that_kept_different_states_continue_where_all_have_one(hybrid, pl
     cold = text_of(engine.generate(prompt, batch_params()))
     ranks = Engine(replace(engine.loaded, ranks=OtherRank(places)), engine.choice)
     warm = ranks.generate(prompt, batch_params())
-    assert text_of(warm) == cold and warm.cached_tokens == expected
+    assert text_of(warm) == cold and warm.reuse.cached_tokens == expected
 
 
 def test_a_hybrid_takes_no_rows_after_which_no_states_were_kept(hybrid, monkeypatch):
@@ -160,7 +160,7 @@ def test_a_hybrid_takes_no_rows_after_which_no_states_were_kept(hybrid, monkeypa
     cold = text_of(engine.generate(prompt, batch_params()))
     monkeypatch.setattr(reuse, "shareable_rows", lambda _, *given: shareable_rows(True, *given))
     warm = engine.generate(prompt, batch_params())
-    assert text_of(warm) == cold and warm.cached_tokens == 0
+    assert text_of(warm) == cold and warm.reuse.cached_tokens == 0
 
 
 def test_random_trees_of_hybrid_texts_in_batches(hybrid):
@@ -187,7 +187,7 @@ def test_wrong_states_write_another_text(hybrid, monkeypatch):
         for state in (state for states in piece.states.values() for state in states):
             state.matrix.mul_(-8)
     lied = engine.generate(prompt, batch_params(temperature=0.0))
-    assert text_of(lied) != truth and lied.cached_tokens
+    assert text_of(lied) != truth and lied.reuse.cached_tokens
 
 
 def test_a_tree_with_wrong_rows_writes_another_text(engine, monkeypatch):
@@ -208,7 +208,7 @@ def test_a_tree_with_wrong_rows_writes_another_text(engine, monkeypatch):
     monkeypatch.setattr(FullCache, "copy_block", lying)
     assert text_of(engine.generate(prompt, batch_params(temperature=0.0))) == truth  # it read the prompt itself
     lied = engine.generate(prompt, batch_params(temperature=0.0))
-    assert text_of(lied) != truth and lied.cached_tokens
+    assert text_of(lied) != truth and lied.reuse.cached_tokens
 
 
 @pytest.mark.full
@@ -221,8 +221,8 @@ def test_stored_rows_equal_recomputed_rows_on_every_kernel(folder, name, quantiz
     for salt in (None, "", ""):
         generation = engine.generate(prompt, batch_params(max_new_tokens=4), cache_salt=salt)
         list(generation)
-        caches.append(generation._cache)
-    assert generation.cached_tokens == len(prompt) - 129
+        caches.append(generation.step.cache)
+    assert generation.reuse.cached_tokens == len(prompt) - 129
     places = torch.arange(caches[0].length).expand(2, -1)
     for cold, warm in zip(caches[0].stores, caches[2].stores, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(cold.read(places), warm.read(places), strict=True))
@@ -289,7 +289,7 @@ def test_a_resumed_text_takes_over_what_it_wrote(engine, tmp_path):
         for _ in range(40):
             next(generation)
     resumed = engine.resume(tmp_path)
-    assert text_of(resumed) == expected and resumed.cached_tokens == 240 - 129
+    assert text_of(resumed) == expected and resumed.reuse.cached_tokens == 240 - 129
 
 
 def test_lengths_that_rotate_otherwise_share_nothing(tmp_path):
@@ -300,7 +300,7 @@ def test_lengths_that_rotate_otherwise_share_nothing(tmp_path):
         params = batch_params(max_new_tokens=tokens)
         warm = engine.generate(prompt_of(200), params)
         assert text_of(warm) == text_of(engine.generate(prompt_of(200), params, cache_salt=None))
-        assert warm.cached_tokens == expected, tokens
+        assert warm.reuse.cached_tokens == expected, tokens
 
 
 def test_short_prompts_and_an_absent_tree(folder, engine):

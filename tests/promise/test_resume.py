@@ -257,6 +257,6 @@ def test_only_the_kv_cache_grows_with_the_text(tmp_path):
     beyond = {}
     for steps, _ in enumerate(generation, 1):
         if steps in (3000, 6000):
-            beyond[steps] = resident_bytes() - generation.cache_bytes
-    assert generation.cache_bytes > 6 << 20
+            beyond[steps] = resident_bytes() - generation.step.cache.nbytes
+    assert generation.step.cache.nbytes > 6 << 20
     assert beyond[6000] - beyond[3000] < 4 << 20  # the allocator takes memory by pages of two megabytes

@@ -59,7 +59,7 @@ def cut(engine, tmp_path_factory) -> Path:
     """A journal of a text that was ended after 2 blocks and 700 rows, with its snapshot."""
     where = tmp_path_factory.mktemp("cut")
     with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always") as generation:
-        while len(generation._step.context) <= ROWS:
+        while len(generation.step.context) <= ROWS:
             next(generation)
     return where
 
@@ -115,7 +115,7 @@ def hybrid(tmp_path_factory) -> tuple[Path, Path, list[int]]:
     make_hybrid(model, max_position_embeddings=16384)
     engine = longdraft.load(str(model), drafter="plain", cache_ram=0)
     with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always") as generation:
-        while len(generation._step.context) <= ROWS:
+        while len(generation.step.context) <= ROWS:
             next(generation)
     whole = engine.generate(PROMPT, replace(PARAMS, max_new_tokens=640))
     list(whole)
@@ -150,7 +150,7 @@ def test_wrong_states_of_a_snapshot_cost_time_only(hybrid, tmp_path, part, monke
     assert resumed(engine, tmp_path / "j", whole) == 0
     other = engine.generate(PROMPT, replace(PARAMS, max_new_tokens=30))  # nor do they reach other texts
     list(other)
-    assert other.tokens.tolist() == whole[:30] and other.cached_tokens == 2 * STORE_BLOCK - 16
+    assert other.tokens.tolist() == whole[:30] and other.reuse.cached_tokens == 2 * STORE_BLOCK - 16
 
 
 def test_a_finished_text_has_no_snapshot(engine, journal, whole):
@@ -300,7 +300,7 @@ def test_a_discarded_snapshot_and_the_prefix_tree(folder, journal, whole):
     assert resumed(with_tree, journal, whole) == 0
     generation = with_tree.resume(journal)
     assert [token for event in generation for token in event.tokens] == whole
-    assert generation.cached_tokens > 600
+    assert generation.reuse.cached_tokens > 600
 
 
 @pytest.mark.parametrize("of", [lambda x: x.float(), lambda x: x[:1], lambda x: x[:, :, :9]],

@@ -20,6 +20,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.cuda_texts import NAME, load
 from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
@@ -87,8 +88,8 @@ class Text:
         params = SamplingParams(max_new_tokens=50, seed=case.length, **LAWS[case.law])
         self.sampler = Sampler(params, [1], kernels=model.kernels)
         self.context = Context([(7 * place + case.length) % 90 for place in range(case.length)])
-        self.cache = model.random_cache(case.length - 4, 64)
-        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5).settings(), model, self.cache)
+        self.cache = random_cache(model, case.length - 4, 64)
+        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5), model, self.cache)
         self.draft_model = SelfDraftModel(drafting, self.partial)
         self.verify(self.context.slice(case.length - 4, case.length - 1).tolist())
 

@@ -19,6 +19,7 @@ from helpers.cuda_kernels import DEVICE, HAS_CUDA, OperationRecorder
 from helpers.equality import prompt_of
 from longdraft import kernels
 from longdraft.checkpoint import config_file
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.kernels.cuda import shared_choice
 from longdraft.kernels.cuda.choice import ChosenTokens
@@ -66,7 +67,7 @@ class Text:
     """A text after random rows, whose steps are plain ones or verify a tree."""
 
     def __init__(self, model: Transformer, params: SamplingParams, length: int) -> None:
-        self.cache = model.random_cache(length - 1)
+        self.cache = random_cache(model, length - 1)
         self.sampler = Sampler(params, [1, 4], kernels=model.kernels)
         self.context = Context([(7 * place + length) % 40 for place in range(length)])
         self.step = Step(model, self.cache, PlainDrafter(), self.sampler, self.context, Timings(), Tally())
@@ -154,7 +155,8 @@ def requests_of(model: Transformer, texts: list[Text], trees: list[Tree]) -> Ite
 
     for text, tree in zip(texts, trees, strict=True):
         rows = tree_rows(tree, len(text.context) - 1)
-        yield ForwardRequest(model, rows, text.cache, len(tree), choice=text.sampler.tree_choice(tree, text.context))
+        choice = text.sampler.on_device.tree_choice(tree, text.context)
+        yield ForwardRequest(model, rows, text.cache, len(tree), choice=choice)
 
 
 def true_trees(model: Transformer, texts: list[Text]) -> list[Tree]:

@@ -101,7 +101,7 @@ class Drafting:
 
     def __init__(self, model: Transformer, prompt: tuple[FullCache, Forward], law: str, on_host: bool) -> None:
         cache, result = prompt
-        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5).settings(), model, cache)
+        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5), model, cache)
         self.partial.update(AttentionRows.all(result.attention_output))
         self.draft_model = SelfDraftModel(model, self.partial)
         params = SamplingParams(max_new_tokens=50, seed=3, **LAWS[law])

@@ -196,11 +196,11 @@ def test_texts_share_the_rows_of_whole_prompt_chunks(folders, monkeypatch, name)
 def test_the_cache_is_reserved_in_full_and_an_error_says_how_many_tokens_would_fit(folders, monkeypatch):
     engine = engine_of(folders, monkeypatch)
     text = engine.generate(prompt_of(30), PARAMS)
-    before = text.cache_bytes
+    before = text.step.cache.nbytes
     per_token = engine.model.cache_bytes_per_token
     assert before >= (30 + NEW) * per_token
     next(text)
-    assert text.cache_bytes == before
+    assert text.step.cache.nbytes == before
     text.close()
     monkeypatch.setattr(type(engine.model.kernels), "free_bytes", lambda self: 1500 * per_token)
     with pytest.raises(MemoryError, match=r"the cache of \d+ tokens takes .* 326 tokens would fit.*int8.*-fp8"):
@@ -217,7 +217,7 @@ def test_log_probabilities_of_a_text_are_those_that_the_host_computes(folders, m
         monkeypatch.setattr(DeviceSampler, "supports", staticmethod(lambda params, kernels, on=is_on_device: on))
         text = engine_of(folders, monkeypatch).generate(prompt_of(30), PARAMS, logprobs=2)
         found.append([event.logprobs for event in text])
-        assert (text._step.sampler.on_device is not None) == is_on_device
+        assert (text.step.sampler.on_device is not None) == is_on_device
     assert found[0] == found[1] and all(len(each.top) == 2 for step in found[0] for each in step)
 
 

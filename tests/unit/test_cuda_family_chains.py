@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, rows_of
 from helpers.cuda_texts import load
 from helpers.families import make_family
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
@@ -60,11 +61,11 @@ class Drafting:
     def __init__(self, model: Transformer, length: int, on_host: bool = False, count: int = 5, width: int = 2) -> None:
         self.model, self._on_host, self._count, self._width = model, on_host, count, width
         self.context = Context([(7 * place + length) % 90 for place in range(length)])
-        self.cache = model.random_cache(length - 4, 64)
+        self.cache = random_cache(model, length - 4, 64)
         for place, state in enumerate(self.cache.states.current if self.cache.states else ()):
             state.matrix.copy_(rows_of(*state.matrix.shape, seed=length + place))
             state.history.copy_(rows_of(*state.history.shape, seed=length + place + 50))
-        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5).settings(), model, self.cache)
+        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5), model, self.cache)
         result = model.forward(chain_rows(self.context.slice(length - 4, length - 1).tolist(), length - 4), self.cache)
         self.cache.commit(range(3))
         self.partial.update(AttentionRows.all(result.attention_output))
@@ -232,7 +233,7 @@ def test_plain_decoding_of_a_family_is_computed_ahead_of_the_host(model, monkeyp
     found, waits, honest = [], list[int](), launched.copied_to_host
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     for is_ahead in (True, False):
-        cache, sampler = model.random_cache(40, 64), Sampler(SamplingParams(max_new_tokens=9, seed=11, **LAW), [1],
+        cache, sampler = random_cache(model, 40, 64), Sampler(SamplingParams(max_new_tokens=9, seed=11, **LAW), [1],
                                                              kernels=model.kernels)
         context = Context([(7 * place) % 90 for place in range(41)])
         step = Step(model, cache, PlainDrafter(), sampler, context, Timings(), Tally(),

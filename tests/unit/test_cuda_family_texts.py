@@ -21,6 +21,7 @@ from helpers.cuda_texts import load
 from helpers.equality import prompt_of
 from helpers.families import make_family
 from longdraft.cache.full import FullCache
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.kernels.cuda import layerwise
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.request.sampling_params import SamplingParams
@@ -47,7 +48,7 @@ class Made(NamedTuple):
 
     def cache(self, length: int) -> FullCache:
         """Random rows and states."""
-        cache = self.model.random_cache(length)
+        cache = random_cache(self.model, length)
         for place, state in enumerate(cache.states.current if cache.states else ()):
             state.matrix.copy_(rows_of(*state.matrix.shape, seed=length + place))
             state.history.copy_(rows_of(*state.history.shape, seed=length + place + 50))

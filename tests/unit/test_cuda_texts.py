@@ -14,6 +14,7 @@ from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.checkpoint import config_file
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.kernels.cuda import shared_forward
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.model.transformer import ForwardRequest, Transformer, chain_rows, tree_rows
@@ -38,7 +39,7 @@ def model(request: pytest.FixtureRequest) -> Transformer:
 
 @pytest.fixture(scope="module")
 def caches(model: Transformer) -> list[FullCache]:
-    return [model.random_cache(length) for length in LENGTHS]
+    return [random_cache(model, length) for length in LENGTHS]
 
 
 def forward(model: Transformer, caches: list[FullCache], order: list[int]) -> dict[int, list[torch.Tensor]]:
@@ -70,7 +71,7 @@ def test_a_text_has_its_own_bits_whatever_its_company(model, caches, monkeypatch
             assert len(parts) == len(alone[text])
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, alone[text], strict=True))
     assert len(keys) == 3 and keys[0] is keys[1], "a graph belongs to numbers of texts and rows, not to certain texts"
-    newcomer = [*caches[:2], model.random_cache(41)]
+    newcomer = [*caches[:2], random_cache(model, 41)]
     forward(model, newcomer, [0, 1, 2])
     assert keys[3] is keys[0]
 
@@ -87,7 +88,7 @@ def test_without_the_switch_texts_run_one_after_another(model, caches, monkeypat
 def test_more_texts_than_fit_take_several_forwards(model, monkeypatch):
     """Rows of committed text count too: a chain of 5 rows is one of 8."""
     monkeypatch.setattr(shared_forward, "_MAX_ROWS", 16)
-    caches = [model.random_cache(length) for length in (3, 4, 6)]
+    caches = [random_cache(model, length) for length in (3, 4, 6)]
     keys: list[object] = []
     run = model.kernels.graphs.run
     monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))

@@ -19,6 +19,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import root_only
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.logprobs import likeliest
+from longdraft.speculation.plain_speed import measure_plain_step
 
 DRAFTERS = ("plain", "ngram", "suffix", "tokenswift", "medusa", "magicdec", "auto")
 KINDS = {
@@ -57,7 +58,7 @@ def test_a_bias_is_added_to_the_logits_and_nothing_else(kind):
         for is_fast in (True, False):
             sampler = Sampler(params, is_fast=is_fast)
             assert sampler.choose(logits, root_only(40), context) == plain
-            assert sampler.rank(logits[0], context, [], 1) == plain
+            assert sampler.ranked(logits[0], context, [], 1).tokens == plain
         assert torch.equal(logits, before)
 
 
@@ -165,7 +166,7 @@ def test_trying_plain_decoding_changes_nothing(engine):
         for event in generation:
             found += event.tokens
             if not event.finish_reason:
-                assert generation.measure_plain_step() > 0
+                assert measure_plain_step(generation.step, generation.statistics.decode_seconds) > 0
         assert found == expected, drafter
 
 

@@ -29,8 +29,8 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None,
     cache = model.new_cache()
     context = Context(prompt)
     sampler = Sampler(params, [1])
-    settings = MagicDecOptions(budget=budget, sinks=4, refresh=8, width=width).settings()
-    partial = new_partial_cache(settings, model, cache)
+    options = MagicDecOptions(budget=budget, sinks=4, refresh=8, width=width)
+    partial = new_partial_cache(options, model, cache)
     draft_model = SelfDraftModel(model, partial, vocabulary=vocabulary and DraftVocabulary(model, vocabulary))
     if not natively:
         draft_model.plan = lambda *given: None
@@ -91,7 +91,7 @@ def test_chains_of_several_texts_at_the_same_time_have_the_guesses_of_each_alone
     def begun(seed):
         """A text whose prompt is read, with a partial cache."""
         cache, context = model.new_cache(), Context(prompt_of(40 + 9 * seed, seed))
-        partial = new_partial_cache(MagicDecOptions(budget=24, sinks=4).settings(), model, cache)
+        partial = new_partial_cache(MagicDecOptions(budget=24, sinks=4), model, cache)
         forward = model.forward(chain_rows(context.slice(0, len(context) - 1).tolist(), 0), cache)
         cache.commit(range(len(context) - 1))
         partial.update(AttentionRows.all(forward.attention_output))

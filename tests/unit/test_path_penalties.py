@@ -117,13 +117,13 @@ def test_hopeless_guesses_are_dropped_before_the_forward(is_fast):
 
 
 def test_a_drafter_knows_what_dry_forbids():
-    """`rank` sees the penalty after its own path; with unknown tokens between, it sees none."""
+    """`ranked` sees the penalty after its own path; with unknown tokens between, it sees none."""
     context = Context([0, 1, 2, 3, 4, 0, 1, 2])
     row = torch.tensor([0.0, 0, 0, 2, 1, 0, 0, 0])
     sampler = Sampler(SamplingParams(temperature=0, dry_multiplier=0.8))
-    assert sampler.rank(row, context, [], 2) == [4, 3]
-    assert sampler.rank(row, context, [], 1, ahead=1) == [3]
-    assert sampler.rank(torch.tensor([0.0, 0, 0, 1, 2, 0, 0, 0]), context, [3], 1) == [3]
+    assert sampler.ranked(row, context, [], 2).tokens == [4, 3]
+    assert sampler.ranked(row, context, [], 1, ahead=1).tokens == [3]
+    assert sampler.ranked(torch.tensor([0.0, 0, 0, 1, 2, 0, 0, 0]), context, [3], 1).tokens == [3]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import chain, from_paths, root_only
 from longdraft.sampling import process
 from longdraft.sampling.process import Support
-from longdraft.sampling.sampler import NO_TOKEN, Sampler, gumbel_argmax, gumbel_argmaxes
+from longdraft.sampling.sampler import NO_TOKEN, Sampler, gumbel_argmax
 
 SMALL = 12  # tokens in a small vocabulary
 
@@ -115,15 +115,7 @@ def test_a_row_that_is_not_finite_is_an_error_only_if_the_text_reaches_it():
         tree = from_paths(2, [[5], [6]], "test")
         chosen = sampler.choose(rows, tree, Context([1, 2]))
         assert chosen[1] == NO_TOKEN and chosen[0] >= 0 and chosen[2] >= 0
-        assert sampler.rank(rows[1], Context([1, 2]), [], 3) == []
-
-
-def test_noise_computed_for_several_rows_gives_the_same_choices():
-    supports = [Support(np.arange(3, 40, 1 + i), np.random.default_rng(i).normal(size=len(range(3, 40, 1 + i))))
-                for i in range(6)]
-    positions = [7, 7, 8, 9, 9, 10]
-    apart = [gumbel_argmax(kept, 5, position) for kept, position in zip(supports, positions, strict=True)]
-    assert gumbel_argmaxes(supports, 5, positions) == apart
+        assert sampler.ranked(rows[1], Context([1, 2]), [], 3).tokens == []
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3000), st.sampled_from([0.1, 1.0, 6.0]))
@@ -179,7 +171,7 @@ def test_a_drafter_with_the_targets_logits_ranks_the_targets_token_first(tempera
     for seed in range(50):
         row = torch.tensor(logits(seed, 200))
         taken = sampler.choose(row[None], root_only(context.last), context)
-        ranked = sampler.rank(row, context, [], 150)
+        ranked = sampler.ranked(row, context, [], 150).tokens
         assert ranked[0] == taken[0]
         assert len(set(ranked)) == 150
         context.extend(taken)

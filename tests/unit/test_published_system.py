@@ -89,7 +89,7 @@ def test_ngrams_are_chains_of_their_own(engine):
     """41 nodes, and after them 4 for each n-gram, which repeat the first guess."""
     prompt = engine.encode(TEXT)
     generation = start(engine, SYSTEM, prompt, SamplingParams(max_new_tokens=4, seed=1, penalty_window=20))
-    drafter = generation._step.drafter
+    drafter = generation.step.drafter
     next(generation)
     tree = drafter._tree(7, [[5], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
     assert len(tree) == 41 and set(tree.sources) == {"", "self", "heads"}
@@ -125,7 +125,7 @@ def test_the_published_system_writes_and_ranks_again(engine, options):
     events = list(generation)
     assert sum(len(event.tokens) for event in events) == 60
     assert max(event.depth for event in events) == (2 if "tree" in options else 4)
-    partial = generation._step.drafter.partial
+    partial = generation.step.drafter.partial
     assert partial.num_selections == {"full": 0, "static": 1}.get(options.get("cache"), 3)
     if options.get("cache") != "full":
         assert partial.length == 40

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
+import torch
 
 from longdraft.cache.full import FullCache
 from longdraft.drafters.auto.costs import DEFAULT_GROWTH, ROWS, Costs, DraftCosts, ForwardCosts
-from longdraft.kernels import threads
+from longdraft.kernels import Kernels, KVStore, threads
 from longdraft.kernels.launched import HostWork
 from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
@@ -41,6 +42,7 @@ _SLOW_S = 0.2  # what takes longer is timed once
 _USUAL_STEPS = 40  # a measurement takes as long as so many steps
 _LONG_S = 4.0  # a line announces one that takes longer
 _STRIDE = 9973  # between the guesses' token ids; a prime, so that they differ
+_RANDOM_BLOCK = 4096  # positions with keys and values of their own
 _SEVERAL = 8  # rows by which the growth of the text's part is measured
 
 
@@ -83,6 +85,33 @@ class _Guesses:
         """Nothing, likewise."""
 
 
+def random_cache(model: Transformer, positions: int, room: int = 0) -> FullCache:
+    """A cache of random keys and values, to time forwards after so many positions.
+
+    room  positions for which memory is written besides: the system gives memory when it is first written to, and what
+          is timed must not wait for that
+    """
+    cache = model.new_cache()
+    cache.reserve(positions + room)
+    for store in cache.stores:
+        fill_randomly(store, positions + room, model.kernels)
+    cache.skip(positions)
+    if cache.taps:
+        cache.taps.fill(positions)
+    return cache
+
+
+def fill_randomly(store: KVStore, positions: int, kernels: Kernels) -> None:
+    """Write random keys and values of so many positions to a store. They repeat every 4,096 positions and are the same
+    each time."""
+    generator = torch.Generator(kernels.device).manual_seed(1)
+    k, v = (torch.randn(min(positions, _RANDOM_BLOCK), *store.shape, generator=generator, device=kernels.device).to(
+        kernels.dtype) for _ in range(2))
+    for start in range(0, positions, _RANDOM_BLOCK):
+        count = min(_RANDOM_BLOCK, positions - start)
+        store.write(start, k[:count], v[:count])
+
+
 class _RandomText:
     """A text of random keys and values, and steps after it."""
 
@@ -90,7 +119,7 @@ class _RandomText:
         self.model = model
         self.sampler = sampler.of_another_text(is_structured=False)
         self._agree = agree
-        self.cache = model.random_cache(positions, 1024)
+        self.cache = random_cache(model, positions, 1024)
         self.context = Context([1] * (positions + 1))
         self.clock = CostClock(always=True)
         self.threads = int(agree(threads(model.kernels)))

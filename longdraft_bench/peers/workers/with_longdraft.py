@@ -8,6 +8,7 @@ import torch
 
 from longdraft import kernels
 from longdraft.cache.full import FullCache
+from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.engine.loading import load
 from longdraft.model.transformer import chain_rows
@@ -40,7 +41,7 @@ class StepEngine:
         self._begin(cache, tokens)
 
     def fill(self, length: int, limit_s: float) -> tuple[str, int]:
-        self._begin(self._model.random_cache(length), [5] * length)
+        self._begin(random_cache(self._model, length), [5] * length)
         return "random", length
 
     def step(self, token: int) -> int:
