@@ -41,7 +41,6 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     if largest >= vocab_size:
         raise ModelError(f"the tokenizer in {folder} has ids up to {largest}, but the model's vocabulary has "
                          f"{vocab_size} tokens; the tokenizer belongs to another model")
-    tokenizer.no_truncation()
     return tokenizer
 
 
