@@ -286,7 +286,8 @@ def _params(config: GenerationConfig, prompt: int, vocabulary: int, seed: int | 
     if config.do_sample:
         settings |= {"temperature": 1.0 if config.temperature is None else config.temperature, "top_k": config.top_k,
                      **{name: getattr(config, name) for name in ("top_p", "min_p", "eta_cutoff", "typical_p")}}
-    return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
+    return SamplingParams(**{name: defaults.within_limits(name, value) for name, value in settings.items()
+                             if value is not None})
 
 
 def _write(text: Generation, streamer: Any) -> list[int]:

@@ -24,10 +24,9 @@ from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import load_options
 from longdraft.errors import UsageError, check
 from longdraft.journal import Header, read_journal
-from longdraft.parts.auxiliary import require_ids_in_vocabulary
 from longdraft.parts.heads import require_model
 from longdraft.system import machine
-from longdraft.text.tokenizer import Tokenizer
+from longdraft.text.tokenizer import Tokenizer, require_ids_in_vocabulary
 
 log = logging.getLogger(__name__)
 MAX_CACHE_RAM = 8192  # MiB of the prefix tree, unless the caller asks for more
@@ -92,13 +91,13 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     model = hub.with_file(model, file)
     folder = hub.resolve(model, hub_options)
     require_model(folder)
-    config = config_file.read_config(folder)
+    words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder)
+    config = config_file.read_config(folder, words.end_id)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
     sizing.require_room(config, chosen, quantize, tensor_parallel)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
-    words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder)
-    require_ids_in_vocabulary(words, config.vocab_size, folder)
+    require_ids_in_vocabulary(words.vocabulary(), config.vocab_size, folder)
     files = TensorFiles(folder, on_read=on_load)
     cache = quantized_cache_of.chosen_folder(quantized_cache)
     packed = quantized_cache_of.open_packed(cache, files, config, chosen, quantize, "target")
@@ -109,6 +108,9 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     if quantize == "file" and not files.is_quantised:
         log.warning("%s: --quantize file changes nothing, because its files have no quantised matrices; int8 and int4 "
                     "quantise the weights while they are loaded", model)
+    if not config.eos_token_ids:
+        log.warning("%s: neither its configuration nor its tokenizer names a token that ends a text, so texts end at "
+                    "--max-new-tokens or --stop", model)
     sampling = defaults.read_defaults(folder)
     if sampling.ignored:
         log.warning("%s of %s: ignored %s", defaults.GENERATION_CONFIG, model, "; ".join(sampling.ignored))

@@ -61,7 +61,7 @@ class ChatTemplate:
         file = folder / "chat_template.jinja"
         if file.is_file():
             try:
-                source = file.read_text(encoding="utf-8")
+                source = file.read_text(encoding="utf-8-sig")
             except (OSError, ValueError) as error:
                 raise ModelError(f"cannot read {file}: {error}") from error
         if not source:

@@ -20,8 +20,8 @@ from longdraft.sampling import grammar
 from longdraft.system.files import lone_surrogate
 from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
-from longdraft.text.gguf_vocabulary import tokenizer_of
-from longdraft.text.tokenizer_config import add_tokens
+from longdraft.text.gguf_vocabulary import template_of, tokenizer_of
+from longdraft.text.tokenizer_config import add_tokens, special_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -34,6 +34,7 @@ _MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
 _BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
 _MAX_CUT = 256  # tokens that cutting a text may add
 _LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
+_MANY_MISSING = 12  # ids without a row; models with image input, and their tokenizers, may differ by a few
 _MAX_REMEMBERED = 64  # texts whose tokens are remembered
 _PANIC = "the model's tokenizer fails"
 _OTHER_FORMATS = ("tekken.json", "vocab.json")
@@ -62,6 +63,19 @@ class Tokenizer:
     def size(self) -> int:
         """The largest token id plus one."""
         return max(self.vocabulary().values(), default=-1) + 1
+
+    @cached_property
+    def begin_id(self) -> int | None:
+        """The token that `encode` puts before every text; None: it puts none."""
+        ids, own = self.encode("a"), self.encode("a", add_special_tokens=False)
+        return ids[0] if len(ids) > len(own) and ids[: len(own)] != own else None
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a text, as the tokenizer's own files say; None: they name none."""
+        special = template_of(open_gguf(self._folder))[1] if self._folder.is_file() else special_tokens(self._folder)
+        end: int | None = self._tokenizer.token_to_id(special.get("eos_token", ""))
+        return end
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, added tokens included."""
@@ -138,7 +152,12 @@ class Tokenizer:
     def for_grammars(self, vocabulary: int, eos_token: int) -> LLTokenizer:
         """This tokenizer for grammars (longdraft/sampling/grammar.py). It is made once; that takes up to seconds."""
         if self._for_grammars is None:
-            self._for_grammars = grammar.new_tokenizer(self._tokenizer.to_str(), vocabulary, eos_token)
+            content = self._tokenizer.to_str()
+            if self.size > vocabulary:  # grammars must not ask for tokens that the model has no row for
+                parts = json.loads(content)
+                parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < vocabulary]
+                content = json.dumps(parts)
+            self._for_grammars = grammar.new_tokenizer(content, vocabulary, eos_token)
         return self._for_grammars
 
     @cached_property
@@ -249,6 +268,18 @@ def _require_sound(content: bytes) -> None:
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
     """Hash of the tokens and their ids. Files that are trained for a model record it."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+def require_ids_in_vocabulary(vocabulary: Mapping[str, int], vocab_size: int, folder: Path) -> None:
+    """ModelError if many tokens of a vocabulary have ids that the model in `folder` has no row for.
+
+    A few are accepted, such as the one of image input that Gemma 3 1B lacks. Prompts with them are refused.
+    """
+    missing = sum(i >= vocab_size for i in vocabulary.values())
+    if missing >= _MANY_MISSING:
+        raise ModelError(f"the tokenizer in {folder} has ids up to {max(vocabulary.values())}, and the model has a "
+                         f"vocabulary of {vocab_size}, which lacks {missing} of them; give a folder whose tokenizer "
+                         "and model belong together")
 
 
 def require_same_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> None:

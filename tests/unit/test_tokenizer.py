@@ -15,11 +15,17 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from helpers.checkpoints import write_tokenizer
+import longdraft
+from helpers.checkpoints import make_checkpoint, write_tokenizer
 from longdraft.checkpoint import hub
-from longdraft.errors import ModelError
-from longdraft.text.tokenizer import StopText, Tokenizer
+from longdraft.drafters.corpus import Corpora
+from longdraft.errors import ModelError, UsageError
+from longdraft.server.settings import read_keys
+from longdraft.system.files import read_prompt
+from longdraft.text.chat_template import ChatTemplate
+from longdraft.text.tokenizer import StopText, Tokenizer, require_ids_in_vocabulary
 from longdraft.train.data import load_tokenizer, tokenise
+from longdraft.train.data_files import read_documents
 
 BROKEN = "\ufffd"
 NOVELIST = Tokenizer(hub.resolve("novelist"))
@@ -262,7 +268,7 @@ def test_a_tokenizer_neither_cuts_nor_fills_texts(tmp_path, what):
     tokenizer = Tokenizer(with_files(tmp_path, ACTING[what]))
     for text in ("hi", "a word " * 300, "a word " * 3000):
         assert len(tokenizer.encode(text)) == len(text)
-        assert next(tokenise(iter([text]), load_tokenizer(tmp_path, 320), None)).size == len(text)
+        assert next(tokenise(iter([text]), load_tokenizer(tmp_path, 320), None, 320)).size == len(text)
 
 
 def test_merges_are_not_left_out_at_random(tmp_path):
@@ -370,3 +376,96 @@ def test_names_with_needless_escapes_are_read_as_they_are(tmp_path):
     path.write_text(path.read_text().replace("precompiled_charsmap", "precom\\u0070iled_charsmap"))
     with pytest.raises(ModelError, match="charsmap claims 4,294,967,295 bytes and has 12"):
         Tokenizer(tmp_path)
+
+
+# Tokens that a model has no row for
+
+@pytest.fixture(scope="module")
+def lacking(tmp_path_factory) -> longdraft.Engine:
+    """A model whose tokenizer has two ids more than the model has rows, as Gemma 3 1B has one."""
+    folder = tmp_path_factory.mktemp("lacking")
+    make_checkpoint(folder, vocab_size=258)
+    tokenizer = HFTokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.add_tokens(["ab"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return longdraft.load(str(folder), drafter="plain")
+
+
+@pytest.mark.parametrize("prompt, token", [("So <image> it", "<image>"), ("<image>", "<image>"), ("cab", "ab")])
+def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused(lacking, prompt, token):
+    with pytest.raises(UsageError, match=f"allowed: 0 to 257; the model has no row for the token '{token}'"):
+        lacking.generate(prompt)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"banned_strings": ["ab", "<image>"]}, {"stop": ["ab", "<image>"]}, {"xtc_probability": 0.5},
+    {"dry_multiplier": 0.8, "dry_sequence_breakers": ["ab", "a"]}, {"structured_outputs": {"regex": "ab+c"}},
+    {"structured_outputs": {"regex": "<image>"}}], ids=str)
+def test_a_model_without_rows_for_a_few_tokens_writes_with_every_setting(lacking, settings):
+    generation = lacking.generate("So it", lacking.params(max_new_tokens=12, seed=1, **settings))
+    tokens = [token for event in generation for token in event.tokens]
+    assert tokens and max(tokens) < 258
+
+
+def test_training_refuses_tokens_without_a_row_and_a_corpus_leaves_them_out(lacking, tmp_path):
+    folder = lacking.loaded.files.folder
+    with pytest.raises(UsageError, match="a token id of the data is 259; allowed: 0 to 257"):
+        list(tokenise(iter(["a cab"]), load_tokenizer(folder, 258), None, 258))
+    (tmp_path / "corpus.txt").write_text("a cab")
+    engine = lacking.with_drafter("suffix", {"corpus": str(tmp_path)})
+    params = lacking.params(max_new_tokens=20, seed=1)
+    texts = [[token for event in each.generate("a c", params) for token in event.tokens] for each in (engine, lacking)]
+    assert texts[0] == texts[1]
+    assert max(Corpora(engine.tokenizer.encode, 258)._tokens(tmp_path / "corpus.txt")) < 258
+
+
+@pytest.mark.parametrize("missing, is_refused", [(11, False), (12, True), (500, True)])
+def test_a_model_that_lacks_ids_by_the_dozen_belongs_to_another_tokenizer(missing, is_refused):
+    vocabulary = {f"t{i}": i for i in range(600)}
+    if is_refused:
+        with pytest.raises(ModelError, match=f"which lacks {missing} of them"):
+            require_ids_in_vocabulary(vocabulary, 600 - missing, Path("x"))
+    else:
+        require_ids_in_vocabulary(vocabulary, 600 - missing, Path("x"))
+
+
+# How prompts begin
+
+def test_a_prompt_that_begins_with_the_text_that_the_tokenizer_adds_gets_one_warning(tmp_path, caplog):
+    make_checkpoint(tmp_path)
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    with_files(tmp_path, {"post_processor": TEMPLATE | dict(single=single, special_tokens={
+        "<s>": dict(id="<s>", ids=[0], tokens=["<s>"])})})
+    engine = longdraft.load(str(tmp_path), drafter="plain")
+    assert engine.tokenizer.begin_id == 0 and engine.encode("<s>So") == [0, *engine.encode("<s>So")[1:]]
+    assert len(caplog.messages) == 1 and "begins with '<s>', which the tokenizer adds to every prompt" in caplog.text
+    engine.encode("<s>It")
+    engine.encode("So <s>")
+    engine.encode([0, 0, 5])  # ids are as the caller wants them
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("start", ["", "<s>", "</s>", "a"])
+def test_a_tokenizer_that_adds_nothing_warns_of_nothing(lacking, start, caplog):
+    assert lacking.tokenizer.begin_id is None
+    lacking.encode(start + "So")
+    assert not caplog.messages
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """In each file of text that longdraft reads."""
+    content = "\ufeffIt was"
+    for name in ("prompt.txt", "keys", "chat_template.jinja", "rows.jsonl"):
+        (tmp_path / name).write_text(content if name != "rows.jsonl" else '\ufeff{"text": "It was"}', encoding="utf-8")
+    assert read_prompt(None, str(tmp_path / "prompt.txt")) == "It was"
+    assert list(read_documents((str(tmp_path / "prompt.txt"), str(tmp_path / "rows.jsonl")), "text")) == ["It was"] * 2
+    (tmp_path / "keys").write_text("\ufeffsecret-key", encoding="utf-8")
+    assert list(read_keys((), tmp_path / "keys", "NO_SUCH_VARIABLE")) == ["secret-key"]
+    template = ChatTemplate.find(with_files(tmp_path))
+    assert template is not None and template.source == "It was"
+    assert "\ufeff" in read_prompt("\ufeffas given", None)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "prompt.txt").rename(tmp_path / "corpus" / "a.txt")
+    corpora = Corpora(lambda text: [ord(letter) for letter in text], 1 << 20)
+    assert corpora._tokens(tmp_path / "corpus" / "a.txt")[0] == ord("I")
