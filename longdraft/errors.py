@@ -75,3 +75,17 @@ def translated_error(error: Exception) -> Exception:
     if is_of_torch or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MemoryError(str(error).splitlines()[0])
     return error
+
+
+@contextmanager
+def translate_panics(what: str) -> Iterator[None]:
+    """Raise ModelError where a library in Rust panics. Its own exception is no Exception, so it would end a thread.
+
+    what  what failed, for the message
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of pyo3_runtime, which cannot be imported
+            raise
+        raise ModelError(f"{what}: {' '.join(str(error).split())[:200]}; give another with --tokenizer") from None

@@ -29,19 +29,24 @@ SUPPORTED = tuple(FAMILIES)
 _MAX_JSON = 1 << 25  # bytes; the shard index of the largest public models has a quarter of this
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, tokenizer_end: int | None = None) -> ModelConfig:
     """The configuration of a model folder, or of a GGUF file. Raises ModelError for an invalid file or an unsupported
-    model."""
+    model.
+
+    tokenizer_end  the token with which the tokenizer ends a text. It ends texts of the model too, unless
+                   generation_config.json says which tokens do
+    """
     if folder.is_file():
         model = open_gguf(folder)
         try:
-            return replace(parse_config(metadata.config_of(model)), **metadata.stored_fields(model))
+            return replace(parse_config(metadata.config_of(model), tokenizer_end=tokenizer_end),
+                           **metadata.stored_fields(model))
         except ModelError as error:
             raise ModelError(str(error).replace("config.json", f"the metadata of {folder}")) from error
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    return parse_config(config, eos)
+    return parse_config(config, eos, tokenizer_end)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -64,13 +69,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def parse_config(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfig:
-    """Translate the dictionary of a `config.json`. generation_eos: eos_token_id of generation_config.json."""
+def parse_config(config: Mapping[str, Any], generation_eos: Any = None,
+                 tokenizer_end: int | None = None) -> ModelConfig:
+    """Translate the dictionary of a `config.json`.
+
+    generation_eos  eos_token_id of generation_config.json
+    tokenizer_end   as for `read_config`
+    """
     config = text_config(config)
     family = _family(config)
     config = {**family.defaults, **config}
     try:
-        return _translate(config, family, generation_eos if generation_eos is not None else config.get("eos_token_id"))
+        ends = _several(config.get("eos_token_id")) if generation_eos is None else _several(generation_eos)
+        if generation_eos is None and tokenizer_end is not None and tokenizer_end not in ends:
+            ends = [*ends, tokenizer_end]
+        return _translate(config, family, ends)
     except KeyError as error:
         raise ModelError(f"config.json has no {error.args[0]!r}; get the file again from the model's source") from error
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -198,8 +211,11 @@ def _divisor(value: Any) -> float:
 
 def valid_token_ids(value: Any, vocabulary: int) -> tuple[int, ...]:
     """The ids of one id, a list or None. Ids outside the vocabulary are dropped: some files use -1 for "none"."""
-    several = () if value is None else value if isinstance(value, list) else (value,)
-    return tuple(i for i in map(int, several) if 0 <= i < vocabulary)
+    return tuple(i for i in map(int, _several(value)) if 0 <= i < vocabulary)
+
+
+def _several(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

@@ -32,6 +32,8 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "penalty_alpha": (0,), "sequence_bias": (), "suppress_tokens": (), "top_h": (1,),
     "watermarking_config": (),
 }
+# Values that transformers takes and longdraft does not have (least, most), with one that gives the same text.
+_LIMITS = {"temperature": (5e-324, 9.99e-4, 0.0), "min_p": (1.0, 1.0, 1 - 2**-24)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def parse_defaults(config: Mapping[str, Any]) -> Defaults:
         if (value := config.get(name)) is None:
             continue
         try:
-            settings[ALIASES.get(name, name)] = _validated(name, value)
+            settings[ALIASES.get(name, name)] = _validated(name, within_limits(name, value))
         except UsageError as error:
             ignored.append(str(error).replace(" is ", " ", 1))
     if isinstance(do_sample := config.get("do_sample"), bool):
@@ -90,6 +92,13 @@ def parse_defaults(config: Mapping[str, Any]) -> Defaults:
     elif do_sample is not None:
         ignored.append(f"do_sample {do_sample!r}; allowed: true or false")
     return Defaults(settings, tuple(ignored))
+
+
+def within_limits(name: str, value: Any) -> Any:
+    """The value of a setting, or one within longdraft's limits that gives the same text: temperature 1e-6 is greedy."""
+    least, most, same = _LIMITS.get(name, (1, 0, None))
+    is_beyond = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    return same if is_beyond else value
 
 
 def is_off(value: Any, off: tuple[Any, ...]) -> bool:

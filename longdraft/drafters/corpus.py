@@ -40,7 +40,8 @@ class Corpora:
     def _tokens(self, file: Path) -> TokenArray:
         try:
             if file.suffix != ".npy":
-                return np.array(self._encode(file.read_bytes().decode("utf-8")), np.int32)
+                ids = np.array(self._encode(file.read_bytes().decode("utf-8-sig")), np.int32)
+                return np.where(ids < self._vocab_size, ids, SEPARATOR).astype(np.int32)  # the model has no row there
             ids = np.load(file, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             what = "a .npy file of numbers" if file.suffix == ".npy" else "UTF-8 text"

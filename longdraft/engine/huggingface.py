@@ -273,7 +273,8 @@ def _params(config: GenerationConfig, prompt: int, vocabulary: int, seed: int | 
     else:
         count = int(config.max_length if config.max_length is not None else prompt + 20) - prompt
     check(count >= 1, "max_new_tokens", count, "1 or more", "max_length counts the prompt")
-    settings = {name: getattr(config, name, None) for name in defaults.SUPPORTED}
+    settings = {name: defaults.within_limits(name, value) for name in defaults.SUPPORTED
+                if (value := getattr(config, name, None)) is not None}
     return SamplingParams.from_names(settings | {
         "max_new_tokens": count, "do_sample": bool(config.do_sample),
         "min_new_tokens": max(config.min_new_tokens or 0, (config.min_length or 0) - prompt, 0),

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from longdraft.speculation.drafter import Drafter
 from longdraft.text.thinking import TAG_TOKENS, closed_thinking
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -195,10 +198,21 @@ class LoadedModel:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _row_of_ids(prompt)
         if not ids:
             raise UsageError("the prompt is empty; give at least one token of text")
+        if isinstance(prompt, str) and len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.begin_id:
+            _ = self._warned_of_two_begins
         vocabulary = self.target.config.vocab_size
         bad = next((i for i in ids if not 0 <= i < vocabulary), None)
-        check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
+        token = self.tokenizer.letters(bad) if bad is not None and bad >= 0 else ""
+        check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}",
+              f"the model has no row for the token {token!r}, so leave that text out" if token else "")
         return ids
+
+    @cached_property
+    def _warned_of_two_begins(self) -> bool:
+        """Logs a warning when it is first read: one for all prompts."""
+        log.warning("the prompt begins with %r, which the tokenizer adds to every prompt, so the model reads it twice; "
+                    "leave it out", self.tokenizer.letters(self.tokenizer.begin_id or 0))
+        return True
 
     def settings(self, params: SamplingParams | None) -> SamplingParams:
         """The settings of a request: those given, or the model's defaults. UsageError for another type."""
@@ -239,7 +253,9 @@ class LoadedModel:
             breakers.update(*map(self.tokenizer.tokens_with, params.dry_sequence_breakers))
         if params.has_xtc:
             protected = {*self.tokenizer.tokens_with("\n"), *self.target.config.eos_token_ids, *params.stop_token_ids}
-        return MarkedTokens(frozenset(breakers), frozenset(protected))
+        rows = range(self.target.config.vocab_size)  # the tokenizer may have a few ids more
+        return MarkedTokens(frozenset(filter(rows.__contains__, breakers)),
+                            frozenset(filter(rows.__contains__, protected)))
 
     def grammar_rules(self, params: SamplingParams, prompt: Sequence[int] = ()) -> GrammarRules | None:
         """The grammar of a request. UsageError, in one line, if it or the model cannot be used.

@@ -25,10 +25,9 @@ from longdraft.engine.provenance import load_options
 from longdraft.errors import UsageError, check
 from longdraft.journal import Header, read_journal
 from longdraft.kernels.weights import FILE
-from longdraft.parts.auxiliary import require_ids_in_vocabulary
 from longdraft.parts.heads import require_model
 from longdraft.system import machine
-from longdraft.text.tokenizer import Tokenizer
+from longdraft.text.tokenizer import Tokenizer, require_ids_in_vocabulary
 
 log = logging.getLogger(__name__)
 AUTO = "auto"  # of `quantize`
@@ -95,18 +94,21 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     model = hub.with_file(model, file)
     folder = hub.resolve(model, hub_options)
     require_model(folder)
-    config = config_file.read_config(folder)
+    words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder)
+    config = config_file.read_config(folder, words.end_id)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
     files = TensorFiles(folder, on_read=on_load)
     quantize = _resolved_quantize(quantize, model, files, is_on_cpu=not chosen.is_device and not group)
     sizing.require_room(config, chosen, quantize, tensor_parallel)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
-    words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder)
-    require_ids_in_vocabulary(words, config.vocab_size, folder)
+    require_ids_in_vocabulary(words.vocabulary(), config.vocab_size, folder)
     cache = quantized_cache_of.chosen_folder(quantized_cache)
     packed = quantized_cache_of.open_packed(cache, files, config, chosen, quantize, "target")
     target = checkpoint.load_transformer(files, config, chosen, quantize, packed)
+    if not config.eos_token_ids:
+        log.warning("%s: neither its configuration nor its tokenizer names a token that ends a text, so texts end at "
+                    "--max-new-tokens or --stop", model)
     sampling = defaults.read_defaults(folder)
     if sampling.ignored:
         log.warning("%s of %s: ignored %s", defaults.GENERATION_CONFIG, model, "; ".join(sampling.ignored))

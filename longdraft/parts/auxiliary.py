@@ -22,7 +22,7 @@ from longdraft.parts.eagle import Eagle
 from longdraft.parts.eagle_files import load_eagle
 from longdraft.parts.glide import Glide
 from longdraft.parts.native_heads import is_speculators_head, load_native_head, load_speculators_head
-from longdraft.text.tokenizer import Tokenizer, require_same_vocabulary
+from longdraft.text.tokenizer import Tokenizer, require_ids_in_vocabulary, require_same_vocabulary
 
 log = logging.getLogger(__name__)
 DRAFT_FOLDER = "draft"  # subfolder of a model's folder that holds a smaller draft model
@@ -114,13 +114,6 @@ def load_draft_model(folder: Path, name: str, target: Transformer, tokenizer: To
                          "compare; use longdraft.from_transformers(model, tokenizer)")
     config = config_file.read_config(folder)
     require_same_vocabulary(tokenizer, Tokenizer(folder), name)
-    require_ids_in_vocabulary(tokenizer, config.vocab_size, folder)
+    require_ids_in_vocabulary(tokenizer.vocabulary(), config.vocab_size, folder)
     return checkpoint.load_transformer(TensorFiles(folder), config, local_kernels(target.kernels),
                                        target.weights.quantize)
-
-
-def require_ids_in_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
-    """ModelError if the tokenizer has ids that the model in `folder` has no row for."""
-    if tokenizer.size > vocab_size:
-        raise ModelError(f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, and the model has a "
-                         f"vocabulary of {vocab_size}; give a folder whose tokenizer and model belong together")

@@ -219,7 +219,7 @@ def read_keys(given: tuple[str, ...], file: Path | None, variable: str = "LONGDR
     keys = [(key, "") for key in given]
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
         words = [line.split() for line in lines if line.strip() and not line.strip().startswith("#")]

@@ -187,13 +187,16 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def read_text(file: str, option: str) -> str:
-    """The text of the UTF-8 file that `option` names, or of standard input (`-`). UsageError if it cannot be read."""
+    """The text of the UTF-8 file that `option` names, or of standard input (`-`). UsageError if it cannot be read.
+
+    A byte-order mark is no text.
+    """
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
         raise UsageError(f"{option} cannot read {file}: {error.strerror or error}; give a text file") from error
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{option} {file} is not UTF-8 text (byte {error.start}); convert it first") from error
 

@@ -22,14 +22,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.errors import ModelError, UsageError
 from longdraft.text.gguf_vocabulary import template_of
+from longdraft.text.tokenizer_config import SPECIAL_TOKENS, read_settings, special_tokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Variables that requests may not set.
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 _MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
@@ -60,24 +59,23 @@ class ChatTemplate:
         if folder.is_file():
             of_file, tokens = template_of(open_gguf(folder))
             return cls(_template_source(of_file), tokens) if of_file else None
-        settings = _read_settings(folder / "tokenizer_config.json")
-        others = _read_settings(folder / "chat_template.json")
+        settings = read_settings(folder / "tokenizer_config.json")
+        others = read_settings(folder / "chat_template.json")
         source: object = settings.get("chat_template") or others.get("chat_template")
         file = folder / "chat_template.jinja"
         if file.is_file():
             try:
-                source = file.read_text(encoding="utf-8")
+                source = file.read_text(encoding="utf-8-sig")
             except (OSError, ValueError) as error:
                 raise ModelError(f"cannot read {file}: {error}") from error
         if not source:
             return None
-        special_tokens = _special_tokens(_read_settings(folder / "special_tokens_map.json") | settings)
-        return cls(_template_source(source), special_tokens)
+        return cls(_template_source(source), special_tokens(folder))
 
     @property
     def options(self) -> list[str]:
         """Names of the template's variables that a request may set."""
-        return sorted(self._names - set(_RESERVED) - set(_SPECIAL_TOKENS))
+        return sorted(self._names - set(_RESERVED) - set(SPECIAL_TOKENS))
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, /, *,
                add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any) -> str:
@@ -196,14 +194,3 @@ def _template_source(source: object) -> str:
     if not isinstance(source, str):
         raise ModelError(f"chat_template is a {type(source).__name__}; allowed: a text, or a list of named texts")
     return source
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that the model defines. Others stay undefined, which templates can test."""
-    values = ((name, settings.get(name)) for name in _SPECIAL_TOKENS)
-    texts = ((name, value.get("content") if isinstance(value, dict) else value) for name, value in values)
-    return {name: text for name, text in texts if isinstance(text, str)}
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -11,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.models import BPE
 
 from longdraft.checkpoint.gguf.container import open_gguf
-from longdraft.errors import ModelError, UsageError
+from longdraft.errors import ModelError, UsageError, translate_panics
 from longdraft.sampling.grammar import GrammarCompiler
 from longdraft.system.files import lone_surrogate
 from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
-from longdraft.text.gguf_vocabulary import tokenizer_of
+from longdraft.text.gguf_vocabulary import template_of, tokenizer_of
+from longdraft.text.tokenizer_config import add_tokens, special_tokens
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
 _MAX_LISTED = 3  # differing tokens that an error message lists
@@ -28,8 +31,12 @@ _MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
 _BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
 _MAX_CUT = 256  # tokens that cutting a text may add
 _LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
+_MANY_MISSING = 12  # ids without a row; models with image input, and their tokenizers, may differ by a few
 _MAX_REMEMBERED = 64  # texts whose tokens are remembered
+_PANIC = "the model's tokenizer fails"
 _OTHER_FORMATS = ("tekken.json", "vocab.json")
+# What the library takes from a file unchecked, or letters that are escaped without need, which may spell it.
+_TRUSTED = re.compile(rb'precompiled_charsmap|continuing_subword_prefix"\s*:\s*"|\\u00[4-7]')
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
             "AutoTokenizer as T; T.from_pretrained('MODEL').save_pretrained('FOLDER')\"`")
@@ -38,7 +45,8 @@ _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `p
 class Tokenizer:
     """The tokenizer and the chat template, if there is one, of a model folder or a GGUF file.
 
-    `sha256` is the hash of tokenizer.json, or of what the other formats would be as a tokenizer.json.
+    `sha256` is the hash of tokenizer.json, or of what the other formats would be as a tokenizer.json. Tokens that the
+    files beside tokenizer.json add to it count too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,6 +60,19 @@ class Tokenizer:
     def size(self) -> int:
         """The largest token id plus one."""
         return max(self.vocabulary().values(), default=-1) + 1
+
+    @cached_property
+    def begin_id(self) -> int | None:
+        """The token that `encode` puts before every text; None: it puts none."""
+        ids, own = self.encode("a"), self.encode("a", add_special_tokens=False)
+        return ids[0] if len(ids) > len(own) and ids[: len(own)] != own else None
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a text, as the tokenizer's own files say; None: they name none."""
+        special = template_of(open_gguf(self._folder))[1] if self._folder.is_file() else special_tokens(self._folder)
+        end: int | None = self._tokenizer.token_to_id(special.get("eos_token", ""))
+        return end
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, added tokens included."""
@@ -72,10 +93,11 @@ class Tokenizer:
         if (index := lone_surrogate(text)) is not None:
             raise UsageError(f"the text has half of a surrogate pair, {text[index]!a}, as character {index + 1}; "
                              "allowed: whole characters")
-        if len(text) < _LONG_TEXT:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with translate_panics(_PANIC):
+            if len(text) < _LONG_TEXT:
+                encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -93,9 +115,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens. Bytes that do not form a character become U+FFFD."""
-        if len(ids) < _LONG_TEXT:
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-        return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0])
+        with translate_panics(_PANIC):
+            if len(ids) < _LONG_TEXT:
+                return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+            return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0])
 
     def text_of(self, token: int) -> str:
         """The text that a token adds after another token.
@@ -113,7 +136,8 @@ class Tokenizer:
         Tokens that are part of a character have U+FFFD in their place. Takes a second for the largest vocabularies.
         """
         ids, before = self._context
-        both = self._tokenizer.decode_batch([[*ids, token] for token in range(self.size)], skip_special_tokens=True)
+        with translate_panics(_PANIC):
+            both = self._tokenizer.decode_batch([[*ids, token] for token in range(self.size)], skip_special_tokens=True)
         return [text[len(before) :] if text.startswith(before) else self.decode([token])
                 for token, text in enumerate(both)]
 
@@ -124,8 +148,16 @@ class Tokenizer:
 
     def grammars(self, vocabulary: int, eos_ids: tuple[int, ...]) -> GrammarCompiler:
         """The compiler of grammars for the model with this tokenizer (longdraft/sampling/grammar.py)."""
+        def content() -> str:
+            whole = self._tokenizer.to_str()
+            if self.size <= vocabulary:
+                return whole
+            parts = json.loads(whole)  # grammars must not ask for tokens that the model has no row for
+            parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < vocabulary]
+            return json.dumps(parts)
+
         if self._grammars is None:
-            self._grammars = GrammarCompiler(self._tokenizer.to_str, vocabulary, eos_ids)
+            self._grammars = GrammarCompiler(content, vocabulary, eos_ids)
         return self._grammars
 
     @cached_property
@@ -183,6 +215,8 @@ class Tokenizer:
 def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
     """The tokenizer of a model folder or a GGUF file, and its hash (see `Tokenizer`).
 
+    The settings of tokenizer.json that cut texts, fill them up, or merge at random (dropout) are left out.
+
     Raises ModelError if it is missing or malformed.
     """
     path = folder / "tokenizer.json"
@@ -198,15 +232,55 @@ def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
         if (size := path.stat().st_size) > _MAX_FILE:
             raise ValueError(f"the file has {size:,} bytes; allowed: {_MAX_FILE:,}")
         content = path.read_bytes()
-        tokenizer = HFTokenizer.from_buffer(content)
+        _require_sound(content)
+        with translate_panics("it cannot be read"):
+            tokenizer = HFTokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, BPE):
+        tokenizer.model.dropout = None
+    if changes := add_tokens(tokenizer, folder):
+        content += json.dumps(changes).encode()
     return tokenizer, hashlib.sha256(content).hexdigest()
+
+
+def _require_sound(content: bytes) -> None:
+    """Raise ValueError for a tokenizer.json that would end the process inside the library: a table of normalised
+    characters that claims gigabytes, or merges whose second part is cut within a character."""
+    if not _TRUSTED.search(content):
+        return
+    data = json.loads(content)
+    normalizer, model = (data.get(name) for name in ("normalizer", "model")) if isinstance(data, dict) else (None, None)
+    if isinstance(model, dict) and model.get("type", "BPE") == "BPE" and model.get("continuing_subword_prefix"):
+        raise ValueError("it has a continuing_subword_prefix, which longdraft supports for WordPiece only")
+    parts = [normalizer]
+    while parts:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        table = part.get("precompiled_charsmap") if isinstance(part, dict) else None
+        if isinstance(table, str):
+            numbers = base64.b64decode(table)
+            if (claimed := int.from_bytes(numbers[:4], "little")) > len(numbers):
+                raise ValueError(f"its precompiled_charsmap claims {claimed:,} bytes and has {len(numbers):,}")
 
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
     """Hash of the tokens and their ids. Files that are trained for a model record it."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+def require_ids_in_vocabulary(vocabulary: Mapping[str, int], vocab_size: int, folder: Path) -> None:
+    """ModelError if many tokens of a vocabulary have ids that the model in `folder` has no row for.
+
+    A few are accepted, such as the one of image input that Gemma 3 1B lacks. Prompts with them are refused.
+    """
+    missing = sum(i >= vocab_size for i in vocabulary.values())
+    if missing >= _MANY_MISSING:
+        raise ModelError(f"the tokenizer in {folder} has ids up to {max(vocabulary.values())}, and the model has a "
+                         f"vocabulary of {vocab_size}, which lacks {missing} of them; give a folder whose tokenizer "
+                         "and model belong together")
 
 
 def require_same_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> None:

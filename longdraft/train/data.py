@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.errors import ModelError, UsageError, check
-from longdraft.text.tokenizer import read_tokenizer
+from longdraft.errors import UsageError, check
+from longdraft.text.tokenizer import read_tokenizer, require_ids_in_vocabulary
 from longdraft.train.data_files import Document, Tokens, is_hub_data
 from longdraft.version import __version__
 
@@ -35,32 +35,36 @@ class Split(NamedTuple):
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model folder. Raises ModelError if it has ids outside the model's vocabulary."""
+    """The tokenizer of a model folder. Raises ModelError if it has many ids outside the model's vocabulary."""
     tokenizer, _ = read_tokenizer(folder)
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    if largest >= vocab_size:
-        raise ModelError(f"the tokenizer in {folder} has ids up to {largest}, but the model's vocabulary has "
-                         f"{vocab_size} tokens; the tokenizer belongs to another model")
-    tokenizer.no_truncation()
+    require_ids_in_vocabulary(tokenizer.get_vocab(with_added_tokens=True), vocab_size, folder)
     return tokenizer
 
 
-def tokenise(documents: Iterator[Document], tokenizer: Tokenizer, end_id: int | None) -> Iterator[Tokens]:
+def tokenise(documents: Iterator[Document], tokenizer: Tokenizer, end_id: int | None,
+             vocab_size: int) -> Iterator[Tokens]:
     """Token ids of each document, with `end_id` at its end unless that is None. Documents of token ids come unchanged,
-    each after the texts before it. UsageError for an id outside the vocabulary."""
-    vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+    each after the texts before it. UsageError for an id outside the vocabulary.
+
+    vocab_size  of the model, which may have no row for some tokens of its tokenizer
+    """
+    vocabulary = min(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
     for batch in _batches(documents):
         if not isinstance(batch, list):
-            extremes = int(batch.min()), int(batch.max())
-            bad = next((token for token in extremes if not 0 <= token < vocabulary), None)
-            check(bad is None, "a token id of the data", bad, f"0 to {vocabulary - 1}, those of the model's tokenizer")
-            yield batch
+            yield _checked(batch, vocabulary)
             continue
         for encoding in tokenizer.encode_batch_fast(batch):
             ids = encoding.ids
             if end_id is not None and ids and ids[-1] != end_id:
                 ids = [*ids, end_id]
-            yield np.array(ids, dtype=np.int32)
+            yield _checked(np.array(ids, dtype=np.int32), vocab_size)
+
+
+def _checked(ids: Tokens, vocabulary: int) -> Tokens:
+    extremes = (int(ids.min()), int(ids.max())) if len(ids) else ()
+    bad = next((token for token in extremes if not 0 <= token < vocabulary), None)
+    check(bad is None, "a token id of the data", bad, f"0 to {vocabulary - 1}, those of the model's tokenizer")
+    return ids
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[str] | Tokens]:

@@ -78,11 +78,11 @@ def _ids(values: Any, where: str, column: str) -> Tokens:
 
 
 def _txt(path: Path, column: str) -> Iterator[str]:
-    yield path.read_text(encoding="utf-8")
+    yield path.read_text(encoding="utf-8-sig")
 
 
 def _jsonl(path: Path, column: str) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -213,7 +213,7 @@ def _packed(settings: TrainingSettings, context: TrainingContext, output: Path,
             progress: TrainingProgress) -> tuple[Tokens, Tokens]:
     def read(files: tuple[str, ...]) -> list[Tokens]:
         documents = data_files.read_documents(files, settings.text_column)
-        tokens = data.tokenise(documents, context.tokenizer, context.end_id)
+        tokens = data.tokenise(documents, context.tokenizer, context.end_id, context.vocab_size)
         return list(data.limited(tokens, settings.min_tokens, settings.document_tokens, settings.max_documents))
 
     split = data.Split(read(settings.data), read(settings.validation))

@@ -53,6 +53,7 @@ class TrainingContext(Protocol):
     """The tokenizer and the models that a training needs."""
 
     tokenizer: Tokenizer
+    vocab_size: int  # rows of the model
     end_id: int | None  # token id at the end of a document
     fingerprint: str  # sha256 of the frozen model's weights; empty without one
 
@@ -75,7 +76,8 @@ class _FrozenModelContext:
         folder = resolve(settings.model)
         self._base = load_frozen_model(folder, settings.dtype, processes.device, shard=settings.shard)
         config = self._base.config
-        self.tokenizer = data.load_tokenizer(folder, config.vocab_size)
+        self.vocab_size = config.vocab_size
+        self.tokenizer = data.load_tokenizer(folder, self.vocab_size)
         self.end_id = next(iter(config.eos_token_ids), None)
         self.fingerprint = self._base.fingerprint
 
@@ -129,7 +131,8 @@ class _LanguageModelContext:
         if source != output and processes.is_main:
             lm.copy_tokenizer(source, output)
         self._start = self._model(source)
-        self.tokenizer = data.load_tokenizer(source, self._start.config.vocab_size)
+        self.vocab_size: int = self._start.config.vocab_size
+        self.tokenizer = data.load_tokenizer(source, self.vocab_size)
         eos = self._start.config.eos_token_id
         self.end_id = eos[0] if isinstance(eos, list) else eos
         self.fingerprint = self._base.fingerprint if self._base else ""

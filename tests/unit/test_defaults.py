@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+from tokenizers import Tokenizer
 
 import longdraft
 from helpers.checkpoints import make_checkpoint
@@ -38,6 +40,12 @@ def folder(tmp_path_factory):
     ({"do_sample": True, "temperature": 0.6}, {"do_sample": False}, dict(temperature=0.0)),
     ({"top_p": None, "top_k": None}, {}, {}),
     ({"stop_strings": ["END"]}, {}, dict(stop=("END",))),
+    ({"do_sample": True, "temperature": 1e-6}, {}, dict(temperature=0.0)),  # greedy, and not the default of 1
+    ({"temperature": 9e-4}, {}, dict(temperature=0.0)),
+    ({"temperature": 1e-3}, {}, dict(temperature=1e-3)),
+    ({"temperature": -1.0}, {}, {}),
+    ({"top_p": 1.5, "typical_p": 2.0, "eta_cutoff": 3.0}, {}, {}),  # off, as in transformers
+    ({"min_p": 1.0}, {}, dict(min_p=1 - 2**-24)),
     ({"stop_strings": "END"}, {"stop": ["x"]}, dict(stop=("x",))),
     ({"stop_strings": "END"}, {"stop_strings": ["x"], "max_tokens": 3}, dict(stop=("x",), max_new_tokens=3)),
 ])
@@ -98,6 +106,46 @@ def test_a_model_can_have_one_several_or_no_end_of_text_tokens(folder, tmp_path,
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     assert config_file.read_config(tmp_path).eos_token_ids == expected
+
+
+CONFIG_EOS = {"none": None, "one": 1, "a list": [1, 5]}
+GENERATION_EOS = {"no file": ..., "none": None, "an id": 9, "a list": [9, 7], "an empty list": [], "no token": -1}
+TOKENIZER_EOS = {  # the token of id 258, by each place that may name it
+    "none": {}, "tokenizer_config.json": {"tokenizer_config": {"eos_token": "<|im_end|>"}},
+    "with flags": {"tokenizer_config": {"eos_token": {"content": "<|im_end|>", "special": True}}},
+    "special_tokens_map.json": {"special_tokens_map": {"eos_token": "<|im_end|>"}},
+    "config.json's": {"tokenizer_config": {"eos_token": "</s>"}},
+    "an unknown text": {"tokenizer_config": {"eos_token": "<nothing>"}},
+}
+
+
+@pytest.mark.parametrize("of_tokenizer", TOKENIZER_EOS)
+@pytest.mark.parametrize("of_generation", GENERATION_EOS)
+@pytest.mark.parametrize("of_config", CONFIG_EOS)
+def test_the_tokenizers_end_ends_texts_unless_generation_config_json_names_the_ends(
+        folder, tmp_path, of_config, of_generation, of_tokenizer, caplog):
+    for path in folder.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    (tmp_path / "generation_config.json").unlink()
+    if (eos := GENERATION_EOS[of_generation]) is not ...:
+        (tmp_path / "generation_config.json").write_text(json.dumps({} if eos is None else {"eos_token_id": eos}))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": CONFIG_EOS[of_config]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for name, content in TOKENIZER_EOS[of_tokenizer].items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+
+    ends = {"none": (), "one": (1,), "a list": (1, 5)}[of_config]
+    own = {"none": (), "an unknown text": (), "config.json's": (1,)}.get(of_tokenizer, (258,))
+    expected = (*ends, *(i for i in own if i not in ends))
+    if of_generation in ("an id", "a list", "an empty list", "no token"):
+        expected = {"an id": (9,), "a list": (9, 7)}.get(of_generation, ())
+    with caplog.at_level("WARNING"):
+        assert longdraft.load(str(tmp_path), drafter="plain").model.config.eos_token_ids == expected
+    warnings = [line for line in caplog.messages if "names a token that ends a text" in line]
+    assert len(warnings) == (0 if expected else 1)
 
 
 def test_an_engine_uses_the_file_unless_disabled(folder):
