@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import JournalError, OutputError, UsageError
-from longdraft.journal import remove_journal
+from longdraft.journal.writer import remove_journal
 
 _JOB, ENGINE = "job.json", "engine.json"
 _JOURNALS, _ATTEMPTS = "journals", "attempts"

@@ -20,7 +20,8 @@ from longdraft.batch.requests import BatchRequest, RowProgress, error_record, se
 from longdraft.engine import loading
 from longdraft.engine.generation import Generation
 from longdraft.errors import BusyJournalError, ModelError, NumericalError, UnusableJournalError, UsageError
-from longdraft.journal import is_being_written, journal_exists, read_journal, remove_journal
+from longdraft.journal.format import journal_exists, read_journal
+from longdraft.journal.writer import is_being_written, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.thinking import AnswerFormat, divide, find_format

@@ -27,7 +27,8 @@ from longdraft.book.export import ExportedBook, ExportedChapter, epub, markdown
 from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.errors import JournalError, UsageError, check
-from longdraft.journal import journal_exists, read_journal, remove_journal
+from longdraft.journal.format import journal_exists, read_journal
+from longdraft.journal.writer import remove_journal
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.system.files import OutputFile
 

@@ -78,7 +78,7 @@ def batch(
     the order in which texts end.
     """
     from longdraft.checkpoint.hub import from_anywhere, with_file
-    from longdraft.journal import parse_fsync
+    from longdraft.journal.writer import parse_fsync
     from longdraft.request.sampling_params import SamplingParams
 
     SamplingParams.from_names(sampling)  # fail before any file is read

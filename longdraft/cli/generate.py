@@ -42,8 +42,9 @@ def generate(
     from longdraft.cli.display import load_with_bar
     from longdraft.cli.stream import TextRun, follow, write_generation
     from longdraft.engine.loading import load
-    from longdraft.journal import journal_exists, parse_fsync, resume_hint
+    from longdraft.journal.format import journal_exists
     from longdraft.journal.snapshot_folder import SnapshotOptions
+    from longdraft.journal.writer import parse_fsync, resume_hint
     from longdraft.system.files import open_outputs, read_prompt
 
     SamplingParams.from_names(sampling)  # fail before the model is loaded

@@ -14,7 +14,7 @@ from longdraft.cli.options import FILES, RUNNING, OptionValues, engine_options, 
 from longdraft.engine.settings import JOURNALING, SETTINGS
 
 if TYPE_CHECKING:
-    from longdraft.journal import JournalContent, StepRecord
+    from longdraft.journal.format import JournalContent, StepRecord
 
 Folder = Annotated[Path, typer.Argument(metavar="JOURNAL", help="The folder given as --journal.", show_default=False)]
 _ELSEWHERE = dict(help="Where the model is now.", default=None, shown="as in the journal")
@@ -45,8 +45,9 @@ def resume(
     from longdraft.cli.display import LoadBar
     from longdraft.cli.stream import TextRun, follow, write_generation
     from longdraft.engine.loading import load_for
-    from longdraft.journal import parse_fsync, read_journal
+    from longdraft.journal.format import read_journal
     from longdraft.journal.snapshot_folder import SnapshotOptions
+    from longdraft.journal.writer import parse_fsync
     from longdraft.system.files import open_outputs
 
     parse_fsync(journaling["fsync"])
@@ -84,7 +85,7 @@ def inspect(
                                               model=_ELSEWHERE)],
 ) -> None:
     """Show a journal: settings, progress, and speed and acceptance over the length. It may be in use."""
-    from longdraft.journal import read_journal
+    from longdraft.journal.format import read_journal
     from longdraft.system.files import open_outputs
 
     content = read_journal(journal)
@@ -134,7 +135,7 @@ def describe(folder: Path, content: JournalContent) -> dict[str, Any]:
     from dataclasses import asdict
 
     from longdraft.engine import run_statistics
-    from longdraft.journal import is_being_written
+    from longdraft.journal.writer import is_being_written
 
     header = asdict(content.header)
     prompt = header.pop("prompt")

@@ -18,7 +18,7 @@ from longdraft.cli.display import TextDisplay
 from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.errors import LongdraftError
-from longdraft.journal import resume_hint
+from longdraft.journal.writer import resume_hint
 from longdraft.request.events import Event
 from longdraft.system.console import Interrupt, Interrupted, Terminated, clock, stdout_lost
 from longdraft.system.files import OutputFile

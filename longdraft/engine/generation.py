@@ -27,9 +27,9 @@ from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
 from longdraft.engine.run_statistics import RunStatistics
 from longdraft.errors import OutputError, check, translate_memory_errors
-from longdraft.journal import Journal, parse_fsync
 from longdraft.journal.snapshot import Snapshot
 from longdraft.journal.snapshot_folder import SnapshotOptions
+from longdraft.journal.writer import Journal, parse_fsync
 from longdraft.kernels.launched import Launched
 from longdraft.model.transformer import Forward, ForwardRequest
 from longdraft.parallel import Request

@@ -23,7 +23,7 @@ from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import load_options
 from longdraft.errors import UsageError, check
-from longdraft.journal import Header, read_journal
+from longdraft.journal.format import Header, read_journal
 from longdraft.kernels.weights import FILE
 from longdraft.parts.heads import require_model
 from longdraft.system import machine

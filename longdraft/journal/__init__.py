@@ -10,9 +10,3 @@
     config_hash.py the hash by which a journal recognises the model's configuration
     snapshot.py    keys and values of the text beside the journal, so that it is not read again
 """
-
-from longdraft.journal.format import FILE, Header, JournalContent, Run, StepRecord, journal_exists, read_journal
-from longdraft.journal.writer import Journal, is_being_written, parse_fsync, remove_journal, resume_hint
-
-__all__ = ["FILE", "Header", "Journal", "JournalContent", "Run", "StepRecord", "is_being_written", "journal_exists",
-           "parse_fsync", "read_journal", "remove_journal", "resume_hint"]

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from longdraft.engine.generation import Generation
 from longdraft.errors import JournalError, OutputError
-from longdraft.journal import journal_exists, remove_journal
+from longdraft.journal.format import journal_exists
+from longdraft.journal.writer import remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.server.job_statistics import DraftAcceptance, PlainProbes, Throughput

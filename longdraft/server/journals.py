@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import BusyJournalError, JournalError, OutputError
-from longdraft.journal import FILE, JournalContent, is_being_written, read_journal, remove_journal
+from longdraft.journal.format import FILE, JournalContent, read_journal
 from longdraft.journal.snapshot_folder import remove_snapshot, snapshot_bytes
+from longdraft.journal.writer import is_being_written, remove_journal
 from longdraft.server.logs import log, log_event
 from longdraft.server.settings import ServerSettings
 from longdraft.text.stream import TextStream

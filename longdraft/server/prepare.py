@@ -18,7 +18,7 @@ from longdraft.checkpoint.sizing import LARGEST_TREE
 from longdraft.engine.engine import Engine
 from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import JournalError, UsageError, check
-from longdraft.journal import journal_exists, read_journal
+from longdraft.journal.format import journal_exists, read_journal
 from longdraft.request.sampling_params import ALIASES, MAX_SEED, SamplingParams
 from longdraft.sampling.grammar import MATCHER_BYTES
 from longdraft.server.errors import ApiError, retry_later

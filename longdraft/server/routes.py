@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from longdraft import drafters
 from longdraft.book import export
-from longdraft.journal import is_being_written, journal_exists
+from longdraft.journal.format import journal_exists
+from longdraft.journal.writer import is_being_written
 from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.jobs import GenerationJob

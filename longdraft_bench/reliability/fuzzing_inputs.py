@@ -22,8 +22,8 @@ from longdraft.checkpoint import checkpoint, config_file
 from longdraft.checkpoint.tensor_files import TORCH_WEIGHTS as BIN
 from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles
 from longdraft.errors import LongdraftError
-from longdraft.journal import FILE, read_journal
 from longdraft.journal import format as form
+from longdraft.journal.format import FILE, read_journal
 from longdraft.system.files import read_prompt
 from longdraft.text.sentencepiece_file import NAME as PIECES
 from longdraft.text.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from pathlib import Path
 from longdraft import kernels
 from longdraft.engine.loading import load
 from longdraft.engine.run_statistics import sha256_tokens
-from longdraft.journal import FILE, read_journal
+from longdraft.journal.format import FILE, read_journal
 from longdraft.report.turns import Record
 from longdraft.request.sampling_params import SamplingParams
 

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longdraft import drafters, journal
+from longdraft import drafters
 from longdraft.checkpoint import config_file, hub
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.suffix_index import TokenArray
 from longdraft.errors import UsageError, check
+from longdraft.journal.format import read_journal
 from longdraft.report.table import Table
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -166,7 +167,7 @@ def read_written_text(path: Path, prefill: int, penalty_window: int) -> WrittenT
     """Read a text from the folder of a journal, or from a .npy file that holds neither prompt length nor penalty."""
     if not path.is_dir():
         return WrittenText(read_tokens(path), prefill, penalty_window)
-    written = journal.read_journal(path)
+    written = read_journal(path)
     params = written.header.params
     window = params.penalty_window if params.repetition_penalty != 1 else 0
     prompt = np.array(written.header.prompt, dtype=np.int32)

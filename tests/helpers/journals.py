@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from longdraft.errors import JournalError, LongdraftError
-from longdraft.journal import FILE, Header, Journal, Run, read_journal
 from longdraft.journal import format as form
+from longdraft.journal.format import FILE, Header, Run, read_journal
+from longdraft.journal.writer import Journal
 
 ARITHMETIC = {"kernels": "portable", "device": "cpu", "dtype": "float32"}
 HEADER = Header(

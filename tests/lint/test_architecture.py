@@ -142,6 +142,6 @@ def test_measurements_find_what_they_import():
 
 def test_help_does_not_wait_for_heavy_imports():
     code = ("import sys; from longdraft.__main__ import run; status = run(['--help']);"
-            "heavy = {'torch', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules);"
+            "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules);"
             "sys.exit(status or len(heavy))")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

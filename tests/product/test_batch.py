@@ -25,7 +25,7 @@ from longdraft.batch.run import Totals, run
 from longdraft.batch.worker import BatchWorker, num_written
 from longdraft.engine import batching
 from longdraft.errors import JournalError, UsageError
-from longdraft.journal import FILE
+from longdraft.journal.format import FILE
 from longdraft.system.console import Interrupted
 
 

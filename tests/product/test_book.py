@@ -14,7 +14,7 @@ from helpers.processes import Fork, run_longdraft, wait_for
 from longdraft.__main__ import run
 from longdraft.book.book import STATE, Book, BookPlan, OutlinedChapter
 from longdraft.errors import JournalError, UsageError
-from longdraft.journal import FILE, read_journal
+from longdraft.journal.format import FILE, read_journal
 from longdraft.request.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.full

@@ -16,7 +16,7 @@ import pytest
 
 from helpers.processes import Fork, run_code, run_longdraft
 from longdraft.__main__ import run
-from longdraft.journal import FILE, read_journal
+from longdraft.journal.format import FILE, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_TOKENS = 800

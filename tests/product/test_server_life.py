@@ -18,7 +18,7 @@ import pytest
 
 from helpers import serving
 from longdraft.engine.engine import Engine
-from longdraft.journal import FILE
+from longdraft.journal.format import FILE
 from longdraft.server import journals
 from longdraft.server.journals import JournalFolder
 from longdraft.server.replies import EventStream

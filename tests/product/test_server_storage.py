@@ -18,8 +18,9 @@ from helpers import serving
 from helpers.journals import HEADER, RUN
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.engine.generation import Generation
-from longdraft.journal import FILE, Journal, read_journal
 from longdraft.journal import writer as writing
+from longdraft.journal.format import FILE, read_journal
+from longdraft.journal.writer import Journal
 from longdraft.server import journals, replies, scheduler
 from longdraft.server import run as running
 from longdraft.server.journals import JournalFolder

@@ -13,7 +13,7 @@ import longdraft
 from helpers.equality import DRAFTERS, prompt_of
 from helpers.processes import Fork, run_longdraft, wait_for
 from longdraft.errors import UsageError
-from longdraft.journal import FILE, read_journal
+from longdraft.journal.format import FILE, read_journal
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.banned_phrases import MAX_BANS, ChosenToken, PhraseFilter, folded
 

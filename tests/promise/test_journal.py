@@ -25,9 +25,10 @@ from helpers.journals import (
 )
 from longdraft.engine.provenance import load_options
 from longdraft.errors import BusyJournalError, JournalError, UnusableJournalError, UsageError
-from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read_journal, remove_journal
 from longdraft.journal import format as form
 from longdraft.journal import writer as writing
+from longdraft.journal.format import FILE, read_journal
+from longdraft.journal.writer import Journal, is_being_written, parse_fsync, remove_journal
 from longdraft.request.sampling_params import SamplingParams
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from helpers.journals import HEADER, RUN, STEPS, TOKENS, FaultyOS, check_one_line, finish_journal, is_true_prefix
 from longdraft.errors import JournalError, LongdraftError, OutputError
-from longdraft.journal import FILE, Journal, read_journal
 from longdraft.journal import writer as writing
+from longdraft.journal.format import FILE, read_journal
+from longdraft.journal.writer import Journal
 
 
 def life(folder: Path, done: list[int]) -> None:

@@ -21,8 +21,9 @@ from helpers.journals import (
     lying,
 )
 from longdraft.errors import JournalError
-from longdraft.journal import FILE, Journal, read_journal
 from longdraft.journal import format as form
+from longdraft.journal.format import FILE, read_journal
+from longdraft.journal.writer import Journal
 
 
 class Lives(RuleBasedStateMachine):

@@ -17,7 +17,7 @@ import longdraft
 from helpers import serving
 from helpers.equality import prompt_of
 from longdraft.cache.full import FullCache
-from longdraft.journal import FILE
+from longdraft.journal.format import FILE
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.server.scheduler import Scheduler
 

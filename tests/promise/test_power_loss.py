@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from helpers.journals import HEADER, RUN, finish_journal, is_true_prefix
 from helpers.journals import STEPS as SHORT_STEPS
-from longdraft.journal import FILE, Journal, read_journal
 from longdraft.journal import writer as writing
+from longdraft.journal.format import FILE, read_journal
+from longdraft.journal.writer import Journal
 
 SECTOR = 512
 

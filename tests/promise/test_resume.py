@@ -20,8 +20,8 @@ from helpers.resuming import SETTINGS, cut, written
 from longdraft.__main__ import run
 from longdraft.engine import generation as generating
 from longdraft.errors import JournalError, UsageError
-from longdraft.journal import FILE, read_journal
 from longdraft.journal import writer as writing
+from longdraft.journal.format import FILE, read_journal
 
 folder = pytest.fixture(scope="module")(resuming.model_folder)
 engine = pytest.fixture(scope="module")(resuming.suffix_engine)

@@ -15,8 +15,8 @@ from helpers.processes import Fork, run_code
 from helpers.resuming import SETTINGS, cut, written
 from longdraft.checkpoint.tensor_files import WEIGHTS
 from longdraft.errors import OutputError
-from longdraft.journal import read_journal
 from longdraft.journal import writer as writing
+from longdraft.journal.format import read_journal
 
 pytestmark = pytest.mark.full
 

@@ -22,8 +22,10 @@ from helpers.equality import DRAFTERS, prompt_of
 from helpers.families import make_hybrid
 from helpers.processes import Fork, run_code, wait_for
 from longdraft.errors import UsageError
-from longdraft.journal import FILE, remove_journal, snapshot
+from longdraft.journal import snapshot
+from longdraft.journal.format import FILE
 from longdraft.journal.snapshot_folder import snapshot_bytes
+from longdraft.journal.writer import remove_journal
 from longdraft.kernels.interface import STORE_BLOCK
 from longdraft.request.sampling_params import SamplingParams
 

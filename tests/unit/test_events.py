@@ -13,7 +13,7 @@ from helpers.checkpoints import make_checkpoint
 from longdraft.engine.engine import Engine
 from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import UsageError
-from longdraft.journal import read_journal
+from longdraft.journal.format import read_journal
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import root_only

@@ -27,7 +27,7 @@ from longdraft.__main__ import run
 from longdraft.checkpoint import config_file
 from longdraft.engine.engine import Engine
 from longdraft.errors import ModelError, UsageError, WorkerError
-from longdraft.journal import FILE
+from longdraft.journal.format import FILE
 from longdraft.model.sharding import shard_config
 from longdraft.parallel import ProcessGroup, RankGroup, Shard
 from longdraft.request.sampling_params import SamplingParams
