@@ -28,6 +28,7 @@ from longdraft.train.settings import (
     HeadSettings,
     LmSettings,
     TrainingSettings,
+    is_hub_data,
 )
 
 if TYPE_CHECKING:
@@ -101,7 +102,6 @@ def _run(kind: type[TrainingSettings], called: typer.Context, given: dict[str, A
 def _setting(name: str, value: Any) -> Any:
     """An option's value for the settings, with absolute paths, so that --resume works in any folder."""
     from longdraft.checkpoint.hub import from_anywhere
-    from longdraft.train.data_files import is_hub_data
 
     if name in ("data", "validation"):
         return tuple(item if is_hub_data(item) else str(Path(item).absolute()) for item in value or ())

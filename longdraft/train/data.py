@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from longdraft.errors import UsageError, check
 from longdraft.text.tokenizer import read_tokenizer, require_ids_in_vocabulary
-from longdraft.train.data_files import Document, Tokens, is_hub_data
+from longdraft.train.data_files import Document, Tokens
+from longdraft.train.settings import is_hub_data
 from longdraft.version import __version__
 
 if TYPE_CHECKING:

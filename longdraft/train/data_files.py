@@ -15,16 +15,12 @@ from numpy.typing import NDArray
 
 from longdraft.errors import UsageError
 from longdraft.system.files import lone_surrogate
+from longdraft.train.settings import HUB, is_hub_data
 
 Tokens = NDArray[np.int32]
 Document = str | Tokens
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-HUB = "hf:"  # hf:NAME, hf:NAME:CONFIG, either with @SPLIT
 DATASET_FILE, DATASETS_FILE = "state.json", "dataset_dict.json"  # in a folder that the library `datasets` saved
-
-
-def is_hub_data(name: str) -> bool:
-    return name.startswith(HUB)
 
 
 def check_files(files: Sequence[str]) -> None:

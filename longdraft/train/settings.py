@@ -12,13 +12,17 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from longdraft.errors import ModelError, UsageError, check
-from longdraft.train.data_files import is_hub_data
 
 # A resumed training may change these: they do not change the trained weights.
 MAY_CHANGE = ("eval_every", "checkpoint_every", "threads", "device", "tensorboard", "probe_tokens")
+HUB = "hf:"  # of training data: hf:NAME, hf:NAME:CONFIG, either with @SPLIT
 HYBRID = "hybrid"
 ATTENTION_EVERY = 4  # layers of a hybrid
 DELTA_STEP = 16  # the delta layers' heads are a multiple of this
+
+
+def is_hub_data(name: str) -> bool:
+    return name.startswith(HUB)
 
 
 class AllowedValues(NamedTuple):

@@ -113,7 +113,7 @@ def test_every_name_of_a_setting_is_the_name_of_one_setting():
 def test_the_models_defaults_may_have_what_the_table_says():
     assert {"temperature", "top_p", "top_k", "min_p", "eta_cutoff", "repetition_penalty", "penalty_window", "typical_p",
             "no_repeat_ngram_size", "stop_strings"} <= set(defaults.SUPPORTED)
-    assert "dry_multiplier" not in defaults.SUPPORTED and "seed" not in defaults._SUPPORTED
+    assert "dry_multiplier" not in defaults.SUPPORTED and "seed" not in defaults.SUPPORTED
 
 
 def test_null_means_that_an_optional_parameter_is_not_given():
