@@ -16,7 +16,6 @@ from longdraft.engine.settings import CACHE_RAM, SNAPSHOT, SNAPSHOT_MAX
 from longdraft.errors import UsageError, check
 from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.request.settings import Range, Setting, setting, settings_of
-from longdraft.system import machine
 
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -244,7 +243,9 @@ def cache_budget(device_free: int | None = None) -> int:
     device_free  free bytes of a device with its own memory; None: caches are in system memory, within the limit of the
                  control group
     """
-    free = machine.available_memory() if device_free is None else device_free
+    from longdraft.system.machine import available_memory  # needs PyTorch
+
+    free = available_memory() if device_free is None else device_free
     return max(MiB, int(free * _USABLE_SHARE))
 
 
