@@ -20,7 +20,7 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TappedRows
 from longdraft.cache.window import RowWindow
 from longdraft.drafters.layer_drafter import LayerDrafter, rotations_after
-from longdraft.drafters.options import DrafterOptions, check_chain
+from longdraft.drafters.options import ChainOptions
 from longdraft.errors import check
 from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked, TrainedLayers
 from longdraft.parts.eagle import Eagle
@@ -37,26 +37,19 @@ _USUAL_SINKS = 4
 
 
 @dataclass(frozen=True)
-class EagleOptions(DrafterOptions):
+class EagleOptions(ChainOptions):
     """Options of `eagle`.
 
-    chain   tokens drafted, one after the other
-    width   guesses at each place of the chain at most; the chain continues with the best one
-    margin  largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
-    suffix  add what followed the longest suffix of the text earlier, after the root
     window  latest rows of the text that the head sees; 0: those that it was trained with, or 2048
     sinks   first rows of the text that it sees as well; -1: 4, or none for a head that was trained with a window
     """
 
     chain: int = 5
-    width: int = 2
-    margin: float = 0.5
-    suffix: bool = True
     window: int = 0
     sinks: int = -1
 
     def __post_init__(self) -> None:
-        check_chain(self.chain, self.width, self.margin)
+        super().__post_init__()
         check(0 <= self.window <= LATEST, "window", self.window, f"0 to {LATEST}")
         check(-1 <= self.sinks <= FIRST, "sinks", self.sinks, f"-1 to {FIRST}")
 

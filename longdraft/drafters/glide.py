@@ -14,7 +14,7 @@ from torch import Tensor
 from longdraft.cache.full import FullCache
 from longdraft.cache.window import RowWindow
 from longdraft.drafters.layer_drafter import LayerDrafter, rotations_after
-from longdraft.drafters.options import DrafterOptions, check_chain
+from longdraft.drafters.options import ChainOptions
 from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked, TrainedLayers
 from longdraft.model.transformer import Transformer
 from longdraft.parts.glide import Glide, GlideRows
@@ -30,22 +30,10 @@ _CATCH_UP = 64  # rows read when more were missed; the window refills while writ
 
 
 @dataclass(frozen=True)
-class GlideOptions(DrafterOptions):
-    """Options of `glide`.
-
-    chain   tokens drafted, one after the other
-    width   guesses at each place of the chain at most; the chain continues with the best one
-    margin  largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
-    suffix  add what followed the longest suffix of the text earlier, after the root
-    """
+class GlideOptions(ChainOptions):
+    """Options of `glide`: those of a chain."""
 
     chain: int = 4
-    width: int = 2
-    margin: float = 0.5
-    suffix: bool = True
-
-    def __post_init__(self) -> None:
-        check_chain(self.chain, self.width, self.margin)
 
 
 class GlideDraftModel:

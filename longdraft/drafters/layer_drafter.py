@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, DraftModel
+from longdraft.drafters.options import ChainOptions
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -41,29 +42,13 @@ def rotations_after(rotate: Rotate, position: int, length: int) -> tuple[Tensor,
     return cos[: length - 1], sin[: length - 1]
 
 
-class LayerOptions(Protocol):
-    """The options that both kinds of drafters have. See `EagleOptions` or `GlideOptions`."""
-
-    @property
-    def chain(self) -> int: ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def margin(self) -> float: ...
-
-    @property
-    def suffix(self) -> bool: ...
-
-
 class LayerDrafter:
     """Drafts a chain with `draft_model`, and adds what followed the longest suffix of the text after the root.
 
     source  name of the guesses in the statistics
     """
 
-    def __init__(self, draft_model: LayerModel, source: str, options: LayerOptions, sampler: Sampler,
+    def __init__(self, draft_model: LayerModel, source: str, options: ChainOptions, sampler: Sampler,
                  params: SamplingParams) -> None:
         self._length = options.chain
         self._draft_model = draft_model

@@ -43,12 +43,30 @@ class DrafterOptions:
         return 0
 
 
-def check_chain(chain: int, width: int, margin: float = 0.0, least: float = 0.0) -> None:
+def check_chain(chain: int, width: int, margin: float = 0.0) -> None:
     """Raise UsageError unless these options of a drafted chain (longdraft/drafters/chain.py) are in range."""
     check(1 <= chain <= 64, "chain", chain, "1 to 64")
     check(1 <= width <= 16, "width", width, "1 to 16")
     check(margin >= 0, "margin", margin, "0 or more")
-    check(0 <= least < 1, "least", least, "0 to below 1")
+
+
+@dataclass(frozen=True)
+class ChainOptions(DrafterOptions):
+    """Options of drafters whose chain may have further guesses and suffix matches beside it.
+
+    chain   tokens drafted, one after the other
+    width   guesses at each place of the chain at most; the chain continues with the best one
+    margin  largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
+    suffix  add what followed the longest suffix of the text earlier, after the root
+    """
+
+    chain: int
+    width: int = 2
+    margin: float = 0.5
+    suffix: bool = True
+
+    def __post_init__(self) -> None:
+        check_chain(self.chain, self.width, self.margin)
 
 
 def check_window(budget: int, sinks: int, refresh: int) -> None:

@@ -43,7 +43,7 @@ from longdraft.drafters.draft_vocabulary import (
 from longdraft.drafters.medusa import HEADS
 from longdraft.drafters.ngram import NgramMatcher, NgramOptions
 from longdraft.drafters.ngram_table import RANKED
-from longdraft.drafters.options import DrafterOptions, check_chain
+from longdraft.drafters.options import ChainOptions
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.drafters.template import MAX_NODES, ranked_heads
 from longdraft.errors import UsageError, check
@@ -64,18 +64,13 @@ _SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds
 
 
 @dataclass(frozen=True)
-class SelfDraftOptions(DrafterOptions):
-    """Options of both drafters.
+class SelfDraftOptions(ChainOptions):
+    """Options of both drafters. A `chain` has 1 token in the paper of TokenSwift, 3 to 7 in that of MagicDec. With
+    `suffix`, a chain without a template has matches after its end too: a repeated passage can be longer.
 
-    chain      tokens drafted by forwards on the partial cache, one after the other (TokenSwift: 1; MagicDec: 3 to 7,
-               without the remainder)
-    width      guesses at each place of the chain at most; the chain continues with the best one
-    margin     largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
     least      the chain ends early where its next token is accepted with less than this probability, as far as the
                scores of its tokens and the outcomes of earlier ones tell; 0: never. `auto` sets it by cost
     remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
-    suffix     add what followed the longest suffix of the text earlier: after the root, because a repeated passage can
-               be longer than the chain, and after the end of a chain without a template
     budget     rows of the partial cache for each layer and KV head, at each selection for `magicdec` (TokenSwift: the
                prompt's length; MagicDec: 257, 4097)
     sinks      first positions of the text, always held
@@ -87,18 +82,16 @@ class SelfDraftOptions(DrafterOptions):
     """
 
     chain: int = 8
-    width: int = 2
-    margin: float = 0.5
     least: float = 0.0
     remainder: bool = True
-    suffix: bool = False
     budget: int = 256
     sinks: int = 16
     draft_weights: str = AUTO_WEIGHTS
     draft_vocabulary: VocabularySize = AUTO
 
     def __post_init__(self) -> None:
-        check_chain(self.chain, self.width, self.margin, self.least)
+        super().__post_init__()
+        check(0 <= self.least < 1, "least", self.least, "0 to below 1")
         check_draft_weights(self.draft_weights)
         check_draft_vocabulary(self.draft_vocabulary)
 
@@ -127,6 +120,7 @@ class TokenSwiftOptions(SelfDraftOptions):
     cache          dynamic | static | full: how the partial cache is maintained (longdraft/cache/partial.py)
     """
 
+    suffix: bool = False
     tree: tuple[int, ...] = (1, 1)
     continuations: int = 1
     seen: int = 2
@@ -170,7 +164,6 @@ class MagicDecOptions(SelfDraftOptions):
     selection: SelectionKind = "streaming"
     budget: int = 192
     refresh: int = 64
-    suffix: bool = True
     tree: ClassVar[tuple[int, ...]] = ()
     ngrams: ClassVar[None] = None
     cache: ClassVar[CacheMode] = "dynamic"

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from longdraft import kernels
@@ -35,7 +34,7 @@ def new_header(model: LoadedModel, drafter: DrafterChoice, prompt: Sequence[int]
         weights=identity["weights"],
         tokenizer=identity["tokenizer"],
         config=identity["config"],
-        prompt_sha256=run_statistics.sha256_tokens(np.array(prompt, dtype=np.int32)),
+        prompt_sha256=run_statistics.sha256_tokens(prompt),
         prompt=list(prompt),
         sampling=json.loads(json.dumps(asdict(params))),
         eos_token_ids=list(model.target.config.eos_token_ids),

@@ -6,6 +6,7 @@ import hashlib
 import resource
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,9 +29,9 @@ from longdraft.text.stream import TextStream
 from longdraft.version import __version__
 
 
-def sha256_tokens(tokens: NDArray[np.int32]) -> str:
+def sha256_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> str:
     """Hash of the token ids as little-endian int32: equal texts, equal hash."""
-    return hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()
+    return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()
 
 
 def distinct(tokens: NDArray[np.int32], n: int) -> float:

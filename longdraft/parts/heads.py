@@ -40,20 +40,7 @@ class Head(NamedTuple):
     output_norm: Tensor  # [hidden]
 
 
-class ChainedHeads:
-    """Chained heads of one target model. `layers[j]` is head j + 1."""
-
-    def __init__(self, layers: tuple[Head, ...], model: Transformer) -> None:
-        self.layers = layers
-        self._model = model
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    @property
-    def vocabulary(self) -> int:
-        return self._model.config.vocab_size
-
+class ChainedHeads(medusa.HeadsOfModel[Head]):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Heads.logits`."""
         kernels, eps = self._model.kernels, self._model.config.rms_norm_eps

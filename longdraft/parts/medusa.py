@@ -12,7 +12,7 @@ target's output head takes its place. The authors' .pt files are pickles, which 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,10 +31,13 @@ class MedusaHead(NamedTuple):
     output: Linear | None  # U_i; None: the target's output head
 
 
-class MedusaHeads:
-    """Medusa heads of one target model. `layers[i]` is head i + 1."""
+Layer = TypeVar("Layer")
 
-    def __init__(self, layers: tuple[MedusaHead, ...], model: Transformer) -> None:
+
+class HeadsOfModel(Generic[Layer]):
+    """What all kinds of heads of one target model have. `layers[i]` is head i + 1."""
+
+    def __init__(self, layers: tuple[Layer, ...], model: Transformer) -> None:
         self.layers = layers
         self._model = model
 
@@ -45,6 +48,8 @@ class MedusaHeads:
     def vocabulary(self) -> int:
         return self._model.config.vocab_size
 
+
+class MedusaHeads(HeadsOfModel[MedusaHead]):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Heads.logits`."""
         model = self._model

@@ -246,9 +246,9 @@ def cache_budget(device_free: int | None = None) -> int:
     device_free  free bytes of a device with its own memory; None: caches are in system memory, within the limit of the
                  control group
     """
-    from longdraft.system import machine  # imports PyTorch, for which `longdraft --help` would wait
+    from longdraft.system.machine import available_memory  # needs PyTorch
 
-    free = machine.available_memory() if device_free is None else device_free
+    free = available_memory() if device_free is None else device_free
     return max(MiB, int(free * _USABLE_SHARE))
 
 

@@ -13,13 +13,14 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from longdraft.errors import UsageError, check
+from longdraft.request.settings import settings_of
 from longdraft.train.presets import PRESETS
 from longdraft.train.settings import (
     DraftSettings,
@@ -62,11 +63,10 @@ def _command(kind: type[TrainingSettings], text: str) -> None:
     if recipes := PRESETS.get(kind.KIND):
         options["preset"] = Annotated[str, typer.Option(
             help=f"A published recipe; other options override it. One of {', '.join(recipes)}.")], ""
-    hints = typing.get_type_hints(kind)
-    for field in fields(kind):
-        hint = list[str] | None if hints[field.name] == tuple[str, ...] else hints[field.name]
-        default = None if field.default in (MISSING, ()) else field.default
-        options[field.name] = Annotated[hint, typer.Option(help=field.metadata["help"])], default
+    for name, each in settings_of(kind).items():
+        default = None if each.default in (MISSING, ()) else each.default
+        hint = list[str] if typing.get_args(each.type) else each.type
+        options[name] = Annotated[hint | None if default is None else hint, typer.Option(help=each.help)], default
     # Typer reads the parameters from these attributes.
     command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
         inspect.Parameter("called", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),

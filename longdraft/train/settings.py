@@ -6,18 +6,19 @@ the help text of its option and its allowed values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 from longdraft.errors import ModelError, UsageError, check
+from longdraft.request.settings import Range, setting, settings_of
 
 # A resumed training may change these: they do not change the trained weights.
 MAY_CHANGE = ("eval_every", "checkpoint_every", "threads", "device", "tensorboard", "probe_tokens")
 HUB = "hf:"  # of training data: hf:NAME, hf:NAME:CONFIG, either with @SPLIT
 HYBRID = "hybrid"
 ATTENTION_EVERY = 4  # layers of a hybrid
+_NO_DEFAULT: Any = MISSING
 DELTA_STEP = 16  # the delta layers' heads are a multiple of this
 
 
@@ -25,42 +26,9 @@ def is_hub_data(name: str) -> bool:
     return name.startswith(HUB)
 
 
-class AllowedValues(NamedTuple):
-    """The allowed values of a setting: numbers of a range, or one of `choices`. `above` and `below` are excluded."""
-
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise UsageError for a value that is not allowed. None is a setting that is not given."""
-        if self.choices:
-            check(value in self.choices, name, value, ", ".join(self.choices))
-        if isinstance(value, float):
-            check(math.isfinite(value), name, value, "a finite number")
-        if isinstance(value, int | float):
-            is_inside = ((self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-                         and (self.above is None or value > self.above) and (self.below is None or value < self.below))
-            check(is_inside, name, value, self._description())
-
-    def _description(self) -> str:
-        if self.above is not None:
-            return f"above {self.above}" + (f", at most {self.most}" if self.most is not None else "")
-        if self.below is not None:
-            return f"{self.least} to below {self.below}"
-        return f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
-
-
-def setting(default: Any, what: str, **allowed: Any) -> Any:
-    """A field with its help text and its allowed values; see `AllowedValues`."""
-    return field(default=default, metadata={"help": what, "allowed": AllowedValues(**allowed)})
-
-
 def another_default(kind: type[TrainingSettings], name: str, default: Any) -> Any:
     """The field `name` of a kind of settings, with another default."""
-    return field(default=default, metadata=next(each.metadata for each in fields(kind) if each.name == name))
+    return field(default=default, metadata={"setting": replace(settings_of(kind)[name], default=default)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +37,7 @@ class TrainingSettings:
 
     KIND: ClassVar[str] = ""
 
-    data: tuple[str, ...] = setting(MISSING,
+    data: tuple[str, ...] = setting(_NO_DEFAULT,
         "Training text: a .parquet, .jsonl or .txt file, or a data set of the hub: hf:NAME or hf:NAME:CONFIG@SPLIT. "
         "Repeatable.")
     validation: tuple[str, ...] = setting((),
@@ -77,44 +45,45 @@ class TrainingSettings:
     text_column: str = setting("text", "Column (parquet, data sets) or key (jsonl) of the text.")
     holdout: float = setting(0.05,
         "Share of the documents held out for validation if there is no --validation; above 0, at most 0.5.",
-        above=0, most=0.5)
+        Range(0, 0.5, above=True))
     max_documents: int = setting(0, "Documents that are read at most, of --data and of --validation each; 0: all.",
-                                 least=0)
-    min_tokens: int = setting(0, "Shorter documents are left out.", least=0)
-    document_tokens: int = setting(0, "First tokens of each document that are used; 0: all.", least=0)
+                                 Range(0))
+    min_tokens: int = setting(0, "Shorter documents are left out.", Range(0))
+    document_tokens: int = setting(0, "First tokens of each document that are used; 0: all.", Range(0))
     sequence_length: int = setting(2048, "Length of a training sequence in tokens.")
-    steps: int = setting(200, "Maximum number of optimizer steps.", least=1)
+    steps: int = setting(200, "Maximum number of optimizer steps.", Range(1))
     max_seconds: float | None = setting(None,
         "Time limit in seconds. The schedule ends with this or with --steps, whichever is first. Default: none.",
-        above=0)
-    batch_size: int = setting(4, "Sequences per forward, in each process.", least=1)
-    gradient_accumulation: int = setting(1, "Forwards per step.", least=1)
-    learning_rate: float = setting(1e-2, "Peak learning rate of AdamW; above 0, at most 1.", above=0, most=1)
-    warmup_steps: int = setting(50, "Steps of linear warm-up.", least=0)
+        Range(0, above=True, words="above 0"))
+    batch_size: int = setting(4, "Sequences per forward, in each process.", Range(1))
+    gradient_accumulation: int = setting(1, "Forwards per step.", Range(1))
+    learning_rate: float = setting(1e-2, "Peak learning rate of AdamW; above 0, at most 1.", Range(0, 1, above=True))
+    warmup_steps: int = setting(50, "Steps of linear warm-up.", Range(0))
     schedule: str = setting("product",
         "product: linear warm-up times a cosine over all steps; warmup-cosine: a cosine that begins after the warm-up "
-        "at the full rate, as that of transformers.", choices=("product", "warmup-cosine"))
-    weight_decay: float = setting(0.1, "Weight decay of AdamW, for matrices only; 0 to below 1.", least=0, below=1)
-    beta2: float = setting(0.999, "beta2 of AdamW; 0 to below 1.", least=0, below=1)
-    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0: never.", least=0)
-    seed: int = setting(42, "Seed of the data's order and of all random numbers.", least=0)
+        "at the full rate, as that of transformers.", ("product", "warmup-cosine"))
+    weight_decay: float = setting(0.1, "Weight decay of AdamW, for matrices only; 0 to below 1.",
+                                  Range(0, 1, below=True))
+    beta2: float = setting(0.999, "beta2 of AdamW; 0 to below 1.", Range(0, 1, below=True))
+    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0: never.", Range(0))
+    seed: int = setting(42, "Seed of the data's order and of all random numbers.", Range(0))
     dtype: str = setting("auto", "Dtype of the frozen model: auto (the checkpoint's), float32 or bfloat16.",
-                         choices=("auto", "float32", "bfloat16"))
-    device: str = setting("auto", "auto (a GPU if there is one), cpu or cuda.", choices=("auto", "cpu", "cuda"))
-    threads: int = setting(0, "CPU threads; 0: all cores.", least=0)
-    eval_every: int = setting(100, "Steps between validations; 0: only at the end.", least=0)
+                         ("auto", "float32", "bfloat16"))
+    device: str = setting("auto", "auto (a GPU if there is one), cpu or cuda.", ("auto", "cpu", "cuda"))
+    threads: int = setting(0, "CPU threads; 0: all cores.", Range(0))
+    eval_every: int = setting(100, "Steps between validations; 0: only at the end.", Range(0))
     eval_tokens: int = setting(262144,
-        "Maximum number of validation tokens, evenly spread over the text; 0: all.", least=0)
-    checkpoint_every: int = setting(100, "Steps between checkpoints; 0: only on a signal and at the end.", least=0)
+        "Maximum number of validation tokens, evenly spread over the text; 0: all.", Range(0))
+    checkpoint_every: int = setting(100, "Steps between checkpoints; 0: only on a signal and at the end.", Range(0))
     tensorboard: bool = setting(False, "Write event files for TensorBoard beside metrics.jsonl.")
     probe_tokens: int = setting(200,
         "Tokens per text of the final measurement, which compares the drafter with plain decoding on held-out "
-        "prompts; 0: no measurement.", least=0)
+        "prompts; 0: no measurement.", Range(0))
 
     def __post_init__(self) -> None:
         check(bool(self.data), "data", list(self.data), "one file or more", "give --data FILE")
-        for each in fields(self):
-            each.metadata["allowed"].check(each.name, getattr(self, each.name))
+        for name, each in settings_of(type(self)).items():
+            each.require(getattr(self, name))
         check(self.sequence_length >= self.shortest, "sequence_length", self.sequence_length,
               f"{self.shortest} or more")
 
@@ -156,7 +125,7 @@ class FrozenTargetSettings(TrainingSettings):
     model: str = setting("novelist", "Frozen target model: bundled name, folder or hub id.")
     own_tokens: int = setting(0,
         "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).",
-        least=0)
+        Range(0))
     shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
     start: str = setting("",
         "Folder of a trained part of the same kind and sizes to continue from, also one of another model with the same "
@@ -169,20 +138,20 @@ class HeadSettings(FrozenTargetSettings):
 
     KIND: ClassVar[str] = "heads"
 
-    heads: int = setting(3, "Number of heads; 1 to 16.", least=1, most=16)
+    heads: int = setting(3, "Number of heads; 1 to 16.", Range(1, 16))
     kind: str = setting("mlp",
         "mlp: chained residual MLPs; tokenswift: the paper's chained linear maps; medusa: independent residual "
-        "blocks.", choices=("mlp", "tokenswift", "medusa"))
+        "blocks.", ("mlp", "tokenswift", "medusa"))
     init: str = setting("identity",
         "Initialisation of chained heads. identity: the model's own prediction; paper: norms 1, random maps.",
-        choices=("identity", "paper"))
+        ("identity", "paper"))
     distill: float = setting(0.5,
         "Share of the loss against the model's own distribution, 0 to 1; the rest is against the text's token.",
-        least=0, most=1)
+        Range(0, 1))
     window: int = setting(0,
         "Train on hidden states of a model that attends to the first --sinks and this many latest positions, as with "
-        "a partial KV cache; 0: all positions.", least=0)
-    sinks: int = setting(16, "First positions that are attended to with --window.", least=0)
+        "a partial KV cache; 0: all positions.", Range(0))
+    sinks: int = setting(16, "First positions that are attended to with --window.", Range(0))
 
     def ineffective(self) -> Iterator[tuple[str, str]]:
         yield from super().ineffective()
@@ -204,12 +173,12 @@ class GlideSettings(FrozenTargetSettings):
 
     KIND: ClassVar[str] = "glide"
 
-    window: int = setting(512, "Positions of the drafter's self-attention; 1 to 4096.", least=1, most=4096)
+    window: int = setting(512, "Positions of the drafter's self-attention; 1 to 4096.", Range(1, 4096))
     max_lag: int = setting(8,
         "Maximum distance in tokens between a row and the target's latest keys; 1 to 64. Use the number of tokens "
-        "drafted per step.", least=1, most=64)
-    positions: int = setting(0, "Sequences are offset to positions up to this one; 0: the model's context.", least=0)
-    anchors: int = setting(4, "Maximum number of first positions that are not offset.", least=0)
+        "drafted per step.", Range(1, 64))
+    positions: int = setting(0, "Sequences are offset to positions up to this one; 0: the model's context.", Range(0))
+    anchors: int = setting(4, "Maximum number of first positions that are not offset.", Range(0))
     distill: float = another_default(HeadSettings, "distill", 0.5)
 
     @property
@@ -225,17 +194,17 @@ class EagleSettings(FrozenTargetSettings):
 
     passes: int = setting(5,
         "Passes of training-time test over each sequence: the tokens of a chain that it is trained to draft; 1 to 16.",
-        least=1, most=16)
+        Range(1, 16))
     decay: float = setting(0.8, "Weight of the loss of each pass, as a share of the pass before; above 0, at most 1.",
-                           above=0, most=1)
+                           Range(0, 1, above=True))
     loss: str = setting("soft",
         "soft: cross-entropy to the model's distribution; tv: their total variation, which bounds the acceptance.",
-        choices=("soft", "tv"))
+        ("soft", "tv"))
     draft_vocab: int = setting(32000,
         "Number of tokens that the head can guess, the commonest of the data; 0, or more than the model has: all.",
-        least=0)
+        Range(0))
     window: int = setting(2048, "Rows of the text that the head sees, in training and in drafting; 1 to 4096.",
-                          least=1, most=4096)
+                          Range(1, 4096))
     positions: int = another_default(GlideSettings, "positions", 0)
     anchors: int = another_default(GlideSettings, "anchors", 4)
     learning_rate: float = another_default(TrainingSettings, "learning_rate", 1e-3)
@@ -256,28 +225,29 @@ class LmSettings(TrainingSettings):
     tokenizer: str = setting("",
         "Bundled name, folder or hub id of the model whose tokenizer is used. Default: a byte-level BPE tokenizer "
         "is trained on the data.")
-    vocab_size: int = setting(4096, "Vocabulary size of a trained tokenizer; 300 or more.", least=300)
+    vocab_size: int = setting(4096, "Vocabulary size of a trained tokenizer; 300 or more.", Range(300))
     start: str = setting("", "Model to start from, with its shape and tokenizer. Default: random weights.")
     kind: str = setting("llama",
         "Kind of a new model. llama; hybrid: Qwen3.5's layers, attention in every fourth one and gated delta nets in "
-        "the other layers, with as many heads of the same size.", choices=("llama", HYBRID))
-    layers: int = setting(6, "Layers of a new model; 4 or more of a hybrid.", least=1)
-    hidden_size: int = setting(256, "Hidden size of a new model.", least=2)
-    intermediate_size: int = setting(704, "Inner size of a new model's MLPs.", least=1)
-    num_heads: int = setting(4, "Query heads of a new model.", least=1)
+        "the other layers, with as many heads of the same size.", ("llama", HYBRID))
+    layers: int = setting(6, "Layers of a new model; 4 or more of a hybrid.", Range(1))
+    hidden_size: int = setting(256, "Hidden size of a new model.", Range(2))
+    intermediate_size: int = setting(704, "Inner size of a new model's MLPs.", Range(1))
+    num_heads: int = setting(4, "Query heads of a new model.", Range(1))
     num_kv_heads: int = setting(0,
         "KV heads; 0: as many as query heads, or as in --start. If --start has more, each is the mean of a group.",
-        least=0)
+        Range(0))
     tied: bool = setting(True, "The embeddings of a new model are its output head too.")
-    rope_theta: float = setting(500000.0, "Base frequency of a new model's rotary embeddings.", above=1)
+    rope_theta: float = setting(500000.0, "Base frequency of a new model's rotary embeddings.",
+                                Range(1, above=True, words="above 1"))
     context: int = setting(131072,
         "Context length of a new model in tokens, also of its training positions. With --start: that model's.",
-        least=2)
+        Range(2))
     skip: float = setting(0.5,
-        "Share of the sequences that jump to far positions (positional skip-wise training); 0 to 1.", least=0, most=1)
+        "Share of the sequences that jump to far positions (positional skip-wise training); 0 to 1.", Range(0, 1))
     distill_from: str = setting("",
         "Teacher model with the same vocabulary, for distillation. Default: none.")
-    distill: float = setting(0.5, "Share of the loss against the teacher's distribution; 0 to 1.", least=0, most=1)
+    distill: float = setting(0.5, "Share of the loss against the teacher's distribution; 0 to 1.", Range(0, 1))
     sequence_length: int = another_default(TrainingSettings, "sequence_length", 1024)
     batch_size: int = another_default(TrainingSettings, "batch_size", 8)
     beta2: float = another_default(TrainingSettings, "beta2", 0.95)

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,27 +47,6 @@ _Dtype = Annotated[str, typer.Option(help="auto (the file's), float32 or bfloat1
 _Memory = Annotated[float, typer.Option(help="GiB that are read to measure the machine's bandwidth.")]
 
 
-def paper(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
-          seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
-          heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
-          skip_characters: _Skip = 0, documents: _Documents = 0, profile: _Profile = "",
-          medusa_heads: _MedusaHeads = None, tokenizer: _Tokenizer = None) -> None:
-    """Repeat TokenSwift's tables and ablations, with the published values beside the measured ones.
-
-    Includes the published verification rule, which samples from another distribution and exists only here.
-    """
-    _run_experiment("paper", **locals())
-
-
-def ablation(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
-             seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
-             heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
-             skip_characters: _Skip = 0, documents: _Documents = 0, medusa_heads: _MedusaHeads = None,
-             tokenizer: _Tokenizer = None) -> None:
-    """Measure the effect of each drafter and of each of its parts, on one text."""
-    _run_experiment("ablation", **locals())
-
-
 def run(experiment: Annotated[str, typer.Argument(help="A .toml file; see longdraft_bench/paper/experiment.py.")],
         prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
         seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
@@ -74,13 +54,6 @@ def run(experiment: Annotated[str, typer.Argument(help="A .toml file; see longdr
         skip_characters: _Skip = 0, documents: _Documents = 0, profile: _Profile = "",
         medusa_heads: _MedusaHeads = None, tokenizer: _Tokenizer = None) -> None:
     """Run an experiment of your own."""
-    _run_experiment(**locals())
-
-
-def _run_experiment(experiment: str, *, prompt_file: Sequence[Path], model: str, scale: str | None, tables: str,
-                    seeds: str, stretches: int, output: Path | None, draft_model: str | None, heads: str | None,
-                    dtype: str, threads: int | None, memory: float, skip_characters: int, documents: int,
-                    medusa_heads: str | None, tokenizer: str | None, profile: str = "") -> None:
     from longdraft.engine.loading import load
     from longdraft.system import machine
     from longdraft_bench.document import measure_limits
@@ -114,6 +87,28 @@ def _run_experiment(experiment: str, *, prompt_file: Sequence[Path], model: str,
         table.show()
     print(json.dumps({"bench": chosen.name, "output": str(output) if output else None,
                       **measures.summary(results, chosen, plan.scale)}))
+
+
+def _command_of(experiment: str, text: str, without: tuple[str, ...] = ()) -> Callable[..., None]:
+    """The command of a bundled experiment: `run` with its name, without these options."""
+    def command(**given: Any) -> None:
+        run(experiment, **given)
+
+    parameters = [each for each in inspect.signature(run, eval_str=True).parameters.values()
+                  if each.name not in ("experiment", *without)]
+    # Typer reads the name and the options from these attributes.
+    command.__name__, command.__doc__ = experiment, text
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+paper = _command_of("paper", """Repeat TokenSwift's tables and ablations, with the published values beside the measured
+ones.
+
+Includes the published verification rule, which samples from another distribution and exists only here.""")
+ablation = _command_of("ablation", "Measure the effect of each drafter and of each of its parts, on one text.",
+                       without=("profile",))
 
 
 def _texts(path: Path, skip: int, documents: int) -> list[str]:

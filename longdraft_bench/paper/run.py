@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from longdraft.engine import run_statistics
 from longdraft.engine.engine import Engine
 from longdraft.errors import check
@@ -78,7 +76,7 @@ def run_experiment(plan: ExperimentPlan, engines: Engines, texts: Sequence[Seque
         "device": str(kernels.device), "kind": "session", "limits": limits,
         "prompt_file": ", ".join(path.name for path in plan.prompt_files),
         "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "prompt_sha256": _sha256([token for ids in texts for token in ids]), **engines.provenance}
+        "prompt_sha256": run_statistics.sha256_tokens([token for ids in texts for token in ids]), **engines.provenance}
     planned = plan.experiment.plan(plan.scale, plan.seeds, plan.stretches)
     prompts = {spec: _prompt(texts, spec, plan.stretches) for spec in planned}
     for spec, prompt in prompts.items():  # before the first text is measured for hours
@@ -118,7 +116,7 @@ def _write_unit(plan: ExperimentPlan, engines: Engines, writer: ResultsWriter, u
         about = {name: {**asdict(system), "options": system.options_for(unit.spec.prefill),
                         "own_text": system.has_own_text} for name, system in systems.items()}
         writer.append({"kind": "text", "text": unit.key, **unit.spec.about, "reference": unit.systems[0],
-                       "systems": about, "prompt_sha256": _sha256(prompt), "ends": list(ends)})
+                       "systems": about, "prompt_sha256": run_statistics.sha256_tokens(prompt), "ends": list(ends)})
 
     def emit(record: Record) -> None:
         writer.append(record)
@@ -139,10 +137,6 @@ def _prompt(texts: Sequence[Sequence[int]], spec: TextSpec, stretches: int) -> l
     check(start + spec.prefill <= len(ids), "tokens in --prompt-file", len(ids),
           f"at least {start + spec.prefill} for prompts of {spec.prefill} from {per_text} stretches")
     return list(ids[start : start + spec.prefill])
-
-
-def _sha256(ids: Sequence[int]) -> str:
-    return run_statistics.sha256_tokens(np.array(ids, dtype=np.int32))
 
 
 @contextmanager

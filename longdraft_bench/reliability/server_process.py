@@ -24,6 +24,7 @@ Body = dict[str, Any]  # of a request, or an object of a stream
 JSON = {"Content-Type": "application/json"}
 GENERATIONS = "/v1/longdraft/generations"
 COMPLETIONS = "/v1/completions"
+DRAFTERS = ("plain", "suffix", "tokenswift", "magicdec", "auto")
 PROMPTS = ("It was", "The ship", "She had not", "In the year 1843", "\"No,\" said the")
 SOUND_BODIES = [json.dumps(each).encode() for each in (  # to be damaged
     {"prompt": "a", "max_tokens": 1, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1.5}},
@@ -47,6 +48,11 @@ def server(*options: str, on_line: Callable[[str], object] = len) -> Iterator[tu
     finally:
         child.kill()
         child.wait()
+
+
+def text_key(asked: Body) -> str:
+    """Equal for requests of one text."""
+    return json.dumps([asked["prompt"], asked["seed"], asked["max_tokens"]])
 
 
 def library_text(engine: Engine, asked: Body) -> str:

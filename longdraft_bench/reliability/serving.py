@@ -33,6 +33,7 @@ from longdraft.engine.run_statistics import sha256_tokens
 from longdraft.report.turns import Record
 from longdraft_bench.reliability.server_process import (
     COMPLETIONS,
+    DRAFTERS,
     GENERATIONS,
     JSON,
     PROMPTS,
@@ -44,10 +45,10 @@ from longdraft_bench.reliability.server_process import (
     left_over,
     library_text,
     server,
+    text_key,
 )
 from longdraft_bench.timing import median_ratio
 
-_DRAFTERS = ("plain", "suffix", "tokenswift", "magicdec", "auto")
 _HUNG_UP = 0
 _FAILED = -1
 _STREAM_ERROR = 599
@@ -70,7 +71,7 @@ Asked = tuple[Body, Answer]
 
 def body(rng: random.Random, tokens: int, *, stream: bool) -> Body:
     return {"prompt": rng.choice(PROMPTS), "seed": rng.randrange(12), "max_tokens": tokens, "stream": stream,
-            "longdraft": {"min_p": 0.1, "drafter": rng.choice(_DRAFTERS)}}
+            "longdraft": {"min_p": 0.1, "drafter": rng.choice(DRAFTERS)}}
 
 
 async def ask(client: httpx.AsyncClient, url: str, asked: Body, patience: float | None) -> Answer:
@@ -133,7 +134,7 @@ def under_load(clients: int, seconds: int, tokens: int) -> Record:
     whole = equal = 0
     for asked, answer in answers:
         if answer.status == 200:
-            key = json.dumps([asked["prompt"], asked["seed"], asked["max_tokens"]])
+            key = text_key(asked)
             if key not in expected:
                 expected[key] = library_text(engine, asked)
             whole += 1

@@ -34,6 +34,7 @@ from longdraft.engine.loading import load
 from longdraft_bench.reliability import attacks
 from longdraft_bench.reliability.server_process import (
     COMPLETIONS,
+    DRAFTERS,
     GENERATIONS,
     JSON,
     PROMPTS,
@@ -45,9 +46,9 @@ from longdraft_bench.reliability.server_process import (
     library_text,
     probe_seconds,
     server,
+    text_key,
 )
 
-DRAFTERS = ("plain", "suffix", "tokenswift", "magicdec", "auto")
 SEEDS = 6
 LENGTHS = (60, 240)
 HONEST = 3  # clients
@@ -110,7 +111,7 @@ class Soak:
                     await asyncio.sleep(0.5)
                     continue
                 self.counts["honest texts"] += 1
-                self.counts["honest texts equal"] += text == self._expected[key(asked)]
+                self.counts["honest texts equal"] += text == self._expected[text_key(asked)]
                 if "journal" in own:
                     await client.delete(f"{self.url}{GENERATIONS}/{own['journal']}")
 
@@ -169,10 +170,6 @@ class Soak:
                 if status.startswith("5") and status != "503":
                     self.failures.append(f"{name} got status {status}")
             await asyncio.sleep(PAUSE_S)
-
-
-def key(asked: Body) -> str:
-    return json.dumps([asked["prompt"], asked["seed"], asked["max_tokens"]])
 
 
 # Attacks: (url, until, rng) -> number of answers of each status
@@ -307,7 +304,7 @@ def run(seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
     asked: list[Body] = [{"prompt": prompt, "seed": number, "max_tokens": tokens}
              for prompt in PROMPTS for number in range(SEEDS) for tokens in LENGTHS]
     engine = load("novelist", drafter="plain", cache_ram=0)
-    expected = {key(each): library_text(engine, each) for each in asked}
+    expected = {text_key(each): library_text(engine, each) for each in asked}
     tracebacks: list[str] = []
     context = multiprocessing.get_context("spawn")
     ends = context.Event()
@@ -329,7 +326,7 @@ def run(seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
             after, last = _settle(url)
             figures = _figures(soak, process, sorted(probed.seconds), probed.left_out) | after | {
                 "descriptors_before": descriptors_before, "resident_mib_before": resident_before,
-                "last_request_equal": last == expected[key(asked[0])], "tracebacks": len(tracebacks),
+                "last_request_equal": last == expected[text_key(asked[0])], "tracebacks": len(tracebacks),
                 "exit": child.poll(), "journal_files_after": sum(path.is_file() for path in Path(folder).rglob("*"))}
     failures = soak.failures + _judge(figures)
     return {"seconds": seconds, **figures, "failures": len(failures)}, failures

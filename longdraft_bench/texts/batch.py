@@ -33,7 +33,6 @@ import numpy as np
 from longdraft import drafters
 from longdraft.checkpoint import hub
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
-from longdraft.engine import run_statistics
 from longdraft.engine.batching import Batch
 from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
@@ -285,10 +284,6 @@ def turns_table(runs: Sequence[Record]) -> Table:
     columns = ["drafter", *(f"to {PART * (number + 1):,}" for number in range(len(rows[0]) - 1))]
     return Table("Batches by drafters in turns: speed to the first", columns, rows,
                  "Of each part: lowest, median and highest of the runs.")
-
-
-def sha256(ids: Sequence[int]) -> str:
-    return run_statistics.sha256_tokens(np.array(ids, dtype=np.int32))
 
 
 class PeerSlots:

@@ -165,6 +165,7 @@ def batch(
     Sampling as in the paper: min-p 0.1, repetition penalty 1.2 within 1,024 tokens.
     """
     from longdraft.engine.loading import load
+    from longdraft.engine.run_statistics import sha256_tokens
     from longdraft.system import machine
     from longdraft.system.files import read_prompt
     from longdraft_bench.document import document, measure_limits, prepare_run, status
@@ -182,7 +183,7 @@ def batch(
     plan = batch.BatchPlan(engine.encode(text), lengths, counts, chosen, turn, repeats,
                            engines.PEERS["llama.cpp"] if peers != "none" else {}, engines.interpreter(python), limit)
     plan.check(engine)
-    with document("batch", output, model=model, sha256_prompt=batch.sha256(plan.ids)) as filled:
+    with document("batch", output, model=model, sha256_prompt=sha256_tokens(plan.ids)) as filled:
         filled["machine"] = machine.description(engine.model.kernels)
         limits = measure_limits(nbytes, repeats, filled)
         batch.measure_batches(engine, plan, limits, filled, status)

@@ -47,7 +47,7 @@ def short(digest: str) -> str:
 
 
 def text_hash(tokens: list[int]) -> str:
-    return short(sha256_tokens(np.array(tokens, np.int32)))
+    return short(sha256_tokens(tokens))
 
 
 def drafters_of(turn: int, is_whole: bool) -> list[str]:

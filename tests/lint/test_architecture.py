@@ -19,9 +19,9 @@ MODULES = modules_of(ROOT, "longdraft")
 # Lower floors know nothing of higher ones. `version` and `errors` may be read from anywhere.
 FLOORS = {
     "version": 0, "errors": 0, "request": 0, "kernels": 0,
-    "cache": 1, "sampling": 1, "parallel": 1, "system": 1,
+    "cache": 1, "parallel": 1, "system": 1,
     "model": 2,
-    "checkpoint": 3,
+    "checkpoint": 3, "sampling": 3,
     "text": 4,
     "parts": 5,
     "speculation": 6,

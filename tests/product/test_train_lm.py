@@ -55,7 +55,7 @@ def test_a_trained_hybrid_is_that_of_transformers(text, tokens, tmp_path):
     assert list(engine.generate("abc", SamplingParams(max_new_tokens=20, seed=1)))
     for wrong, message in (({"layers": 3}, "layers is 3; allowed: 4 or more of a hybrid"),
                            ({"hidden_size": 48}, "hidden_size is 48; allowed: of a hybrid, a multiple of 16"),
-                           ({"kind": "mamba"}, "kind is 'mamba'; allowed: llama, hybrid")):
+                           ({"kind": "mamba"}, "kind is 'mamba'; allowed: llama or hybrid")):
         with pytest.raises(UsageError, match=message):
             LmSettings(data=(text,), tokenizer=str(tokens), **wanted | wrong)
 

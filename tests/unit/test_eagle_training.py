@@ -164,7 +164,7 @@ def test_an_interrupted_training_resumes_to_the_same_weights(trained, tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(passes=17), "passes is 17; allowed: 1 to 16"), (dict(decay=0.0), "decay is 0.0; allowed: above 0"),
-    (dict(loss="kl"), "loss is 'kl'; allowed: soft, tv"), (dict(window=5000), "window is 5000; allowed: 1 to 4096"),
+    (dict(loss="kl"), "loss is 'kl'; allowed: soft or tv"), (dict(window=5000), "window is 5000; allowed: 1 to 4096"),
     (dict(sequence_length=5), "sequence_length is 5; allowed: 7 or more")])
 def test_settings_out_of_range_are_refused(changes, message):
     with pytest.raises(UsageError, match=message):
