@@ -165,9 +165,12 @@ class Preparer:
                      begins_answer: bool | None) -> list[int]:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
-        return self.engine.chat(plain, continue_final_message=continues,
+        tokenizer = self.engine.tokenizer
+        prompt = tokenizer.chat(plain, continue_final_message=continues,
                                 add_generation_prompt=not continues if begins_answer is None else begins_answer,
                                 **variables)
+        self._require_short([prompt], "messages")  # a template may write far more than the messages
+        return tokenizer.encode(prompt, add_special_tokens=False)
 
     def _require_short(self, texts: list[str], param: str) -> None:
         """Refuse texts that are too long for the context without tokenising all of them."""
