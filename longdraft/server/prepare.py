@@ -235,7 +235,7 @@ class Preparer:
                 journal, keeps_journal=bool(extension.journal), may_journal=extension.journal is not False,
                 times_plain=extension.details, deadline=deadline,
                 user=request.user, cache_salt=request.cache_salt if extension.cache else None,
-                begins_apart=bool(own.structured_outputs)))
+                begins_apart=bool(own.structured_outputs or own.banned_strings)))
         return jobs, None if all(loaded.knows_grammar(params, prompt) for prompt in prompts) else check_grammar
 
     def _settings_of(self, request: SamplingRequest, default_tokens: int) -> dict[str, Any]:
