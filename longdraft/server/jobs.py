@@ -116,7 +116,8 @@ class GenerationJob:
     deadline       monotonic time at which the text is cancelled
     user           label for the log, as the request gives it
     cache_salt     the text shares rows of the prefix tree with texts of the same salt and API key; None: with none
-    begins_apart   `start` reads a journal or compiles a grammar, which may take seconds: it runs in a thread of its own
+    begins_apart   `start` reads a journal, compiles a grammar or prepares phrases, which may take seconds: it runs in a
+                   thread of its own
     """
 
     id: str

@@ -165,8 +165,11 @@ class Preparer:
                      begins_answer: bool | None) -> list[int]:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
-        return self.engine.chat(plain, variables, continue_final_message=continues,
+        tokenizer = self.engine.tokenizer
+        prompt = tokenizer.chat(plain, variables, continue_final_message=continues,
                                 add_generation_prompt=not continues if begins_answer is None else begins_answer)
+        self._require_short([prompt], "messages")  # a template may write far more than the messages
+        return tokenizer.encode(prompt, add_special_tokens=False)
 
     def _require_short(self, texts: list[str], param: str) -> None:
         """Refuse texts that are too long for the context without tokenising all of them."""
@@ -231,7 +234,7 @@ class Preparer:
                 journal, keeps_journal=bool(extension.journal), may_journal=extension.journal is not False,
                 times_plain=extension.details, deadline=deadline,
                 user=request.user, cache_salt=request.cache_salt if extension.cache else None,
-                begins_apart=bool(own.structured_outputs)))
+                begins_apart=bool(own.structured_outputs or own.banned_strings)))
         return jobs, None if all(loaded.knows_grammar(params, prompt) for prompt in prompts) else check_grammar
 
     def _settings_of(self, request: SamplingRequest, default_tokens: int) -> dict[str, Any]:

@@ -4,8 +4,8 @@
     child.call("json", schema, "")    # what checker(tokenizer_json, 49152, 0)("json", schema, "") returns
 
 Grammar engines and template languages recurse and multiply: a kilobyte of input can end a process, or hold it for
-minutes. Such an input ends the child only. The function takes plain data, returns JSON, and gives the same result for
-the same arguments in every process.
+minutes. Such an input ends the child only. The function takes plain data, returns a text, and gives the same result for
+the same arguments in every process. The child is not trusted: nothing of its answers is executed here.
 
 A large stack for the same work in this process: `on_large_stack`.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import math
 import os
 import pickle
@@ -41,14 +40,24 @@ CPU_S = 4  # processor time of a call: a schema of 1,000 properties takes 0.2 s
 _WALL_S = 20.0  # for the same on a busy machine
 _START_S = 120.0  # for imports and the preparation, on a busy machine
 _MEMORY_BYTES = 1 << 30  # that calls may take beyond the memory of the prepared child
+_MAX_CHARACTERS = 1 << 26  # of a result: eight of the largest bodies of a server
 _STACK_BYTES = 32 << 20  # of the child's thread: some 10,000 levels in the grammar engine
 _LARGE_STACK_BYTES = 2 * _STACK_BYTES  # here: what the child survives, this process survives
 _IDLE_S = 60.0  # after which the child ends: it has a tokenizer in its memory
+_RESULT, _LIMIT, _ERROR = b"r", b"l", b"e"  # the first byte of an answer
 _stack_size_lock = threading.Lock()  # the size is a setting of the whole process
 
 
 class LimitError(Exception):
     """A call went beyond a limit; the message says which, as "takes more than 4 s"."""
+
+
+class CallError(Exception):
+    """The function has raised an error. kind: its class"""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class LimitedProcess:
@@ -62,21 +71,25 @@ class LimitedProcess:
         self._lock = threading.Lock()
         self._child: _Child | None = None
 
-    def call(self, *arguments: Any) -> Any:
-        """The result of the function. LimitError beyond a limit; RuntimeError with the text of the function's error."""
-        request = pickle.dumps(arguments)
+    def call(self, *arguments: Any) -> str:
+        """The result of the function. LimitError beyond a limit; CallError where it fails or an argument is no data."""
+        try:
+            request = pickle.dumps(arguments)
+        except Exception as error:  # the kinds of errors depend on the object
+            raise CallError(type(error).__name__, str(error)) from error
         with self._lock:
-            reply = self._usable_child().exchange(request)
-            if reply is None:  # it has just ended, because it was idle
-                reply = self._usable_child().exchange(request)
-        if reply is None:
+            answer = self._usable_child().exchange(request)
+            if answer is None:  # it has just ended, because it was idle
+                answer = self._usable_child().exchange(request)
+        if answer is None:
             raise LimitError("ends its process")
-        if "error" in reply:
-            raise RuntimeError(reply["error"])
-        if "limit" in reply:
-            raise LimitError(reply["limit"])
-        return reply["result"]
-
+        kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
+        if kind == _LIMIT:
+            raise LimitError(text)
+        if kind == _ERROR:
+            name, _, message = text.partition(" ")
+            raise CallError(name, message)
+        return text
 
     def start(self) -> None:
         """Start the child, which takes up to seconds, without waiting for it."""
@@ -113,7 +126,7 @@ class _Child:
         """Whether it runs, and for this process: a fork would share the connection."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def exchange(self, message: bytes) -> dict[str, Any] | None:
+    def exchange(self, message: bytes) -> bytes | None:
         """The answer to a message; None if the child had ended by itself. LimitError, and the child has ended, without
         an answer."""
         try:
@@ -121,8 +134,7 @@ class _Child:
                 self._receive(_START_S)
                 self._is_prepared = True
             self._connection.send_bytes(message)
-            answer: dict[str, Any] = json.loads(self._receive(_WALL_S))
-            return answer
+            return self._receive(_WALL_S)
         except (EOFError, OSError):
             status = self._process.wait(_WALL_S)
             if status == 0:
@@ -141,7 +153,7 @@ class _Child:
 def _reason(status: int) -> str:
     """Why a child has ended, from its exit status."""
     if status > 0:
-        raise RuntimeError(f"a child process ended with status {status} before it was prepared")
+        raise CallError("ChildProcessError", f"a child process ended with status {status} before it was prepared")
     if status == -signal.SIGXCPU:
         return f"takes more than {CPU_S} s"
     if status in (-signal.SIGSEGV, -signal.SIGBUS):
@@ -170,7 +182,7 @@ def _serve(connection: Connection, prepared: list[bool]) -> None:
     os.nice(5)  # texts that are being written come first
     module, factory, arguments = pickle.loads(connection.recv_bytes())
     function = getattr(importlib.import_module(module), factory)(*arguments)
-    connection.send_bytes(b"{}")
+    connection.send_bytes(b"")
     prepared.append(True)
     base = _address_space()
     if resource:
@@ -188,13 +200,16 @@ def _serve(connection: Connection, prepared: list[bool]) -> None:
                 break
 
 
-def _answer(function: Callable[..., Any], request: bytes) -> bytes:
+def _answer(function: Callable[..., str], request: bytes) -> bytes:
     try:
-        return json.dumps({"result": function(*pickle.loads(request))}).encode()
+        kind, text = _RESULT, function(*pickle.loads(request))
+        if len(text) > _MAX_CHARACTERS:
+            kind, text = _LIMIT, f"takes more than {_MAX_CHARACTERS:,} characters"
+        return kind + text.encode("utf-8", "surrogatepass")
     except MemoryError:
-        return json.dumps({"limit": f"takes more than {_MEMORY_BYTES >> 20} MB of memory"}).encode()
+        return _LIMIT + f"takes more than {_MEMORY_BYTES >> 20} MB of memory".encode()
     except BaseException as error:  # a panic of Rust is no Exception
-        return json.dumps({"error": str(error) or type(error).__name__}).encode()
+        return _ERROR + f"{type(error).__name__} {error}".encode("utf-8", "surrogatepass")
 
 
 def _address_space() -> int:

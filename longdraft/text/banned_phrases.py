@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from longdraft.request.events import TokenLogprob
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.text.tokenizer import IncrementalDecoder, StopState, Tokenizer, stop_states
+from longdraft.text.tokenizer import IncrementalDecoder, Tokenizer, stop_states
 
 MAX_BANS = 64  # tokens banned at one position
 _TAIL = 4  # tokens of the prompt for each character of the longest phrase, at least
@@ -39,7 +39,7 @@ class _Held(NamedTuple):
 
     chosen: ChosenToken
     decoder: IncrementalDecoder
-    state: StopState
+    state: int
     num_characters: int
 
 
@@ -55,7 +55,8 @@ class PhraseFilter:
         self._ends = frozenset(ends)
         self._max_new_tokens = params.max_new_tokens
         self._decoder = tokenizer.stream()
-        self._state = stop_states(phrases)[0]
+        self._states = stop_states(phrases)
+        self._state = 0
         self._num_characters = 0  # of the new text
         self._held: deque[_Held] = deque()
         self._num_tokens = 0  # new ones, held ones included
@@ -97,10 +98,10 @@ class PhraseFilter:
         """Follow the text; returns the character at which a phrase that it completes began, the first such phrase."""
         began = None
         for letter in folded(text):
-            self._state = self._state.after(letter)
+            self._state = self._states.after(self._state, letter)
             self._num_characters += 1
-            if self._state.stop_length and began is None:
-                began = self._num_characters - self._state.stop_length
+            if began is None and (length := self._states.stop_lengths[self._state]):
+                began = self._num_characters - length
         return began
 
     def _cut(self, began: int) -> int | None:
@@ -128,12 +129,13 @@ class PhraseFilter:
         A phrase may have begun as far back as the state is deep. If it completes, the text is cut somewhere after
         there, and the phrases that were possible at that character are possible again.
         """
-        reach, end = self._num_characters - self._state.depth, self._num_characters
+        depths = self._states.depths
+        reach, end = self._num_characters - depths[self._state], self._num_characters
         count = len(self._held)
         for held in reversed(self._held):
             if end <= reach:
                 break
-            end, reach = held.num_characters, min(reach, held.num_characters - held.state.depth)
+            end, reach = held.num_characters, min(reach, held.num_characters - depths[held.state])
             count -= 1
         return [self._held.popleft().chosen for _ in range(count)]
 

@@ -2,29 +2,25 @@
 
     ChatTemplate.find(folder).render([{"role": "user", "content": "Hello"}], enable_thinking=False)
 
-A template is part of the model and therefore untrusted code: it runs in jinja's sandbox, on plain data.
+A template is part of the model and therefore untrusted code: it runs in jinja's sandbox (rendering.py), on plain data,
+in a child process with limits of time and memory.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError, nodes
 
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.errors import ModelError, UsageError
+from longdraft.system.limited import CallError, LimitedProcess, LimitError
 from longdraft.text.gguf_vocabulary import template_of
+from longdraft.text.rendering import RefusedError, new_environment
 from longdraft.text.tokenizer_config import SPECIAL_TOKENS, read_settings, special_tokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -32,7 +28,7 @@ _DEFAULT_NAME = "default"  # of the template to use if a model has several
 # Variables that requests may not set.
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 _MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
-_LIMIT_S = 5.0  # for rendering
+_RENDERER = LimitedProcess("longdraft.text.rendering", "renderer")  # of all templates; it keeps those in use compiled
 
 
 class ChatTemplate:
@@ -41,16 +37,13 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self.source = source
         self._tokens = tokens
-        environment = _environment()
         try:
-            self._template = environment.from_string(source)
-            parsed = environment.parse(source)
-            self._names = meta.find_undeclared_variables(parsed)
-            # Otherwise such messages get the role `system`, which stands for the same in older templates.
-            self._knows_developer = any(each.value == "developer" for each in parsed.find_all(nodes.Const))
+            parsed = new_environment().parse(source)
         except (TemplateError, RecursionError) as error:
             raise ModelError(f"the model's chat template is invalid: {error}; replace it by chat_template.jinja in the "
                              "model's folder") from error
+        # Otherwise such messages get the role `system`, which stands for the same in older templates.
+        self._knows_developer = any(each.value == "developer" for each in parsed.find_all(nodes.Const))
 
     @classmethod
     def find(cls, folder: Path) -> ChatTemplate | None:
@@ -72,10 +65,10 @@ class ChatTemplate:
             return None
         return cls(_template_source(source), special_tokens(folder))
 
-    @property
+    @cached_property
     def options(self) -> list[str]:
         """Names of the template's variables that a request may set."""
-        return sorted(self._names - set(_RESERVED) - set(SPECIAL_TOKENS))
+        return sorted(set(self._run(None).split()) - set(_RESERVED) - set(SPECIAL_TOKENS))
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, /, *,
                add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any) -> str:
@@ -95,18 +88,20 @@ class ChatTemplate:
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         if not self._knows_developer:
             plain = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in plain]
+        return self._run({**self._tokens, **options, "messages": plain, "add_generation_prompt": add_generation_prompt,
+                          "tools": None, "documents": None})
+
+    def _run(self, variables: dict[str, Any] | None) -> str:
+        """What the child process returns. ModelError if the template fails or goes beyond a limit."""
         try:
-            with _time_limit(_LIMIT_S):
-                return self._template.render({
-                    **self._tokens, **options, "messages": plain, "add_generation_prompt": add_generation_prompt,
-                    "tools": None, "documents": None})
-        except _RefusedError as error:
-            raise UsageError(f"the model's chat template refuses these messages: {error}") from error
-        except _TooSlowError:
-            raise ModelError(f"the model's chat template takes more than {_LIMIT_S:g} s; send fewer messages, or "
-                             "replace it by chat_template.jinja in the model's folder") from None
-        except Exception as error:  # untrusted code may fail in any way
-            raise ModelError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
+            return _RENDERER.call(self.source, variables)
+        except LimitError as error:
+            raise ModelError(f"the model's chat template {error}; send fewer messages, or replace it by "
+                             "chat_template.jinja in the model's folder") from None
+        except CallError as error:  # untrusted code may fail in any way
+            if error.kind == RefusedError.__name__:
+                raise UsageError(f"the model's chat template refuses these messages: {error}") from error
+            raise ModelError(f"the model's chat template fails: {error.kind}: {error}") from error
 
     def _render_open(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
         """The messages up to the end of the last one's content. A mark after the content shows where that is. It also
@@ -126,61 +121,6 @@ def parse_option(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-class _TooSlowError(BaseException):
-    """Not an Exception: no handler in a template's helpers may catch it."""
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TooSlowError in this thread's Python code after a time. A single long operation is not interrupted."""
-    before = sys.gettrace()
-    deadline = time.monotonic() + seconds
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if time.monotonic() > deadline:
-            raise _TooSlowError
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-class _RefusedError(TemplateError):
-    """The template called raise_exception."""
-
-
-class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks answers for training. It has no effect on rendering."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja declares it as a mutable attribute
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise _RefusedError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """JSON without escapes for HTML, which jinja's own filter adds and models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _template_source(source: object) -> str:

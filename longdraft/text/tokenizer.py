@@ -6,10 +6,12 @@ import base64
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import BPE
@@ -30,6 +32,7 @@ _MAX_PENDING = 16  # tokens held back; a longer sequence is not a character
 _MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
 _BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
 _MAX_CUT = 256  # tokens that cutting a text may add
+_LETTERS = 0x110000  # characters of Unicode
 _LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
 _MANY_MISSING = 12  # ids without a row; models with image input, and their tokenizers, may differ by a few
 _MAX_REMEMBERED = 64  # texts whose tokens are remembered
@@ -358,69 +361,82 @@ class StopText:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._states = stop_states(tuple(stops))
-        self._state = self._states[0]
+        self._state = 0
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text to emit, and whether a stop text was found. The stop text and what follows are dropped."""
-        if len(self._states) == 1:
+        states, state = self._states, self._state
+        if len(states.depths) == 1:
             return text, False
-        state = self._state
         for count, letter in enumerate(text, 1):
-            state = state.after(letter)
-            if state.stop_length:
-                emitted = (self._held + text[:count])[: -state.stop_length]
-                self._state, self._held = self._states[0], ""
+            state = states.after(state, letter)
+            if length := states.stop_lengths[state]:
+                emitted = (self._held + text[:count])[:-length]
+                self._state, self._held = 0, ""
                 return emitted, True
         text = self._held + text
-        self._state, self._held = state, text[len(text) - state.depth :]
-        return text[: len(text) - state.depth], False
+        depth = states.depths[state]
+        self._state, self._held = state, text[len(text) - depth :]
+        return text[: len(text) - depth], False
 
     def flush(self) -> str:
         """The text held back, at the end of the stream or while stop texts do not apply yet."""
         held, self._held = self._held, ""
-        self._state = self._states[0]
+        self._state = 0
         return held
 
 
-class StopState:
-    """The longest end of the text so far that begins a stop text.
+class StopStates:
+    """What a text so far may be the beginning of, for some stop texts. State 0 is the start.
 
-    depth        its length in characters
-    next         the state after one more character of a stop text
-    fallback     the state of the next shorter such end
-    stop_length  length of the longest stop text that ends here; 0: none does
+    A state is the longest end of the text that begins a stop text. Its fields are arrays, because 200,000 objects would
+    take hundreds of megabytes, and seconds of each collection of garbage.
+
+    depths        length of that end in characters
+    fallbacks     the state of the next shorter such end
+    stop_lengths  length of the longest stop text that ends here; 0: none does
     """
 
-    __slots__ = ("depth", "fallback", "next", "stop_length")
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Takes time in proportion to the length of the texts."""
+        self.depths, self.fallbacks, self.stop_lengths = array("i", [0]), array("i", [0]), array("i", [0])
+        self._next: dict[int, int] = {}  # state x _LETTERS + letter -> state
+        levels: list[array[int]] = []  # by depth - 1, the states and how each is reached: keys of `_next`
+        for stop in stops:
+            state = 0
+            for depth, letter in enumerate(stop, 1):
+                key = state * _LETTERS + ord(letter)
+                if (following := self._next.get(key)) is None:
+                    following = self._next[key] = len(self.depths)
+                    self.depths.append(depth)
+                    self.fallbacks.append(0)
+                    self.stop_lengths.append(0)
+                    if len(levels) < depth:
+                        levels.append(array("q"))
+                    levels[depth - 1].append(key)
+                state = following
+            self.stop_lengths[state] = len(stop)
+        for level in levels:  # shorter states come first, and fallbacks are shorter
+            for key in level:
+                before, state = key // _LETTERS, self._next[key]
+                fallback = self.after(self.fallbacks[before], chr(key % _LETTERS)) if before else 0
+                self.fallbacks[state] = fallback
+                self.stop_lengths[state] = self.stop_lengths[state] or self.stop_lengths[fallback]
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.next: dict[str, StopState] = {}
-        self.fallback = self
-        self.stop_length = 0
-
-    def after(self, letter: str) -> StopState:
+    def after(self, state: int, letter: str) -> int:
         """The state after one more character of the text."""
-        state = self
-        while letter not in state.next and state.depth:
-            state = state.fallback
-        return state.next.get(letter, state)
+        code = ord(letter)
+        while (following := self._next.get(state * _LETTERS + code)) is None and state:
+            state = self.fallbacks[state]
+        return following or 0
 
 
-@lru_cache(maxsize=4)  # the texts of one request have the same stop texts
-def stop_states(stops: tuple[str, ...]) -> list[StopState]:
-    """The states of the stop texts by depth, the start first. Takes time in proportion to the length of the texts."""
-    start = StopState(0)
-    for stop in stops:
-        state = start
-        for letter in stop:
-            state = state.next.setdefault(letter, StopState(state.depth + 1))
-        state.stop_length = len(stop)
-    states = [start]
-    for state in states:  # grows: shorter states come first, and fallbacks are shorter
-        for letter, following in state.next.items():
-            states.append(following)
-            following.fallback = state.fallback.after(letter) if state.depth else start
-            following.stop_length = following.stop_length or following.fallback.stop_length
-    return states
+def stop_states(stops: tuple[str, ...]) -> StopStates:
+    """The states of stop texts. The texts of one request, which have the same ones, share them."""
+    if (known := _STATES.get(stops)) is None:
+        known = _STATES[stops] = StopStates(stops)
+    return known
+
+
+_STATES: WeakValueDictionary[tuple[str, ...], StopStates] = WeakValueDictionary()

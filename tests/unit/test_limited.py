@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from longdraft.system.limited import LimitedProcess, LimitError, on_large_stack
+from longdraft.system.limited import CallError, LimitedProcess, LimitError, on_large_stack
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,8 @@ def child() -> LimitedProcess:
 
 def test_a_call_returns_what_the_function_returns(child):
     child.start()
-    assert child.call("[6 * 7, 'x', None]") == [42, "x", None]
-    assert child.call("len(a)", {"a": "b" * 1_000_000}) == 1_000_000  # arguments are plain data of any size
+    for text in ("", "a" * 1_000_000, "é\n\0", "half of a pair: \ud800"):
+        assert child.call("a", {"a": text}) == text
 
 
 @pytest.mark.parametrize("expression, reason", [
@@ -32,25 +32,30 @@ def test_a_call_returns_what_the_function_returns(child):
 def test_a_call_beyond_a_limit_is_one_error_and_the_next_call_works(child, expression, reason):
     with pytest.raises(LimitError, match=reason):
         child.call(expression)
-    assert child.call("1 + 1") == 2
+    assert child.call("str(1 + 1)") == "2"
 
 
 @pytest.mark.parametrize("expression", ["1 / 0", "exec('raise SystemExit')", "exec('raise KeyboardInterrupt')",
-                                        "(f := lambda: f())()", "object()"])
+                                        "(f := lambda: f())()", "object()", "None"])
 def test_an_error_of_the_function_is_raised_here_and_the_child_goes_on(child, expression):
-    number = child.call("__import__('os').getpid()")
-    with pytest.raises(RuntimeError):
+    number = child.call("str(__import__('os').getpid())")
+    with pytest.raises(CallError):
         child.call(expression)
-    assert child.call("__import__('os').getpid()") == number
+    assert child.call("str(__import__('os').getpid())") == number
+
+
+def test_an_argument_that_is_no_plain_data_is_an_error(child):
+    with pytest.raises(CallError):
+        child.call("a", lambda: 0)
 
 
 def test_calls_of_many_threads_get_their_own_answers(child):
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(child.call, map(str, range(100)))) == list(range(100))
+        assert list(threads.map(child.call, map(repr, map(str, range(100))))) == [*map(str, range(100))]
 
 
 def test_a_module_that_cannot_be_imported_is_an_error():
-    with pytest.raises(RuntimeError, match="before it was prepared"):
+    with pytest.raises(CallError, match="before it was prepared"):
         LimitedProcess("no_such_module", "factory").call()
 
 
