@@ -21,7 +21,7 @@ from longdraft.engine.engine import Engine
 from longdraft.journal import FILE
 from longdraft.server import journals
 from longdraft.server.journals import JournalFolder
-from longdraft.server.replies import EventStream
+from longdraft.server.replies import event_stream
 from longdraft.text import stream as text_stream
 from longdraft.text.stream import TextStream
 
@@ -326,7 +326,7 @@ def test_a_stream_ends_when_its_client_stops_reading():
             await asyncio.sleep(60)
 
         began = time.monotonic()
-        await EventStream(pieces(), 0.05, lambda: left.append(True), {})({"type": "http"}, receive, send)
+        await event_stream(pieces(), 0.05, lambda: left.append(True), {})({"type": "http"}, receive, send)
         return time.monotonic() - began
 
     assert asyncio.run(main()) < 5 and left == [True]
