@@ -220,14 +220,15 @@ def test_a_damaged_journal_is_listed_and_refused(server):
 # Shutdown
 
 
-def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tmp_path, number):
     options = ("--journals", str(tmp_path / "journals"), "--drain", "1", "--journal-from", "1000000")
     with serving.process(tmp_path / "server", *options) as server, httpx.stream(
             "POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 5000}, timeout=30) as reply:
         lines = reply.iter_lines()
         while not next(lines).startswith("data: "):
             pass
-        server.child.kill(signal.SIGTERM)
+        server.child.kill(number)
         serving.wait_for(lambda: "draining" in server.child.stderr)
         assert httpx.get(server.url + "/ready").status_code == 503
         refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
