@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import errno
 import sys
+from typing import TextIO, cast
 
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+_WRITE_ERRORS = (errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 def main() -> None:
     import os
     import signal
 
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - Python sets None if the caller closed it
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:  # the caller closed it: no journal may get its number
+        pass
+    os.close(file)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - Python sets None
     try:
-        from longdraft.system.console import on_terminate
+        from longdraft.system.console import ClosedStdout, Terminated, on_terminate
 
-        signal.signal(signal.SIGTERM, on_terminate)
-        status = run(sys.argv[1:])
+        sys.stdout = sys.stdout or cast("TextIO", ClosedStdout())
+        try:
+            signal.signal(signal.SIGTERM, on_terminate)
+            status = run(sys.argv[1:])
+        except Terminated:  # the same for SIGTERM
+            status = 143
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     except KeyboardInterrupt:  # while the first modules are imported, or a second one during the clean-up
         status = 130
     is_default = False

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -92,6 +93,12 @@ class BoundedThreads:
         finally:
             result.cancel()  # does nothing once the work has begun
 
+    async def each(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """The pieces, each of which is made in these threads, when the one before was sent."""
+        take = partial(next, pieces, None)
+        while (piece := await asyncio.wrap_future(self._executor.submit(self._do, take))) is not None:
+            yield piece
+
     def _do(self, work: Callable[[], T]) -> T:
         """Do the work, not before the thread has rested from the last one."""
         time.sleep(max(0.0, self._rests_until - time.monotonic()))
@@ -136,8 +143,10 @@ class Admission:
             self._unknown.add(name)
             log_event("unknown_parameter", level=logging.WARNING, name=name[:100])
 
-    async def prepare(self, request: Request, model: type[Model], work: Callable[[Model], T]) -> T:
-        """The result of `work` for a request's body. Reading is limited in size and time; `work` runs in a thread.
+    async def prepare(self, request: Request, model: type[Model], work: Callable[[Model], T],
+                      threads: BoundedThreads | None = None) -> T:
+        """The result of `work` for a request's body. Reading is limited in size and time; `work` runs in a thread: in
+        one of `threads`, or of those for bodies of its size.
 
         Raises ApiError: 400 for an invalid body, 408 for a slow one, 413 for a large one, 429 for too many.
         """
@@ -149,7 +158,7 @@ class Admission:
         try:
             await self._read(request, body)
             _require_json(request)
-            return await self._threads_for(len(body.content)).run(
+            return await (threads or self._threads_for(len(body.content))).run(
                 request, lambda: work(parse_body(model, body.content, self._on_unknown)))
         finally:
             self._num_bytes -= len(body.content)

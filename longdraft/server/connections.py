@@ -21,7 +21,7 @@ _HEADER_TIMEOUT_S = 30.0
 _UNACKNOWLEDGED_S = 300  # the system closes a connection whose client acknowledges no data for so long
 _MAX_READ = 1 << 15  # bytes that asyncio reads at once: other connections wait meanwhile
 _MAX_HEADERS = 100  # of a request; parsing 12,000, which fit into the limit of bytes, takes 40 ms
-_MAX_CHUNKS, _LEAST_CHUNK = 1000, 64  # of a body: chunks of any size, and one more for so many bytes
+_MAX_CHUNKS, _LEAST_CHUNK = 128, 64  # of a body: chunks of any size, and one more for so many bytes
 _CHUNKS_IN_A_TURN = 16  # that a connection parses in a turn of the event loop; each takes 15 microseconds
 _PROBE_S = 0.25  # between two signs of life to a client that has closed its sending side
 _RESERVE = 64  # surplus connections
@@ -167,7 +167,7 @@ class HttpProtocol(H11Protocol):
             msg = f"The request has more than {_MAX_HEADERS} headers; send fewer."
         super().send_400_response(msg)
 
-    def eof_received(self) -> bool | None:  # type: ignore[override]  # uvicorn's always closes
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # uvicorn's returns nothing
         """A client may close its sending side after its request, and read the answer. (Not with TLS.)"""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or not self.is_answering or cycle.more_body or self.scheme == "https":

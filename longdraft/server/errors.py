@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -73,6 +74,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(409, str(error), code="journal")
     if isinstance(error, OutputError):
         return retry_later(str(error), "storage", 503)
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return retry_later("the server is out of file descriptors; retry later", "out_of_files", 503)
     if isinstance(error, LongdraftError):
         return ApiError(500, str(error), code=type(error).__name__)
     return ApiError(500, "internal error; see the server's log", code="internal_error")

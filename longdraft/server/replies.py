@@ -293,16 +293,22 @@ def progress_comment(content: dict[str, Any]) -> bytes:
     return b": progress " + json.dumps(content).encode() + b"\n\n"
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events, until the client disconnects or reads nothing for `stall_s` seconds.
+def event_stream(pieces: AsyncIterator[bytes], stall_s: float, on_close: Callable[[], None],
+                 headers: dict[str, str]) -> TimedStream:
+    """A response of server-sent events."""
+    return TimedStream(pieces, stall_s, on_close, "text/event-stream",
+                       {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
+
+
+class TimedStream(StreamingResponse):
+    """A response in pieces, until the client disconnects or reads nothing for `stall_s` seconds.
 
     on_close  called when the stream is over, for whatever reason
     """
 
-    def __init__(self, pieces: AsyncIterator[bytes], stall_s: float, on_close: Callable[[], None],
-                 headers: dict[str, str]) -> None:
-        super().__init__(pieces, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers},
-                         media_type="text/event-stream")
+    def __init__(self, pieces: AsyncIterator[bytes], stall_s: float, on_close: Callable[[], None], media_type: str,
+                 headers: dict[str, str] | None = None) -> None:
+        super().__init__(pieces, headers=headers, media_type=media_type)
         self._stall_s, self._on_close = stall_s, on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from longdraft import drafters
-from longdraft.book import export
 from longdraft.journal.format import journal_exists
 from longdraft.journal.writer import is_being_written
 from longdraft.server.body_types import StrictModel
@@ -75,14 +74,7 @@ async def detokenize(request: Request, service: ServiceDependency) -> Response:
 @router.post("/v1/longdraft/export", summary="A text as an EPUB or Markdown file.", response_class=Response,
              openapi_extra=body_reference(ExportRequest))
 async def export_text(request: Request, service: ServiceDependency) -> Response:
-    return await service.admission.prepare(request, ExportRequest, _as_file)
-
-
-def _as_file(body: ExportRequest) -> Response:
-    book = export.parse_chapters(body.text, body.title, body.author, body.language)
-    if body.format == "markdown":
-        return Response(export.markdown(book), media_type="text/markdown; charset=utf-8")
-    return Response(export.epub(book), media_type="application/epub+zip")
+    return await service.export(request)
 
 
 def _as_json(work: Callable[[Any], dict[str, Any]], body: StrictModel) -> Response:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -24,17 +26,20 @@ from longdraft.engine.engine import Engine
 from longdraft.errors import UsageError
 from longdraft.server.app import App
 from longdraft.server.connections import ConnectionTable, HttpProtocol
-from longdraft.server.logs import log_event
+from longdraft.server.logs import flush_log, log_event
 from longdraft.server.settings import ServerSettings
 
 _MAX_HEADER_BYTES = 65_536  # of the request line and the headers
 _KEEP_ALIVE_S = 75
 _SWITCH_INTERVAL_S = 0.00005  # of Python's threads: requests need many short turns beside the engine thread
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REPEAT_S = 60.0  # between two lines of the log about them
 _SHUTDOWN_S = 5  # for open responses, after all texts have ended
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, which drains at the first SIGTERM or SIGINT and ends immediately at the second."""
+    """uvicorn's server, which drains at the first SIGTERM, SIGINT or SIGHUP and ends immediately at the second."""
 
     def __init__(self, app: App, settings: ServerSettings) -> None:
         table = ConnectionTable(settings.max_connections, settings.max_connections_per_address)
@@ -47,6 +52,7 @@ class HttpServer(uvicorn.Server):
         self._scheduler, self._settings = app.service.scheduler, settings
         self._drain_until: float | None = None  # monotonic time
         self._closing: threading.Thread | None = None
+        self._last_refusal = -math.inf  # of the system, to accept a connection: monotonic time
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,7 +60,8 @@ class HttpServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS
+                  if signal.getsignal(number) is not signal.SIG_IGN}  # as nohup does with SIGHUP
         try:
             yield
         finally:
@@ -69,7 +76,18 @@ class HttpServer(uvicorn.Server):
         log_event("draining", signal=signal.Signals(sig).name, texts=self._scheduler.num_jobs,
                   at_most_s=self._settings.drain_s)
 
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error in the event loop. The loop reports each connection that it cannot accept, thousands in a second."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _NO_RESOURCES):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._last_refusal > _REPEAT_S:
+            self._last_refusal = time.monotonic()
+            log_event("connections_refused", level=logging.ERROR, reason=error.strerror,
+                      cure="raise the limit of open files (ulimit -n), or lower --max-connections")
+
     async def startup(self, sockets: Any = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
         for server in getattr(self, "servers", ()):
             host, port = server.sockets[0].getsockname()[:2]
@@ -129,6 +147,7 @@ def run_server(engine: Engine, settings: ServerSettings) -> int:
     server = HttpServer(App(engine, settings), settings)
     with _frozen_objects(), suppress(SystemExit):  # raised by uvicorn if the port is taken
         server.run()
+    flush_log()
     if not server.started:
         print(f"longdraft: cannot listen on {settings.host}:{settings.port}; choose another --port or --host",
               file=sys.stderr)

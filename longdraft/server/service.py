@@ -13,23 +13,26 @@ from typing import Annotated, TypeVar, cast
 from fastapi import Depends, Request
 from fastapi.responses import Response, StreamingResponse
 
+from longdraft.book.export import epub_pieces, markdown_pieces, parse_chapters
 from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server.admission import Admission, BoundedThreads
 from longdraft.server.body_types import StrictModel
-from longdraft.server.errors import CLIENT_CLOSED, ApiError, to_api_error
+from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later, to_api_error
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import JournalFolder
 from longdraft.server.keys import KeyRing
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.prepare import PreparedRequest, Preparer
-from longdraft.server.replies import DONE, EventStream, ReplyBuilder, data_event, progress_comment
+from longdraft.server.replies import DONE, ReplyBuilder, TimedStream, data_event, event_stream, progress_comment
 from longdraft.server.scheduler import Scheduler
+from longdraft.server.schemas import ExportRequest
 from longdraft.server.settings import ServerSettings
 
 _MIN_VALUES = 1 << 18  # of a body: a parser takes some 20 ms for so many
 _MAX_FILES = 32  # requests that read the folder of journals
 _MAX_GRAMMARS = 8  # requests whose grammar is not known yet: each may take seconds, and delays these only
+_MAX_EXPORTS = 8  # that are prepared or sent: each holds its text, and its latest chapter as a page
 _MAX_EVENTS = 256  # steps of a chunk: a client that was slow gets several chunks
 _CHUNK_INTERVAL_S = 0.01  # steps of a text that come faster than this share a chunk
 _PROMPT_PROGRESS_S = 0.25  # between chunks with `prompt_progress`
@@ -53,6 +56,8 @@ class Service:
         self.admission = Admission(settings, max(_MIN_VALUES, 2 * self.preparer.context_limit), self.metrics)
         self.grammars = BoundedThreads("grammar", 1, _MAX_GRAMMARS, self.metrics)
         self.files = BoundedThreads("file", 1, _MAX_FILES, self.metrics)
+        self._exporting = BoundedThreads("export", 1, _MAX_EXPORTS, self.metrics)
+        self._num_exports = 0  # that are being sent
 
     def _prepare_engine(self) -> None:
         """Do now what would otherwise delay the first texts: hash the weights, compile the chat template."""
@@ -78,12 +83,28 @@ class Service:
         reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
-            return EventStream(self._stream(prepared, reply), self.settings.stall_s, lambda: self._close(prepared),
-                               {"X-Generation-Id": jobs[0].id})
+            return event_stream(self._stream(prepared, reply), self.settings.stall_s, lambda: self._close(prepared),
+                                {"X-Generation-Id": jobs[0].id})
         try:
             return await self._whole(request, prepared, reply)
         finally:
             self._close(prepared)
+
+    async def export(self, request: Request) -> Response:
+        """A text as a file, which is made and sent a chapter at a time. Raises ApiError."""
+        book, body = await self.admission.prepare(request, ExportRequest, lambda body: (parse_chapters(
+            body.text, body.title, body.author, body.language), body), self._exporting)
+        if self._num_exports >= _MAX_EXPORTS:
+            raise retry_later(f"{self._num_exports} exports are being sent; allowed: {_MAX_EXPORTS}; retry later",
+                              "too_many_requests")
+        is_markdown = body.format == "markdown"
+        self._num_exports += 1
+        return TimedStream(self._exporting.each(markdown_pieces(book) if is_markdown else epub_pieces(book)),
+                           self.settings.stall_s, self._end_export,
+                           "text/markdown; charset=utf-8" if is_markdown else "application/epub+zip")
+
+    def _end_export(self) -> None:
+        self._num_exports -= 1
 
     def api_error(self, error: BaseException) -> ApiError:
         """The client's view of an exception, without the server's folders."""

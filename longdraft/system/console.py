@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -51,6 +52,15 @@ class Interrupt:
 def on_terminate(number: int, frame: FrameType | None) -> None:
     """A handler for SIGTERM while there is no work to finish: raises Terminated."""
     raise Terminated
+
+
+class ClosedStdout(io.TextIOBase):
+    """In the place of a stdout that the caller has closed: what is written to it must not vanish without a word."""
+
+    def write(self, text: str) -> int:
+        if text:
+            raise OSError(errno.EBADF, "it is closed")
+        return 0
 
 
 def replace_unencodable() -> None:

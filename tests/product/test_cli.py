@@ -170,6 +170,31 @@ def test_a_closed_stdout_does_not_stop_a_text_for_a_file(tmp_path):
     assert work.returncode == 0 and work.stderr == "" and (tmp_path / "text.txt").read_text()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("command", [QUICK, ["models"], ["--help"]], ids=" ".join)
+def test_a_closed_stdout_is_one_line_where_it_would_have_the_output(command):
+    work = subprocess.run(["/bin/sh", "-c", 'exec "$@" >&-', "sh", *LONGDRAFT, *command], stderr=subprocess.PIPE,
+                          text=True, check=False)
+    assert work.returncode == 1 and work.stderr == "longdraft: cannot write to stdout: it is closed\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("module", ["typer", "longdraft.cli", "torch"])
+def test_sigterm_while_modules_are_imported_exits_with_143(tmp_path, module):
+    """The signal arrives in the import of this module."""
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder())
+""")
+    work = subprocess.run([*LONGDRAFT, *QUICK], env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=False,
+                          capture_output=True, text=True)
+    assert work.returncode == 143 and "Traceback" not in work.stderr and work.stdout == ""
+
+
 def test_characters_outside_the_terminals_encoding_are_replaced(monkeypatch):
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))

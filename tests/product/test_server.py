@@ -333,3 +333,5 @@ def test_a_text_is_exported_as_a_book(post):
     assert reply.text == "# A book\n\n## One\n\nIt was.\n\n## Two\n\nThe end.\n"
     for change in ({"format": "pdf"}, {"language": "a b"}, {"text": 3}):
         assert post("/v1/longdraft/export", body | change).status_code == 400
+    error = post("/v1/longdraft/export", {"text": "# a\n" * 2002}).json()["error"]
+    assert error["message"].startswith("the text has more than 2,000 headings") and error["param"] == "text"

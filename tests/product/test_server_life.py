@@ -21,7 +21,7 @@ from longdraft.engine.engine import Engine
 from longdraft.journal.format import FILE
 from longdraft.server import journals
 from longdraft.server.journals import JournalFolder
-from longdraft.server.replies import EventStream
+from longdraft.server.replies import event_stream
 from longdraft.text import stream as text_stream
 from longdraft.text.stream import TextStream
 
@@ -220,14 +220,15 @@ def test_a_damaged_journal_is_listed_and_refused(server):
 # Shutdown
 
 
-def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tmp_path, number):
     options = ("--journals", str(tmp_path / "journals"), "--drain", "1", "--journal-from", "1000000")
     with serving.process(tmp_path / "server", *options) as server, httpx.stream(
             "POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 5000}, timeout=30) as reply:
         lines = reply.iter_lines()
         while not next(lines).startswith("data: "):
             pass
-        server.child.kill(signal.SIGTERM)
+        server.child.kill(number)
         serving.wait_for(lambda: "draining" in server.child.stderr)
         assert httpx.get(server.url + "/ready").status_code == 503
         refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
@@ -326,7 +327,7 @@ def test_a_stream_ends_when_its_client_stops_reading():
             await asyncio.sleep(60)
 
         began = time.monotonic()
-        await EventStream(pieces(), 0.05, lambda: left.append(True), {})({"type": "http"}, receive, send)
+        await event_stream(pieces(), 0.05, lambda: left.append(True), {})({"type": "http"}, receive, send)
         return time.monotonic() - began
 
     assert asyncio.run(main()) < 5 and left == [True]

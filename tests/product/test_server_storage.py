@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import signal
 import threading
@@ -21,8 +22,9 @@ from longdraft.engine.generation import Generation
 from longdraft.journal import writer as writing
 from longdraft.journal.format import FILE, read_journal
 from longdraft.journal.writer import Journal
-from longdraft.server import journals, replies, scheduler
+from longdraft.server import journals, logs, replies, scheduler
 from longdraft.server import run as running
+from longdraft.server.errors import to_api_error
 from longdraft.server.journals import JournalFolder
 from longdraft.server.settings import ServerSettings
 
@@ -330,6 +332,44 @@ def test_ready_says_no_and_why_when_no_round_ends(server, monkeypatch):
         gate.set()
         thread.join()
     assert httpx.get(server.url + "/ready").json()["problem"] is None
+
+
+def test_a_log_that_is_not_read_delays_nothing_and_is_bounded(monkeypatch):
+    """The pipe is full: lines wait for a reader, then they are dropped and counted."""
+    monkeypatch.setattr(logs, "_MAX_LINES", 100)
+    monkeypatch.setattr(logs, "_FLUSH_S", 0.01)
+    read, write = os.pipe()
+    handler = logs.BackgroundHandler(write)
+    handler.setFormatter(logs.TextFormatter())
+    record = logging.LogRecord("longdraft.server", logging.INFO, "", 0, "x" * 5000, (), None)
+    for _ in range(1000):
+        handler.handle(record)
+    handler.flush()
+    assert handler._lines.qsize() <= 101
+    found = b""
+    while b"lines of the log were dropped" not in found:
+        found += os.read(read, 1 << 16)
+        if not handler._lines.qsize():
+            handler.handle(record)
+    os.close(read)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_without_file_descriptors_the_log_has_one_line(server, caplog, number):
+    http = running.HttpServer(server.app, server.app.service.settings)
+    error = OSError(number, os.strerror(number))
+    for _ in range(5000):
+        http._on_loop_error(None, {"message": "socket.accept() out of system resource", "exception": error})
+    assert [entry.getMessage() for entry in caplog.records] == ["connections_refused"]
+
+    assert to_api_error(error).status_code == 503  # no bug, which would be a traceback
+
+
+def test_a_long_method_is_cut_in_the_log(server, caplog):
+    caplog.set_level(logging.INFO)
+    httpx.request("X" * 50_000, server.url + "/version")
+    (fields,) = [entry.longdraft_fields for entry in caplog.records if entry.getMessage() == "request"]
+    assert fields["method"] == "X" * 20
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path):

@@ -8,7 +8,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from longdraft.book.export import ExportedBook, ExportedChapter, epub, markdown, paragraphs, parse_chapters
+from longdraft.book.export import (
+    ExportedBook,
+    ExportedChapter,
+    epub,
+    epub_pieces,
+    markdown,
+    markdown_pieces,
+    paragraphs,
+    parse_chapters,
+)
 
 BOOK = ExportedBook("War & <Peace>", [
     ExportedChapter("One", "First line,\nsecond line.\n\n\n  Next paragraph. \x00\x1b\ud800\n"),
@@ -51,6 +60,14 @@ def test_equal_books_are_equal_bytes_and_others_have_another_identifier():
     assert epub(BOOK) == epub(BOOK)
     identifiers = {epub(book).partition(b"urn:uuid:")[2][:36] for book in (BOOK, BOOK._replace(author=""))}
     assert len(identifiers) == 2
+
+
+def test_a_book_is_made_a_chapter_at_a_time():
+    """So that neither memory nor a server's thread holds the whole file."""
+    book = ExportedBook("T", [ExportedChapter(str(i), "word & " * 1000) for i in range(50)])
+    for pieces, whole in ((epub_pieces(book), epub(book)), (markdown_pieces(book), markdown(book).encode())):
+        made = list(pieces)
+        assert b"".join(made) == whole and max(map(len, made)) < len(whole) / 10 and len(made) > 50
 
 
 @pytest.mark.parametrize("chapters", [0, 1200])
