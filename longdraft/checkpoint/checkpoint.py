@@ -6,6 +6,8 @@ A tensor that is missing, unexpected or misshapen is an error. `load_transformer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from longdraft.model.transformer import ModelWeights, Transformer
 from longdraft.parallel import ColumnParallel, ParallelKernels, RowParallel, shard_of
 from longdraft.system.machine import return_free_memory
 
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_COMPARED_ROWS = 1 << 12  # of head and table at a time, which take memory
 QUANTIZE = ("none", "int8", "int4", FILE)
 QUANTIZE_CHOICES = "none, int8, int4 or file"
 
@@ -89,6 +93,7 @@ def load_transformer(files: TensorSource, config: ModelConfig, kernels: Kernels,
     if kernels.is_device and quantize == FILE:
         raise ModelError("the numbers of a quantised file (--quantize file) run on the CPU only so far; use "
                          "--device cpu")
+    config = with_own_head(files, config)
     require_tensors(files, config)
     return Loader(files, config, kernels, quantize, packed).transformer()
 
@@ -132,11 +137,11 @@ class Loader:
         config = self._config
         embedding = shared.embedding if shared else None
         # Largest first, while little else is in memory: packing a weight needs its memory twice.
-        table = self._table("model.embed_tokens.weight") if embedding is None else embedding
+        table = self._table(_TABLE) if embedding is None else embedding
         if config.is_tied:
-            head = table if embedding is None else self._table("model.embed_tokens.weight")
+            head = table if embedding is None else self._table(_TABLE)
         else:
-            head = self._table("lm_head.weight")
+            head = self._table(_HEAD)
         layers = tuple(self.layer(index) for index in range(config.num_layers))
         weights = ModelWeights(table, layers, self._vector("model.norm.weight"), head, self._quantize,
                                self._layer_inputs(shared))
@@ -312,6 +317,21 @@ class Loader:
         return weight + self._config.norm_offset if self._config.norm_offset else weight
 
 
+def with_own_head(files: TensorSource, config: ModelConfig) -> ModelConfig:
+    """The configuration, whose head is the embedding table only if the files have no other one.
+
+    Some files have a head although their configuration ties it. Where it differs it is used, as by `transformers`.
+    """
+    names = _HEAD, _TABLE
+    if not config.is_tied or not files.names().issuperset(names):
+        return config
+    is_sound = files.shape(_HEAD) == files.shape(_TABLE) and not any(map(files.wrong_type, names))
+    for row in range(0, files.shape(_HEAD)[0] if is_sound else 0, _COMPARED_ROWS):
+        head, table = (files.read(name, itemgetter(slice(row, row + _COMPARED_ROWS))).float() for name in names)
+        is_sound = is_sound and torch.equal(head, table)
+    return config if is_sound else replace(config, is_tied=False)
+
+
 def require_tensors(files: TensorSource, config: ModelConfig) -> None:
     """Raise ModelError unless the files have the tensors of this configuration, and its rope is sound."""
     count = config.num_layers * (config.experts.count if config.experts else 1)
@@ -330,6 +350,6 @@ def require_tensors(files: TensorSource, config: ModelConfig) -> None:
                and not (unread and name.startswith(unread))
                and not (config.hybrid and name.startswith(hybrid.DRAFT_LAYERS))}
     if config.is_tied:
-        present.discard("lm_head.weight")  # some files have it although it is tied
+        present.discard(_HEAD)  # some files have it although it is tied
     files.check(expected, present, "its metadata" if files.folder.is_file() else "its config.json")
     rope.require_sound(config)

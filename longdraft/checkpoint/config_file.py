@@ -26,6 +26,28 @@ from longdraft.model.layer_kinds import by_layer, parse_windows
 from longdraft.model.rope_config import context_limit, parse_query_growth, parse_ropes
 
 SUPPORTED = tuple(FAMILIES)
+_SIZE, _POSITIONS, _FACTOR = (1, 1 << 24), (0, (1 << 31) - 1), (-1e15, 1e15)
+# The numbers of a config.json, with the least and the most that a model may have: far beyond every public one, and so
+# small that nothing that is built from them takes long. Whole numbers have whole limits. The parsers check the rest.
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), _SIZE),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_global_key_value_heads",
+                     "global_head_dim", "hidden_size_per_layer_input", "shared_expert_intermediate_size",
+                     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+                     "linear_conv_kernel_dim", "num_local_experts", "num_experts", "num_experts_per_tok",
+                     "top_k_experts", "decoder_sparse_step"), (0, 1 << 20)),
+    **dict.fromkeys(("num_hidden_layers", "num_kv_shared_layers", "no_rope_layer_interval", "sliding_window_pattern",
+                     "full_attention_interval"), (0, 1 << 14)),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), (0, 1 << 26)),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window",
+                     "max_window_layers"), _POSITIONS),
+    "rms_norm_eps": (0.0, 1.0), "rope_theta": (1e-6, 1e15), "rope_local_base_freq": (1e-6, 1e15),
+    **dict.fromkeys(("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+                     "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
+                     "swiglu_alpha", "swiglu_limit", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+                     "attention_factor", "low_freq_factor", "high_freq_factor", "llama_4_scaling_beta"), _FACTOR),
+}
+_NESTED = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "per_layer_config")
 _MAX_JSON = 1 << 25  # bytes; the shard index of the largest public models has a quarter of this
 
 
@@ -78,7 +100,10 @@ def parse_config(config: Mapping[str, Any], generation_eos: Any = None,
     """
     config = text_config(config)
     family = _family(config)
-    config = {**family.defaults, **config}
+    # Of two names of the number of experts this one counts, as in `transformers`.
+    experts = {"num_local_experts": config["num_experts"]} if config.get("num_experts") is not None else {}
+    config = {**family.defaults, **config, **experts}
+    _check_numbers(config)
     try:
         ends = _several(config.get("eos_token_id")) if generation_eos is None else _several(generation_eos)
         if generation_eos is None and tokenizer_end is not None and tokenizer_end not in ends:
@@ -88,6 +113,21 @@ def parse_config(config: Mapping[str, Any], generation_eos: Any = None,
         raise ModelError(f"config.json has no {error.args[0]!r}; get the file again from the model's source") from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"config.json has a value of the wrong type: {error}") from error
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a number that is outside its range, or no number. Nothing has been built from it yet."""
+    for name, value in config.items():
+        limits = _RANGES.get(name)
+        if isinstance(value, Mapping) and (name in _NESTED or name.isdigit()):
+            _check_numbers(value)
+        elif limits and value is not None:
+            least, most = limits
+            is_whole = isinstance(least, int)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not least <= value <= most or (is_whole and value != int(value)):
+                raise ModelError(f"config.json: {name} is {str(value)[:80]}; allowed: "
+                                 f"{'a whole number, ' if is_whole else ''}{least:,} to {most:,}")
 
 
 def _family(config: Mapping[str, Any]) -> Family:

@@ -71,9 +71,9 @@ class Family:
     scales_embedding  embeddings are multiplied by the root of their width
     query_scalar   key of the number whose root divides the scores; "": it is the head's width
     caps           keys of the soft caps of attention scores and of logits; "": none
-    windows        sliding windows: in "all" layers if sliding_window is a number; in those that layer_types lists
-                   ("listed"); or ("some") in those that layer_types, or max_window_layers, lists if use_sliding_window
-                   is true
+    windows        sliding windows: in "all" layers if sliding_window is a number; in all if use_sliding_window is true
+                   too ("used"); in those that layer_types lists ("listed"); or ("some") in those that layer_types, or
+                   max_window_layers, lists if use_sliding_window is true
     window_period  without layer_types, each layer with such a number is without a window
     has_window_rope  layers with a window have rotations of their own
     skips_rope     layers may be without RoPE (no_rope_layers)
@@ -104,7 +104,7 @@ class Family:
     scales_embedding: bool = False
     query_scalar: str = ""
     caps: tuple[str, str] = ("", "")
-    windows: Literal["none", "all", "some", "listed"] = "none"
+    windows: Literal["none", "all", "used", "some", "listed"] = "none"
     window_period: int = 0
     has_window_rope: bool = False
     skips_rope: bool = False
@@ -152,13 +152,13 @@ FAMILIES: dict[str, Family] = {
                           "rms_norm_eps": 1e-5, "sliding_window": 4096, "num_key_value_heads": 32}),
     "seed_oss": Family(out_bias=False, defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8,
                                                  "max_position_embeddings": 524288}),
-    "smollm3": Family(windows="some", skips_rope=True, defaults={
+    "smollm3": Family(windows="listed", skips_rope=True, defaults={
         "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}),
     "mixtral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, windows="all", defaults={
         "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_local_experts": 8,
         "num_experts_per_tok": 2, "rope_theta": 1e6},
         experts=ExpertsFormat("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", True, False)),
-    "qwen3_moe": Family(mlp_bias=False, head_norms="each", windows="some", defaults=_QWEN | {
+    "qwen3_moe": Family(mlp_bias=False, head_norms="each", windows="used", defaults=_QWEN | {
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         experts=ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", None, True)),
     "qwen3_next": replace(_DELTA, hybrid="fused", experts=_SHARED, defaults=_HYBRID | _HYBRID_EXPERTS | {
@@ -170,7 +170,8 @@ FAMILIES: dict[str, Family] = {
         windows="listed", window_period=2, float_norms=True, has_sinks=True, defaults={
             "num_local_experts": 128, "num_experts_per_tok": 4, "vocab_size": 201088, "num_key_value_heads": 8,
             "head_dim": 64, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_parameters": {
+            "rope_theta": 150000.0, "max_position_embeddings": 131072, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+            "rope_parameters": {
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096, "rope_theta": 150000.0}},
         experts=ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "intermediate_size", True, True,

@@ -43,7 +43,7 @@ def parse_ropes(config: Mapping[str, Any], family: Family, head_dims: tuple[int,
 
     head_dims  of layers without a window, and with one
     """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = _given(config)
     if not family.has_window_rope:
         return _rope(config, scaling, family, head_dims[0], trained), None
     parts = [scaling.get(kind) for kind in ("full_attention", "sliding_attention")]
@@ -56,9 +56,18 @@ def parse_ropes(config: Mapping[str, Any], family: Family, head_dims: tuple[int,
     return whole, windowed
 
 
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of rotations, in either spelling. Where a file has both, the earlier one counts, as in
+    `transformers`."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"rope_scaling is {str(given)[:80]!r} in config.json; allowed: null or an object")
+    return dict(given)
+
+
 def parse_query_growth(config: Mapping[str, Any], family: Family, trained: int) -> tuple[float, int] | None:
     """`ModelConfig.query_growth`."""
-    rope = config.get("rope_parameters") or {}
+    rope = _given(config)
     beta = float(rope.get("llama_4_scaling_beta") or 0.0)
     if not family.has_query_growth or not beta:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,17 +102,30 @@ def template_of(model: Gguf) -> tuple[object, dict[str, str]]:
     return source, {name: tokens[i] for name, i in ids.items() if i is not None}
 
 
+def twins_of(model: Gguf) -> dict[int, int]:
+    """Of tokens with equal texts, which official files of Gemma 4 have: each id but the last -> the last.
+
+    As in llama.cpp, a text becomes the last one, and each of them becomes the text.
+    """
+    last: dict[str, int] = {}
+    tokens = _list(model, "tokens")
+    for i, token in enumerate(tokens):
+        last[token] = i
+    return {i: last[token] for i, token in enumerate(tokens) if token and last[token] != i}
+
+
 def _pieces(model: Gguf) -> list[Piece]:
-    """The vocabulary, checked: unique tokens, as many scores and types as tokens."""
+    """The vocabulary, checked: as many scores and types as tokens. Of equal texts all but the last become padding."""
     tokens = _list(model, "tokens")
     if not 1 <= len(tokens) <= _MAX_TOKENS or not isinstance(tokens[0], str):
         model.fail(f"{_PREFIX}tokens has {len(tokens):,} values; allowed: 1 to {_MAX_TOKENS:,} texts")
-    tokens = [token or f"[PAD{i}]" for i, token in enumerate(tokens)]
+    twins = twins_of(model)
+    tokens = [f"[PAD{i}]" if i in twins or not token else token for i, token in enumerate(tokens)]
     if len(set(tokens)) != len(tokens):
-        (twice, _), = Counter(tokens).most_common(1)
-        model.fail(f"the token {twice[:80]!r} occurs twice in {_PREFIX}tokens; get the file again")
+        model.fail(f"{_PREFIX}tokens has tokens with the names of its padding, [PAD0] and so on; get the file again")
     scores, kinds = _list(model, "scores", len(tokens), 0.0), _list(model, "token_type", len(tokens), int(Kind.NORMAL))
-    return [Piece(token, float(score), int(kind)) for token, score, kind in zip(tokens, scores, kinds, strict=True)]
+    pieces = (Piece(token, float(score), int(kind)) for token, score, kind in zip(tokens, scores, kinds, strict=True))
+    return [piece._replace(kind=int(Kind.UNUSED)) if i in twins else piece for i, piece in enumerate(pieces)]
 
 
 def _list(model: Gguf, name: str, count: int | None = None, default: object = None) -> list[Any]:
@@ -142,7 +154,10 @@ def _sentencepiece(model: Gguf, pieces: list[Piece]) -> HFTokenizer:
             model.fail(f"{_PREFIX}tokens has the same run of spaces twice; get the file again")
     pieces = _without_padding(pieces)
     has_bytes = any(piece.kind == Kind.BYTE for piece in pieces)
-    return sentencepiece.new_tokenizer(pieces, _flag(model, "add_space_prefix", not is_gemma), has_bytes)
+    try:
+        return sentencepiece.new_tokenizer(pieces, _flag(model, "add_space_prefix", not is_gemma), has_bytes)
+    except ValueError as error:
+        model.fail(f"its tokenizer cannot be made: {error}; give the original tokenizer with --tokenizer")
 
 
 def _without_padding(pieces: list[Piece]) -> list[Piece]:

@@ -14,6 +14,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
 SPACE = "\u2581"
+# Characters of all pieces, of all merges, and of a piece; the largest public vocabularies have a third of the first two.
+_MAX_CHARACTERS = 1 << 24
+_MAX_MERGED = 1 << 24
+_MAX_PIECE = 1 << 10
 
 
 class Kind(IntEnum):
@@ -65,12 +69,27 @@ def prefix_first_only(tokenizer: HFTokenizer) -> None:
 
 
 def merges_of(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """Every cut of a piece into two pieces: by falling score, then by id, then by the length of the left part."""
+    """Every cut of a piece into two pieces: by falling score, then by id, then by the length of the left part.
+
+    Raises ValueError for pieces that are too long, or have too many cuts: those of q, qq, qqq, ... are quadratic.
+    """
+    if (characters := sum(len(piece.text) for piece in pieces)) > _MAX_CHARACTERS:
+        raise ValueError(f"its pieces have {characters:,} characters; allowed: {_MAX_CHARACTERS:,}")
+    if (longest := max((len(piece.text) for piece in pieces), default=0)) > _MAX_PIECE:
+        raise ValueError(f"it has a piece of {longest:,} characters; allowed: {_MAX_PIECE:,}")
     joined = (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED)
     usable = {piece.text for piece in pieces if piece.kind in joined}
     ranked = sorted((-piece.score, i) for i, piece in enumerate(pieces) if piece.kind in joined)
-    return [(text[:cut], text[cut:]) for _, i in ranked for text in (pieces[i].text,) for cut in range(1, len(text))
-            if text[:cut] in usable and text[cut:] in usable]
+    merges = []
+    merged = 0  # characters
+    for text in (pieces[i].text for _, i in ranked):
+        pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        own = [pair for pair in pairs if pair[0] in usable and pair[1] in usable]
+        merges += own
+        merged += len(text) * len(own)
+        if merged > _MAX_MERGED:
+            raise ValueError(f"its pieces can be joined in ways of more than {_MAX_MERGED:,} characters")
+    return merges
 
 
 def add_tokens(tokenizer: HFTokenizer, pieces: Sequence[Piece]) -> None:

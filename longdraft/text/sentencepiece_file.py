@@ -56,7 +56,7 @@ def read_tokenizer(folder: Path) -> HFTokenizer:
         first, last = (_end(tokenizer, settings, name, default, i)
                        for (name, default), i in zip((("bos", True), ("eos", False)), ends, strict=True))
         sentencepiece.add_ends(tokenizer, first, last)
-    except (_DamagedError, struct.error, IndexError, UnicodeDecodeError) as error:
+    except (_DamagedError, struct.error, IndexError, ValueError) as error:
         raise ModelError(f"{path} is not a readable SentencePiece model: {error}; get it again") from error
     return tokenizer
 

@@ -22,7 +22,7 @@ from longdraft.sampling.grammar import GrammarCompiler
 from longdraft.system.files import lone_surrogate
 from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
-from longdraft.text.gguf_vocabulary import template_of, tokenizer_of
+from longdraft.text.gguf_vocabulary import template_of, tokenizer_of, twins_of
 from longdraft.text.tokenizer_config import add_tokens, special_tokens
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
@@ -56,6 +56,7 @@ class Tokenizer:
         """Raises ModelError if the tokenizer is missing or malformed."""
         self._folder = folder
         self._tokenizer, self.sha256 = read_tokenizer(folder)
+        self._twins = twins_of(open_gguf(folder)) if folder.is_file() else {}
 
     _grammars: GrammarCompiler | None = None
 
@@ -118,6 +119,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens. Bytes that do not form a character become U+FFFD."""
+        if self._twins:
+            ids = [self._twins.get(i, i) for i in ids]
         with translate_panics(_PANIC):
             if len(ids) < _LONG_TEXT:
                 return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -140,7 +143,8 @@ class Tokenizer:
         """
         ids, before = self._context
         with translate_panics(_PANIC):
-            both = self._tokenizer.decode_batch([[*ids, token] for token in range(self.size)], skip_special_tokens=True)
+            both = self._tokenizer.decode_batch([[*ids, self._twins.get(token, token)] for token in range(self.size)],
+                                                skip_special_tokens=True)
         return [text[len(before) :] if text.startswith(before) else self.decode([token])
                 for token, text in enumerate(both)]
 
@@ -171,11 +175,11 @@ class Tokenizer:
 
     def letters(self, token: int) -> str:
         """A token as spelled in the vocabulary; empty for ids without a token."""
-        return self._tokenizer.id_to_token(token) or ""
+        return self._tokenizer.id_to_token(self._twins.get(token, token)) or ""
 
     def is_silent(self, token: int) -> bool:
         """Whether `decode` skips it: special tokens, and ids without a token."""
-        return token in self._special or not self._tokenizer.id_to_token(token)
+        return self._twins.get(token, token) in self._special or not self.letters(token)
 
     @cached_property
     def characters(self) -> Callable[[int], int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -91,15 +91,23 @@ UNIFIED = {"gemma4_unified": ("gemma4_unified_text", {name: value for name, valu
 LAYERS = 3
 
 
-def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
-    """Save a random model of a family as a model folder; norms and biases are random too."""
-    kind, own = (FAMILIES | MIXTURES | HYBRIDS | CPU_FAMILIES | GEMMA4 | UNIFIED)[name]
+EVERY_FAMILY = FAMILIES | MIXTURES | HYBRIDS | CPU_FAMILIES | GEMMA4 | UNIFIED
+
+
+def family_config(name: str, **changes: object) -> PreTrainedConfig:
+    """The configuration of `make_family`'s model."""
+    kind, own = EVERY_FAMILY[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,
         bos_token_id=0, eos_token_id=1)
+    return CONFIG_MAPPING[kind](**(settings | own | changes))
+
+
+def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
+    """Save a random model of a family as a model folder; norms and biases are random too."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(settings | own | changes)))
+    model = AutoModelForCausalLM.from_config(family_config(name, **changes))
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 1 or parameter_name.endswith("_bias"):
             is_factor = "norm" in parameter_name or "scale" in parameter_name

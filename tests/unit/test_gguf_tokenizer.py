@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.gguf_files import tokenizer_values, write_gguf
+from helpers.sentencepiece_files import model_file
 from longdraft.checkpoint import hub
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.checkpoint.gguf.metadata import config_of
@@ -63,7 +64,8 @@ def test_pieces_are_joined_by_their_scores(tmp_path, text, tokens, more):
     (dict(model="gpt2", pre="gpt-2"), "tokenizer.ggml.merges is missing"),
     (dict(model="gpt2", pre="gpt-2", merges=["a b", "b \u2581"]), "the merge 'b \u2581' does not join two tokens"),
     (dict(scores=[1.0]), "tokenizer.ggml.scores has 1 values for"),
-    (dict(tokens=["a", "b", "a"]), "the token 'a' occurs twice"),
+    (dict(tokens=["a", "b", "a"]), "tokenizer.ggml.scores has 267 values for 3 tokens"),
+    (dict(tokens=["a", "[PAD2]", "", "b"], scores=[0.0] * 4, token_type=[1] * 4), "the names of its padding"),
     (dict(tokens=[1, 2]), "allowed: 1 to"),
     (dict(bos_token_id=10**6), "tokenizer.ggml.bos_token_id is 1000000; allowed: 0 to"),
     (dict(add_bos_token=3), "tokenizer.ggml.add_bos_token is 3; allowed: true or false"),
@@ -78,3 +80,49 @@ def test_a_file_with_a_vocabulary_alone_is_no_model(tmp_path):
     write_gguf(tmp_path / "model.gguf", sentencepiece_values(), {})
     with pytest.raises(ModelError, match="a file with a vocabulary alone is not a model"):
         config_of(open_gguf(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("twins", [["a"], ["ab", "b", "<x>"], ["</s>", "ab"]], ids=str)
+def test_of_tokens_with_equal_texts_the_last_is_written_and_each_is_read(tmp_path, kind, twins):
+    """Official files of Gemma 4 have three such tokens."""
+    values = sentencepiece_values(add_bos_token=False, add_space_prefix=False) if kind == "llama" else tokenizer_values(
+        hub.resolve("novelist")) | {"general.architecture": "llama"}
+    tokens = [str(token) for token in values["tokenizer.ggml.tokens"]]
+    twins = [twin if twin in tokens else "a" for twin in twins]
+    more = {"tokenizer.ggml.tokens": [*tokens, *twins]}
+    for name, value in (("scores", -7.0), ("token_type", 1)):
+        if (key := f"tokenizer.ggml.{name}") in values:
+            kinds = [values[key][tokens.index(twin)] if name == "token_type" else value for twin in twins]
+            more[key] = [*(each.item() if hasattr(each, "item") else each for each in values[key]),
+                         *(each.item() if hasattr(each, "item") else each for each in kinds)]
+    for name, content in (("one", values), ("twins", values | more)):
+        write_gguf(tmp_path / f"{name}.gguf", content, {})
+    one, both = Tokenizer(tmp_path / "one.gguf"), Tokenizer(tmp_path / "twins.gguf")
+    newest = {tokens.index(twin): len(tokens) + i for i, twin in enumerate(twins)}
+    for text in ("ab", "a b", "abba <x> ab", "b</s>a"):
+        ids = one.encode(text, add_special_tokens=False)
+        assert both.encode(text, add_special_tokens=False) == [newest.get(i, i) for i in ids]
+        assert both.decode(ids) == one.decode(ids) == both.decode([newest.get(i, i) for i in ids])
+    for first, last in newest.items():
+        assert both.letters(first) == both.letters(last) and both.is_silent(first) == both.is_silent(last)
+        assert both.texts[first] == both.texts[last] == one.texts[first]
+
+
+@pytest.mark.parametrize("pieces, message", [
+    (["q" * length for length in range(1, 65)], ""),
+    (["q" * length for length in range(1, 1026)], "it has a piece of 1,025 characters; allowed: 1,024"),
+    (["q" * length for length in range(1, 1025)], "its pieces can be joined in ways of more than 16,777,216 characters"),
+    (["q" * (1 << 23)], "it has a piece of 8,388,608 characters; allowed: 1,024"),
+])
+def test_pieces_that_are_joined_in_too_many_ways_are_refused_before_the_memory_is_taken(tmp_path, pieces, message):
+    values = sentencepiece_values(tokens=pieces, scores=[0.0] * len(pieces), token_type=[1] * len(pieces),
+                                  bos_token_id=0, eos_token_id=0)
+    write_gguf(tmp_path / "model.gguf", values, {})
+    (tmp_path / "tokenizer.model").write_bytes(model_file([(piece, 0.0, 1) for piece in pieces]))
+    for path in (tmp_path / "model.gguf", tmp_path):
+        if not message:
+            assert Tokenizer(path).size == len(pieces)
+            continue
+        with pytest.raises(ModelError, match=message):
+            Tokenizer(path)

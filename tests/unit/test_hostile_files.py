@@ -42,9 +42,12 @@ from helpers.damaged_files import (
     with_shard,
     with_tensors,
 )
+from helpers.families import EVERY_FAMILY, family_config
 from helpers.gguf_files import convert
 from helpers.processes import Fork, run_code
 from longdraft.__main__ import run
+from longdraft.checkpoint import sizing
+from longdraft.checkpoint.config_file import parse_config
 from longdraft.checkpoint.tensor_files import TORCH_WEIGHTS
 from longdraft.engine.run_statistics import peak_memory_bytes
 from longdraft.errors import ModelError
@@ -138,13 +141,15 @@ DAMAGES = {
     "a config that never ends": (linked("/dev/zero", "config.json"), "config.json is not a file"),
     "a tokenizer that is a pipe": (replaced("tokenizer.json", os.mkfifo), "tokenizer.json is missing"),
     # config.json
-    "10**12 layers": (with_config(num_hidden_layers=10**12), "config.json says 1000000000000 layers"),
-    "a vocabulary of 10**15": (with_config(vocab_size=10**15), r"has shape \[320, 48\], not \[1000000000000000, 48\]"),
-    "a width of 10**30": (with_config(hidden_size=10**30), "does not match its config.json"),
+    "10**12 layers": (with_config(num_hidden_layers=10**12),
+        "num_hidden_layers is 1000000000000; allowed: a whole number, 0 to 16,384"),
+    "a vocabulary of 10**15": (with_config(vocab_size=10**15),
+        "vocab_size is 1000000000000000; allowed: a whole number, 0 to 67,108,864"),
+    "a width of 10**30": (with_config(hidden_size=10**30), "hidden_size is 1000000000000000000000000000000; allowed"),
     "10**12 heads": (with_config(num_attention_heads=10**12, num_key_value_heads=10**12), "config.json"),
     "no heads": (with_config(num_attention_heads=0), "sizes must be positive"),
     "infinite layers": (with_config_text('{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 1e999}'),
-                        "config.json has a value of the wrong type"),
+                        "hidden_size is inf; allowed: a whole number"),
     "a nested config": (with_config_text("[" * 100_000), "is not valid JSON"),
     "a number of a million digits": (with_config_text('{"vocab_size": ' + "9" * 1_000_000 + "}"), "is not valid JSON"),
     "an empty config": (with_config_text(""), "is not valid JSON"),
@@ -163,6 +168,50 @@ def test_a_damaged_folder_gets_one_clear_line(folder, what):
     damage, message = DAMAGES[what]
     damage(folder)
     refused(folder, message)
+
+
+ABSURD: list[object] = [
+    0, 1, -1, 2**31, 10**9, 10**30, 10**400, 1e30, 1e308, float("inf"), float("-inf"), float("nan"), 0.5, -0.5, 1e-300,
+    True, "12", "", [], [10**9], {}, {"factor": 1e300}, None]
+
+
+def with_member(config: object, path: tuple[object, ...], value: object) -> object:
+    """A copy of a configuration in which the member at `path` has another value."""
+    if not path:
+        return value
+    copy = list(config) if isinstance(config, list) else dict(config)  # type: ignore[call-overload]
+    copy[path[0]] = with_member(copy[path[0]], path[1:], value)
+    return copy
+
+
+def members(config: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """The paths to every member of a configuration, of objects and lists inside it too."""
+    items = config.items() if isinstance(config, dict) else enumerate(config[:2]) if isinstance(config, list) else ()
+    return [each for name, value in items for each in ((*path, name), *members(value, (*path, name)))]
+
+
+def problem_of(config: dict[str, object]) -> str:
+    """What the parser says against a configuration; nothing where it accepts it."""
+    try:
+        sizing.model_sizes(parse_config(config))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_an_absurd_value_of_every_key_of_a_family_is_read_or_refused_at_once(family):
+    """Layers of 10**9, a window of 1e30: nothing is built from a number before its range is checked."""
+    config, count = family_config(family).to_dict(), 0
+    others = {"sliding_window", "use_sliding_window", "head_dim", "rope_theta", "rope_scaling", "max_window_layers",
+              "num_experts", "num_local_experts", "sliding_window_pattern", "partial_rotary_factor",
+              "full_attention_interval", "no_rope_layer_interval"} - config.keys()
+    for path in [*members(config), *((name,) for name in others)]:
+        for value in ABSURD:
+            line = problem_of(with_member(config | dict.fromkeys(others), path, value))
+            assert "\n" not in line and len(line) < 1000
+            count += 1
+    print(f"{family}: {count:,} configurations")
 
 
 @pytest.mark.parametrize("what", ["cut in the data", "NaN", "a nested config", "another vocabulary"])

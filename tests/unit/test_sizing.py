@@ -66,11 +66,14 @@ def test_the_time_of_a_step_is_bytes_divided_by_bandwidth():
     assert sizes.ms_per_token(1000, 1e9) - sizes.ms_per_token(0, 1e9) == pytest.approx(131_072_000 / 1e6)
 
 
-@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "vocab_size"])
-def test_absurd_sizes_raise_an_error_immediately(name):
+@pytest.mark.parametrize("sizes, message", [
+    *(({name: 10**300}, f"{name} is 10+; allowed") for name in ("num_hidden_layers", "hidden_size", "vocab_size")),
+    (dict(num_hidden_layers=1 << 14, hidden_size=1 << 24, vocab_size=1 << 26),
+     r"describes a model of 10\*\*\d+ parameters or more; allowed")])
+def test_absurd_sizes_raise_an_error_immediately(sizes, message):
     began = time.monotonic()
-    with pytest.raises(ModelError, match=r"describes a model of 10\*\*\d+ parameters or more; allowed"):
-        sizes_of(LLAMA_8B | {name: 10**300, "head_dim": 128})
+    with pytest.raises(ModelError, match=message):
+        sizes_of(LLAMA_8B | sizes | {"head_dim": 128})
     assert time.monotonic() - began < 1
 
 

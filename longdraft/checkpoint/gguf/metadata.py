@@ -144,7 +144,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         config["rope_parameters"]["llama_4_scaling_beta"] = read.number("attention.temperature_scale")
     if "truncate" in FAMILIES[kind.model_type].defaults.get("rope_parameters", {}):  # which files do not say
         config["rope_parameters"]["truncate"] = False
-    if FAMILIES[kind.model_type].windows == "listed":
+    if FAMILIES[kind.model_type].window_period:
         _add_windows(config, read, kind.model_type)
     if kind is _OLMO3:  # layers with a window have the rope without its scaling
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": {
