@@ -31,7 +31,8 @@ class PenaltyWindow:
                   paths: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Logits [R, V] with the penalty; row i is after the text and the tokens of paths[i]."""
         self._update(context)
-        rows, common = raw.copy(), list(self._counts)
+        rows = raw.copy()
+        common = np.fromiter(self._counts, dtype=np.int64, count=len(self._counts))
         rows[:, common] = penalise(raw[:, common], self._penalty)
         for row, unchanged, path in zip(rows, raw, paths, strict=True):
             if path:
