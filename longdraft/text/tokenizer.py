@@ -18,9 +18,11 @@ from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.errors import ModelError, UsageError
 from longdraft.sampling.grammar import GrammarCompiler
 from longdraft.system.files import lone_surrogate
+from longdraft.system.limited import CallError, LimitedProcess, LimitError
 from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
 from longdraft.text.gguf_vocabulary import tokenizer_of
+from longdraft.text.pieces import has_long_piece
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
 _MAX_LISTED = 3  # differing tokens that an error message lists
@@ -29,6 +31,8 @@ _MAX_PENDING = 16  # tokens held back; a longer sequence is not a character
 _MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
 _BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
 _MAX_CUT = 256  # tokens that cutting a text may add
+_LIMIT_S = 10  # of processor time for a text with long pieces: some 20 MB where the time is linear
+_LIMIT_BYTES = 1 << 32  # of memory for the same
 _LETTERS = 0x110000  # characters of Unicode
 _LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
 _MAX_REMEMBERED = 64  # texts whose tokens are remembered
@@ -77,10 +81,25 @@ class Tokenizer:
                              "allowed: whole characters")
         if len(text) < _LONG_TEXT:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        elif has_long_piece(text):
+            return self._encode_limited(text, add_special_tokens)
         else:
             encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def _encode_limited(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The same token ids, from a child process that can be ended."""
+        try:
+            return [int(token) for token in self._limited.call(text, add_special_tokens).split()]
+        except (LimitError, CallError) as error:
+            raise UsageError(f"the text has thousands of characters without a break, and tokenising it {error}; break "
+                             "it up by blanks, line breaks or punctuation") from None
+
+    @cached_property
+    def _limited(self) -> LimitedProcess:
+        return LimitedProcess("longdraft.text.pieces", "encoder", lambda: (self._tokenizer.to_str(),),
+                              cpu_s=_LIMIT_S, memory_bytes=_LIMIT_BYTES)
 
     def has_more_tokens(self, text: str, limit: int) -> bool:
         """Whether a text has more than `limit` tokens, tokenising no more of it than that takes.
