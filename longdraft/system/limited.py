@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 try:
     import resource
@@ -36,10 +36,8 @@ except ImportError:  # a system without limits of this kind; the time is limited
 
 T = TypeVar("T")
 
-CPU_S = 4  # processor time of a call: a schema of 1,000 properties takes 0.2 s
-_WALL_S = 20.0  # for the same on a busy machine
+_WALL_TIMES = 5  # that a call may take on a busy machine, in times of its processor time
 _START_S = 120.0  # for imports and the preparation, on a busy machine
-_MEMORY_BYTES = 1 << 30  # that calls may take beyond the memory of the prepared child
 _MAX_CHARACTERS = 1 << 26  # of a result: eight of the largest bodies of a server
 _STACK_BYTES = 32 << 20  # of the child's thread: some 10,000 levels in the grammar engine
 _LARGE_STACK_BYTES = 2 * _STACK_BYTES  # here: what the child survives, this process survives
@@ -50,6 +48,13 @@ _stack_size_lock = threading.Lock()  # the size is a setting of the whole proces
 
 class LimitError(Exception):
     """A call went beyond a limit; the message says which, as "takes more than 4 s"."""
+
+
+class Limits(NamedTuple):
+    """Processor time of a call in seconds, and bytes of memory beyond those of the prepared child."""
+
+    cpu_s: int
+    memory_bytes: int
 
 
 class CallError(Exception):
@@ -64,10 +69,13 @@ class LimitedProcess:
     """A child process that is started when it is needed. Any thread may call it; calls wait for one another.
 
     module, factory, arguments   the function is what `factory(*arguments())` of the module returns in the child
+    cpu_s, memory_bytes          of a call
     """
 
-    def __init__(self, module: str, factory: str, arguments: Callable[[], tuple[Any, ...]] = tuple) -> None:
+    def __init__(self, module: str, factory: str, arguments: Callable[[], tuple[Any, ...]] = tuple, *,
+                 cpu_s: int = 4, memory_bytes: int = 1 << 30) -> None:
         self._job = module, factory, arguments
+        self._limits = Limits(cpu_s, memory_bytes)
         self._lock = threading.Lock()
         self._child: _Child | None = None
 
@@ -99,14 +107,14 @@ class LimitedProcess:
     def _usable_child(self) -> _Child:
         if self._child is None or not self._child.is_usable():
             module, factory, arguments = self._job
-            self._child = _Child(pickle.dumps((module, factory, arguments())))
+            self._child = _Child(pickle.dumps((module, factory, arguments(), self._limits)), self._limits)
         return self._child
 
 
 class _Child:
     """A running child."""
 
-    def __init__(self, job: bytes) -> None:
+    def __init__(self, job: bytes, limits: Limits) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             # Without -P the working directory would be searched for modules. One thread of arithmetic is enough.
@@ -118,6 +126,7 @@ class _Child:
                 stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
         self._connection = Connection(ours.detach())
         self._owner = os.getpid()
+        self._limits = limits
         self.end = weakref.finalize(self, _end, self._process, self._connection, self._owner)
         self._is_prepared = False
         self._connection.send_bytes(job)
@@ -134,12 +143,12 @@ class _Child:
                 self._receive(_START_S)
                 self._is_prepared = True
             self._connection.send_bytes(message)
-            return self._receive(_WALL_S)
+            return self._receive(_WALL_TIMES * self._limits.cpu_s)
         except (EOFError, OSError):
-            status = self._process.wait(_WALL_S)
+            status = self._process.wait(_WALL_TIMES * self._limits.cpu_s)
             if status == 0:
                 return None
-            raise LimitError(_reason(status)) from None
+            raise LimitError(self._reason(status)) from None
         except BaseException:  # a child whose answer is not read cannot be used again
             self.end()
             raise
@@ -149,16 +158,16 @@ class _Child:
             raise LimitError(f"takes more than {seconds:g} s")
         return self._connection.recv_bytes()
 
-
-def _reason(status: int) -> str:
-    """Why a child has ended, from its exit status."""
-    if status > 0:
-        raise CallError("ChildProcessError", f"a child process ended with status {status} before it was prepared")
-    if status == -signal.SIGXCPU:
-        return f"takes more than {CPU_S} s"
-    if status in (-signal.SIGSEGV, -signal.SIGBUS):
-        return "is nested too deeply"
-    return f"takes more than {_MEMORY_BYTES >> 20} MB of memory"  # the allocator of the engine ends the process
+    def _reason(self, status: int) -> str:
+        """Why a child has ended, from its exit status."""
+        if status > 0:
+            raise CallError("ChildProcessError", f"a child process ended with status {status} before it was prepared")
+        if status == -signal.SIGXCPU:
+            return f"takes more than {self._limits.cpu_s} s"
+        if status in (-signal.SIGSEGV, -signal.SIGBUS):
+            return "is nested too deeply"
+        # An allocator of Rust ends the process.
+        return f"takes more than {self._limits.memory_bytes >> 20} MB of memory"
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
@@ -180,7 +189,7 @@ def serve(descriptor: int) -> None:
 
 def _serve(connection: Connection, prepared: list[bool]) -> None:
     os.nice(5)  # texts that are being written come first
-    module, factory, arguments = pickle.loads(connection.recv_bytes())
+    module, factory, arguments, limits = pickle.loads(connection.recv_bytes())
     function = getattr(importlib.import_module(module), factory)(*arguments)
     connection.send_bytes(b"")
     prepared.append(True)
@@ -188,26 +197,26 @@ def _serve(connection: Connection, prepared: list[bool]) -> None:
     if resource:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if base:
-            resource.setrlimit(resource.RLIMIT_AS, (base + _MEMORY_BYTES, base + _MEMORY_BYTES))
+            resource.setrlimit(resource.RLIMIT_AS, (base + limits.memory_bytes, base + limits.memory_bytes))
     with contextlib.suppress(EOFError, OSError):
         while connection.poll(_IDLE_S):
             request = connection.recv_bytes()
             if resource:
                 used_s = math.ceil(time.process_time())
-                resource.setrlimit(resource.RLIMIT_CPU, (used_s + CPU_S, resource.RLIM_INFINITY))
-            connection.send_bytes(_answer(function, request))
-            if _address_space() > base + _MEMORY_BYTES // 2:  # the next call would have less
+                resource.setrlimit(resource.RLIMIT_CPU, (used_s + limits.cpu_s, resource.RLIM_INFINITY))
+            connection.send_bytes(_answer(function, request, limits))
+            if _address_space() > base + limits.memory_bytes // 2:  # the next call would have less
                 break
 
 
-def _answer(function: Callable[..., str], request: bytes) -> bytes:
+def _answer(function: Callable[..., str], request: bytes, limits: Limits) -> bytes:
     try:
         kind, text = _RESULT, function(*pickle.loads(request))
         if len(text) > _MAX_CHARACTERS:
             kind, text = _LIMIT, f"takes more than {_MAX_CHARACTERS:,} characters"
         return kind + text.encode("utf-8", "surrogatepass")
     except MemoryError:
-        return _LIMIT + f"takes more than {_MEMORY_BYTES >> 20} MB of memory".encode()
+        return _LIMIT + f"takes more than {limits.memory_bytes >> 20} MB of memory".encode()
     except BaseException as error:  # a panic of Rust is no Exception
         return _ERROR + f"{type(error).__name__} {error}".encode("utf-8", "surrogatepass")
 

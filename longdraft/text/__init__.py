@@ -1,6 +1,6 @@
 """Text and tokens.
 
-    tokenizer.py        text to token ids and back
+    tokenizer.py, pieces.py  text to token ids and back
     gguf_vocabulary.py, sentencepiece.py, sentencepiece_file.py  tokenizers from other files than tokenizer.json
     tokenizer_config.py  special and added tokens in the small files beside a tokenizer
     chat_template.py, rendering.py  from messages to a prompt

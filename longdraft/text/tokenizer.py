@@ -20,9 +20,11 @@ from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.errors import ModelError, UsageError, translate_panics
 from longdraft.sampling.grammar import GrammarCompiler
 from longdraft.system.files import lone_surrogate
+from longdraft.system.limited import CallError, LimitedProcess, LimitError
 from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
 from longdraft.text.gguf_vocabulary import template_of, tokenizer_of, twins_of
+from longdraft.text.pieces import has_long_piece
 from longdraft.text.tokenizer_config import add_tokens, special_tokens
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
@@ -32,6 +34,8 @@ _MAX_PENDING = 16  # tokens held back; a longer sequence is not a character
 _MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
 _BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
 _MAX_CUT = 256  # tokens that cutting a text may add
+_LIMIT_S = 10  # of processor time for a text with long pieces: some 20 MB where the time is linear
+_LIMIT_BYTES = 1 << 32  # of memory for the same
 _LETTERS = 0x110000  # characters of Unicode
 _LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
 _MANY_MISSING = 12  # ids without a row; models with image input, and their tokenizers, may differ by a few
@@ -97,6 +101,8 @@ class Tokenizer:
         if (index := lone_surrogate(text)) is not None:
             raise UsageError(f"the text has half of a surrogate pair, {text[index]!a}, as character {index + 1}; "
                              "allowed: whole characters")
+        if len(text) >= _LONG_TEXT and has_long_piece(text):
+            return self._encode_limited(text, add_special_tokens)
         with translate_panics(_PANIC):
             if len(text) < _LONG_TEXT:
                 encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -104,6 +110,19 @@ class Tokenizer:
                 encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def _encode_limited(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The same token ids, from a child process that can be ended."""
+        try:
+            return [int(token) for token in self._limited.call(text, add_special_tokens).split()]
+        except (LimitError, CallError) as error:
+            raise UsageError(f"the text has thousands of characters without a break, and tokenising it {error}; break "
+                             "it up by blanks, line breaks or punctuation") from None
+
+    @cached_property
+    def _limited(self) -> LimitedProcess:
+        return LimitedProcess("longdraft.text.pieces", "encoder", lambda: (self._tokenizer.to_str(),),
+                              cpu_s=_LIMIT_S, memory_bytes=_LIMIT_BYTES)
 
     def has_more_tokens(self, text: str, limit: int) -> bool:
         """Whether a text has more than `limit` tokens, tokenising no more of it than that takes.

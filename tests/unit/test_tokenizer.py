@@ -23,9 +23,11 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.server.settings import read_keys
 from longdraft.system.files import read_prompt
 from longdraft.text.chat_template import ChatTemplate
+from longdraft.text.pieces import has_long_piece
 from longdraft.text.tokenizer import StopText, Tokenizer, require_ids_in_vocabulary
 from longdraft.train.data import load_tokenizer, tokenise
 from longdraft.train.data_files import read_documents
+from longdraft_bench.document import EXAMPLE
 
 BROKEN = "\ufffd"
 NOVELIST = Tokenizer(hub.resolve("novelist"))
@@ -156,6 +158,40 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole():
 def test_special_tokens_are_not_text():
     stream = NOVELIST.stream()
     assert "".join(stream.push(token) for token in [0, *NOVELIST.encode("So"), 1]) == "So"
+
+
+LONG_PIECES = {"letters": "a" * 20_000, "words": "so " * 9000 + "it" * 5000 + " was",
+               "blanks": "So" + " " * 20_000 + "it", "punctuation": "-" * 20_000,
+               "letters of two bytes": "\N{LATIN SMALL LETTER E WITH ACUTE}" * 20_000}
+
+
+@pytest.mark.parametrize("name", LONG_PIECES)
+def test_a_text_without_breaks_has_the_same_tokens_from_the_process_with_limits(name):
+    text = LONG_PIECES[name]
+    assert has_long_piece(text)
+    for add_special_tokens in (True, False):
+        expected = NOVELIST._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        assert NOVELIST.encode(text, add_special_tokens=add_special_tokens) == expected
+
+
+@pytest.mark.parametrize("before", [0, 1, 2047, 2048, 2049, 100_000])
+def test_every_long_piece_is_found_wherever_it_begins(before):
+    assert has_long_piece(("It " * before)[:before] + "a" * 4096 + " was " * 1000)
+
+
+def test_prose_has_no_long_piece():
+    assert not has_long_piece(EXAMPLE.read_text(encoding="utf-8") * 10)
+    assert not has_long_piece("\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 200 + "\N{IDEOGRAPHIC FULL STOP}")
+
+
+@pytest.mark.full
+def test_a_text_that_a_tokenizer_reads_in_quadratic_time_is_one_clear_line(tmp_path):
+    letters = {each: number for number, each in enumerate(["[UNK]", "a", "##a"])}
+    tokenizer = HFTokenizer(models.WordPiece(letters, unk_token="[UNK]", max_input_chars_per_word=10**9))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UsageError, match="without a break, and tokenising it takes more than 10 s; break it up"):
+        Tokenizer(tmp_path).encode("a" * 100_000)
 
 
 @given(st.text("abc", max_size=40), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
