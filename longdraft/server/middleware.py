@@ -47,6 +47,8 @@ class RequestMiddleware:
         self._metrics = metrics
         self._keys = keys
         self._turnstile = Turnstile()
+        names = (settings.host, *settings.allowed_hosts, *(_LOCAL_NAMES if settings.is_local else ()))
+        self._hosts = frozenset(name.lower() for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -118,11 +120,9 @@ class RequestMiddleware:
             return
         # Without a key, a web page could reach a local server through a host name of its own (DNS rebinding).
         settings = self._settings
-        if settings.is_local or settings.allowed_hosts:
-            names = (settings.host, *settings.allowed_hosts, *(_LOCAL_NAMES if settings.is_local else ()))
-            if _host_of(f"//{host}")[1] not in names:
-                raise ApiError(403, "the Host header does not name this server; --allowed-host allows other names",
-                               code="host_not_allowed")
+        if (settings.is_local or settings.allowed_hosts) and _host_of(f"//{host}")[1] not in self._hosts:
+            raise ApiError(403, "the Host header does not name this server; --allowed-host allows other names",
+                           code="host_not_allowed")
 
     def _require_key(self, scope: Scope, headers: Headers) -> None:
         """Raise ApiError for a request without a valid key, or beyond the quotas of its key; else note its label."""

@@ -32,6 +32,8 @@ from longdraft.server.settings import ServerSettings
 _MAX_HEADER_BYTES = 65_536  # of the request line and the headers
 _KEEP_ALIVE_S = 75
 _SWITCH_INTERVAL_S = 0.00005  # of Python's threads: requests need many short turns beside the engine thread
+_BACKLOG = 2048  # connections that wait in the system
+_ACCEPTED = 32  # of them in a turn of the event loop; so often does asyncio try without file descriptors, too
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REPEAT_S = 60.0  # between two lines of the log about them
@@ -46,7 +48,7 @@ class HttpServer(uvicorn.Server):
         protocol = cast("type[asyncio.Protocol]", partial(HttpProtocol, table=table))
         super().__init__(uvicorn.Config(
             app, host=settings.host, port=settings.port, http=protocol, ws="none", lifespan="on", log_config=None,
-            access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            backlog=_ACCEPTED, access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S, ssl_certfile=settings.certfile, ssl_keyfile=settings.keyfile))
         self._scheduler, self._settings = app.service.scheduler, settings
@@ -79,6 +81,8 @@ class HttpServer(uvicorn.Server):
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error in the event loop. The loop reports each connection that it cannot accept, thousands in a second."""
         error = context.get("exception")
+        if self.should_exit and "_start_serving" in context.get("message", ""):
+            return  # asyncio tries again to accept connections, after the socket was closed
         if not (isinstance(error, OSError) and error.errno in _NO_RESOURCES):
             loop.default_exception_handler(context)
         elif time.monotonic() - self._last_refusal > _REPEAT_S:
@@ -89,6 +93,10 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
+        for server in getattr(self, "servers", ()):
+            for listening in server.sockets:
+                with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                    same.listen(_BACKLOG)
         for server in getattr(self, "servers", ()):
             host, port = server.sockets[0].getsockname()[:2]
             scheme = "https" if self.config.is_ssl else "http"

@@ -20,6 +20,7 @@ from longdraft.request.settings import Range, Setting, setting, settings_of
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*?#\s]+")
+_HOST = re.compile(r"[^\s/:@?#\[\]]+|(?=.*:.*:)[0-9A-Fa-f:.]+")
 _USABLE_SHARE = 0.8  # of the memory that is free once the model is loaded
 _QUOTA = Range(0, cure="0 sets no limit")
 _INTERVAL = Range(0, above=True, words="more than 0 seconds")
@@ -109,6 +110,9 @@ class ServerSettings:
                              "LONGDRAFT_API_KEY or --api-key-file, or confirm with --no-key that anyone may use it")
         self._check_keys()
         self._check_certificate()
+        for host in self.allowed_hosts:
+            check(bool(_HOST.fullmatch(host)), "--allowed-host", host, "a name or an address, such as writer.local",
+                  "leave scheme and port out")
         for origin in self.cors_origins:
             check(bool(_ORIGIN.fullmatch(origin)), "--cors-origin", origin, "an origin such as https://example.org",
                   "list each origin; wildcards would let any web page use the server")

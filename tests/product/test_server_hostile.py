@@ -14,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from helpers import serving
+from longdraft.errors import UsageError
 from longdraft.server import admission
 from longdraft.server import run as running
 from longdraft.server.admission import BoundedThreads, Turnstile
@@ -46,11 +47,12 @@ def server(engine):
         yield found
 
 
-def send(app: App, path: str, body: bytes, **headers: str) -> httpx.Response:
+def send(app: App, path: str, body: bytes, method: str = "POST", **headers: str) -> httpx.Response:
     """A request to the application without a socket."""
     async def post() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            return await client.post(path, content=body, headers={"Content-Type": "application/json", **headers})
+            return await client.request(method, path, content=body,
+                                        headers={"Content-Type": "application/json", **headers})
 
     return asyncio.run(post())
 
@@ -340,3 +342,33 @@ def test_what_a_server_has_loaded_is_no_work_for_the_garbage_collector(engine, m
 def test_allowed_hosts_hold_off_loopback_too(engine, settings, host, status):
     app = App(engine, ServerSettings(host="0.0.0.0", allows_no_key=True, **settings))
     assert send(app, "/tokenize", b'{"prompt": "a"}', Host=host).status_code == status
+
+
+NAMES = ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "writer.local", "Writer.Local:80")
+FOREIGN = ("evil.example", "evil.example:8000", "localhost.evil.example", "localhost@evil.example", "127.0.0.1.nip.io",
+           "127.0.0.2", "0.0.0.0", "[::2]", "", "[", "localhost, evil.example", "//localhost")
+
+
+@pytest.mark.parametrize("method, path, body", [
+    ("POST", "/tokenize", b'{"prompt": "a"}'), ("GET", "/version", b""), ("GET", "/v1/longdraft/generations", b""),
+    ("OPTIONS", "/version", b"")])
+def test_a_local_server_without_a_key_answers_to_its_names_only(engine, tmp_path, method, path, body):
+    """A web page can give its own name the address of the loopback (DNS rebinding). With a key it gains nothing."""
+    given = {"journals": tmp_path, "allowed_hosts": ("Writer.local",), "cors_origins": ("https://good.example",)}
+    app, with_key = App(engine, ServerSettings(**given)), App(engine, ServerSettings(**given, api_keys=("secret",)))
+    for host in NAMES + FOREIGN:
+        for origin in ({}, {"Origin": "https://good.example"}, {"Origin": f"http://{host}"}):
+            if body and host in FOREIGN and origin.get("Origin", "").startswith("http:"):
+                continue  # refused for its origin as well
+            reply = send(app, path, body, method=method, Host=host, **origin)
+            assert (reply.status_code == 403) == (host in FOREIGN), (host, origin, reply.text)
+            allowed = reply.headers.get("access-control-allow-origin")
+            assert allowed in (None, "https://good.example")
+    reply = send(with_key, path, body, method=method, Host="other.example", Authorization="Bearer secret")
+    assert reply.status_code != 403
+
+
+@pytest.mark.parametrize("host", ["http://a", "a:80", "a/b", "a b", ""])
+def test_an_allowed_host_has_no_scheme_and_no_port(host):
+    with pytest.raises(UsageError, match="leave scheme and port out"):
+        ServerSettings(allowed_hosts=(host,))

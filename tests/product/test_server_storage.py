@@ -362,6 +362,10 @@ def test_without_file_descriptors_the_log_has_one_line(server, caplog, number):
         http._on_loop_error(None, {"message": "socket.accept() out of system resource", "exception": error})
     assert [entry.getMessage() for entry in caplog.records] == ["connections_refused"]
 
+    http.should_exit = True  # asyncio still has timers to accept connections, whose socket is closed
+    http._on_loop_error(None, {"message": "Exception in callback BaseSelectorEventLoop._start_serving()",
+                               "exception": ValueError("Invalid file descriptor: -1")})
+    assert len(caplog.records) == 1
     assert to_api_error(error).status_code == 503  # no bug, which would be a traceback
 
 
