@@ -15,6 +15,7 @@ from typing import Any
 from longdraft.checkpoint import gpt_oss
 from longdraft.checkpoint.gguf import metadata
 from longdraft.checkpoint.gguf.container import open_gguf
+from longdraft.checkpoint.memory import require_content
 from longdraft.checkpoint.packed_format import PackedFormat
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
@@ -85,6 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
+        require_content(path)
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a {type(data).__name__}; it must hold an object")

@@ -96,6 +96,8 @@ def config_of(model: Gguf) -> dict[str, Any]:
     """The config.json that the metadata and the tensors amount to. Raises ModelError for what is missing or wrong."""
     name, kind = architecture(model)
     tensors = model.tensors
+    if model.values.get("general.type") == "adapter":
+        model.fail("it is a LoRA adapter, not a model; merge it into its model (llama-export-lora), and give that file")
     if "token_embd.weight" not in tensors:
         model.fail("it has no tensor token_embd.weight; a file with a vocabulary alone is not a model")
     read = Reader(model, name)
