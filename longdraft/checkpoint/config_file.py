@@ -104,7 +104,8 @@ def parse_config(config: Mapping[str, Any], generation_eos: Any = None,
     family = _family(config)
     # Of two names of the number of experts this one counts, as in `transformers`.
     experts = {"num_local_experts": config["num_experts"]} if config.get("num_experts") is not None else {}
-    config = {**family.defaults, **config, **experts}
+    given = {name: value for name, value in config.items() if name != "rope_parameters" or value is not None}
+    config = {**family.defaults, **given, **experts}
     _check_numbers(config)
     try:
         ends = _several(config.get("eos_token_id")) if generation_eos is None else _several(generation_eos)
