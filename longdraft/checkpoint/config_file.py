@@ -15,6 +15,7 @@ from typing import Any
 from longdraft.checkpoint import gpt_oss
 from longdraft.checkpoint.gguf import metadata
 from longdraft.checkpoint.gguf.container import open_gguf
+from longdraft.checkpoint.memory import require_content
 from longdraft.checkpoint.packed_format import PackedFormat
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
@@ -85,6 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
+        require_content(path)
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a {type(data).__name__}; it must hold an object")
@@ -102,7 +104,8 @@ def parse_config(config: Mapping[str, Any], generation_eos: Any = None,
     family = _family(config)
     # Of two names of the number of experts this one counts, as in `transformers`.
     experts = {"num_local_experts": config["num_experts"]} if config.get("num_experts") is not None else {}
-    config = {**family.defaults, **config, **experts}
+    given = {name: value for name, value in config.items() if name != "rope_parameters" or value is not None}
+    config = {**family.defaults, **given, **experts}
     _check_numbers(config)
     try:
         ends = _several(config.get("eos_token_id")) if generation_eos is None else _several(generation_eos)

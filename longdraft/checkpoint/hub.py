@@ -16,7 +16,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longdraft.checkpoint.tensor_files import INDEX, TORCH_INDEX, TORCH_WEIGHTS, WEIGHTS, has_weights, shard_names
+from longdraft.checkpoint.tensor_files import (
+    ADAPTER,
+    INDEX,
+    TORCH_INDEX,
+    TORCH_WEIGHTS,
+    WEIGHTS,
+    has_weights,
+    require_no_adapter,
+    shard_names,
+)
 from longdraft.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +39,7 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _MAX_PARTS = 1000
 _MAX_LISTED = 12  # files that an error message lists
 _COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
-_CONFIG_FILES = ("config.json", "generation_config.json")
+_CONFIG_FILES = ("config.json", "generation_config.json", ADAPTER)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "added_tokens.json", "tokenizer_config.json",
                     "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 _HEADS_FILES = ("medusa_lm_head.safetensors", "heads/config.json", "heads/model.safetensors",
@@ -169,6 +178,7 @@ class _Repository:
             if any((folder / name).exists() for name in (*names, *_HEADS_FILES)):
                 return folder
         if not any((folder / name).exists() for name in _HEADS_FILES):
+            require_no_adapter(folder)
             if self._is_offline:  # the files may exist in the repository
                 raise self._incomplete()
             files: list[str] = []

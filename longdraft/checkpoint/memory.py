@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 def temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor in its own memory mapping, which the system gets back as soon as the tensor is unused.
@@ -29,6 +30,7 @@ def map_file(path: Path, form: str, least: int = 0) -> tuple[os.stat_result, mma
 
     form, least  the file's format, and the least number of bytes that it has
     """
+    require_content(path)
     try:
         with path.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -37,6 +39,18 @@ def map_file(path: Path, form: str, least: int = 0) -> tuple[os.stat_result, mma
             return stat, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def require_content(path: Path) -> None:
+    """Raise ModelError for a file that a clone without Git LFS left in place of a large one."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_POINTER))
+    except OSError:
+        return
+    if begin == _POINTER:
+        raise ModelError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or "
+                         "download the model with the hub's client")
 
 
 def mapped_numbers(mapped: mmap.mmap, start: int, stop: int, dtype: torch.dtype, path: Path,

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from longdraft.checkpoint.memory import forget_pages, mapped_numbers
+from longdraft.checkpoint.memory import forget_pages, mapped_numbers, require_content
 from longdraft.errors import ModelError
 from longdraft.kernels.formats.groups import BlockRows
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
@@ -97,6 +97,7 @@ class TensorFile(StoredTensors):
     def __init__(self, path: Path) -> None:
         self.path = path
         require_file(path)
+        require_content(path)
         try:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")

@@ -33,6 +33,7 @@ from longdraft.parallel import Pick
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_WEIGHTS = "pytorch_model.bin"
+ADAPTER = "adapter_config.json"  # of a LoRA adapter
 TORCH_INDEX = "pytorch_model.bin.index.json"
 ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
@@ -251,6 +252,15 @@ def _safetensors(folder: Path, names: Sequence[str]) -> Sequence[StoredTensors]:
 def has_weights(folder: Path) -> bool:
     """Whether a folder has the weights of a model, in any format."""
     return any((folder / name).exists() for name in (WEIGHTS, INDEX, TORCH_WEIGHTS, TORCH_INDEX))
+
+
+def require_no_adapter(folder: Path) -> None:
+    """Raise ModelError for a folder of a LoRA adapter, which has no weights of a model."""
+    about = folder / ADAPTER
+    if about.is_file() and not has_weights(folder):
+        base = str(read_json(about).get("base_model_name_or_path") or "its base model")[:200]
+        raise ModelError(f"{folder} has a LoRA adapter for {base}, not a model; merge the two, and give that folder: "
+                         "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(FOLDER)")
 
 
 def shard_names(index: Path) -> list[str]:

@@ -95,7 +95,8 @@ def batch(
     threads, tensor_parallel, cache_dir = loading["threads"], loading["tensor_parallel"], loading["cache_dir"]
     model, file = loading["model"], loading.pop("file")
     load = {**loading, "model": from_anywhere(with_file(model, file)), "cache_dir": cache_dir and str(cache_dir),
-            **{name: loading[name] and from_anywhere(loading[name]) for name in ("tokenizer", "heads")}}
+            **{name: loading[name] and from_anywhere(str(loading[name]))
+               for name in ("tokenizer", "heads", "chat_template")}}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
         raise UsageError("--tensor-parallel writes one text at a time on all ranks; leave --workers and --ray out")

@@ -40,7 +40,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
          kernels_name: str | None = None, tensor_parallel: int = 1, quantized_cache: str | Path | None = None,
          cache_ram: int | None = None, file: str | None = None, tokenizer: str | None = None,
-         on_load: Callable[[int, int], None] | None = None) -> Engine:
+         chat_template: str | Path | None = None, on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder, a GGUF file or a hub id.
 
     drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | glide | eagle |
@@ -68,6 +68,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
                      0: none. Default: a quarter of the free memory, at most 8192, and 0 on CUDA
     file             GGUF file of a folder or hub id; or write owner/model:file.gguf
     tokenizer        folder, GGUF file or hub id of the tokenizer and chat template; default: the model's own
+    chat_template    file with another chat template, in jinja's language; default: the tokenizer's
     on_load          called with (bytes read, bytes in all) while the weights are read. The numbers start again when a
                      quantised copy for drafts is made
 
@@ -94,7 +95,10 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     model = hub.with_file(model, file)
     folder = hub.resolve(model, hub_options)
     require_model(folder)
-    words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder)
+    words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder,
+                      None if chat_template is None else Path(chat_template))
+    if chat_template is not None:
+        _ = words.chat_template  # raises now for a file that cannot be used
     config = config_file.read_config(folder, words.end_id)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
     files = TensorFiles(folder, on_read=on_load)

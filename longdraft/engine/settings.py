@@ -15,6 +15,8 @@ LOADING = (
     Setting("file", str, None, "GGUF file to take from the folder or the hub id.", shown="the only one"),
     Setting("tokenizer", str, None, "Folder, GGUF file or hub id of another tokenizer and chat template.",
             shown="the model's"),
+    Setting("chat_template", Path, None, "File with another chat template, in jinja's language.",
+            shown="the tokenizer's"),
     Setting("revision", str, None, "Branch, tag or commit of a hub id.", shown="main"),
     Setting("cache_dir", Path, None, "Cache folder for files from the hub.", shown="that of HF_HOME"),
     Setting("offline", bool, False, "Use files from the hub's cache only."),

@@ -190,7 +190,8 @@ FAMILIES: dict[str, Family] = {
     "gemma2": replace(_GEMMA, window_period=2, defaults=_GEMMA_VALUES | {
         "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0}),
-    "gemma3_text": replace(_GEMMA, head_norms="each", window_period=6, has_window_rope=True, defaults=_GEMMA_VALUES | {
+    "gemma3_text": replace(_GEMMA, head_norms="each", window_period=6, has_window_rope=True, caps=(
+        "", "final_logit_softcapping"), defaults=_GEMMA_VALUES | {
         "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
     "gemma4_text": replace(
         _GEMMA, head_norms="each", window_period=6, has_window_rope=True, is_gemma4=True, norm_offset=0.0,

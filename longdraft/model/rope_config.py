@@ -20,6 +20,7 @@ _REQUIRED_SETTINGS: dict[RopeType, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "proportional": (),
 }
+_WINDOW_KINDS = ("full_attention", "sliding_attention")  # keys of rotations that layers have of their own
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,18 @@ def parse_ropes(config: Mapping[str, Any], family: Family, head_dims: tuple[int,
     scaling = _given(config)
     if not family.has_window_rope:
         return _rope(config, scaling, family, head_dims[0], trained), None
-    parts = [scaling.get(kind) for kind in ("full_attention", "sliding_attention")]
-    if not all(isinstance(part, dict) for part in parts):
-        parts = [scaling, {"rope_theta": config.get("rope_local_base_freq") or config["rope_theta"]}]
-    whole, windowed = (_rope(config, dict(part or {}), family, head_dim, trained)
-                       for part, head_dim in zip(parts, head_dims, strict=True))
-    if windowed.kind not in ("default", "linear"):
-        raise ModelError(f"rope type of layers with a window is {windowed.kind!r}; supported: default, linear")
-    return whole, windowed
+    local = {"rope_theta": config.get("rope_local_base_freq") or config.get("rope_theta")}
+    nested = config.get("rope_parameters")
+    if isinstance(nested, Mapping) and any(isinstance(nested.get(kind), Mapping) for kind in _WINDOW_KINDS):
+        whole, windowed = (nested.get(kind) for kind in _WINDOW_KINDS)
+        parts = [{**(whole or {}), **(config.get("rope_scaling") or {})}, windowed or local]
+    else:
+        parts = [scaling, local]
+    first, second = (_rope(config, dict(part or {}), family, head_dim, trained)
+                     for part, head_dim in zip(parts, head_dims, strict=True))
+    if second.kind not in ("default", "linear"):
+        raise ModelError(f"rope type of layers with a window is {second.kind!r}; supported: default, linear")
+    return first, second
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.checkpoint.config_file import read_json
-from longdraft.checkpoint.tensor_files import TensorFiles, has_weights
+from longdraft.checkpoint.tensor_files import TensorFiles, has_weights, require_no_adapter
 from longdraft.checkpoint.tensor_source import HEADS_PREFIX
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
@@ -82,6 +82,7 @@ def require_model(folder: Path) -> None:
     """Raise ModelError if the folder has heads instead of a model. The message says how to use them."""
     if folder.is_file():
         return  # a GGUF file
+    require_no_adapter(folder)
     config = read_json(folder / "config.json")
     if is_eagle(folder):
         raise ModelError(f"{folder} has a drafter, not a model; give the model that it was trained for as --model, and "

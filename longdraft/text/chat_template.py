@@ -28,6 +28,7 @@ _DEFAULT_NAME = "default"  # of the template to use if a model has several
 # Variables that requests may not set.
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 _MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
+_MAX_FILE = 1 << 22  # bytes; the largest known templates have some 20,000
 _RENDERER = LimitedProcess("longdraft.text.rendering", "renderer")  # of all templates; it keeps those in use compiled
 
 
@@ -40,15 +41,21 @@ class ChatTemplate:
         try:
             parsed = new_environment().parse(source)
         except (TemplateError, RecursionError) as error:
-            raise ModelError(f"the model's chat template is invalid: {error}; replace it by chat_template.jinja in the "
-                             "model's folder") from error
+            raise ModelError(f"the model's chat template is invalid: {error}; give another with "
+                             "--chat-template FILE") from error
         # Otherwise such messages get the role `system`, which stands for the same in older templates.
         self._knows_developer = any(each.value == "developer" for each in parsed.find_all(nodes.Const))
 
     @classmethod
-    def find(cls, folder: Path) -> ChatTemplate | None:
+    def find(cls, folder: Path, other: Path | None = None) -> ChatTemplate | None:
         """The template of a model folder or a GGUF file, if it has one. A file of its own overrides
-        tokenizer_config.json."""
+        tokenizer_config.json.
+
+        other  a file whose template is used in place of the model's
+        """
+        if other is not None:
+            tokens = template_of(open_gguf(folder))[1] if folder.is_file() else special_tokens(folder)
+            return cls(_text_of(other), tokens)
         if folder.is_file():
             of_file, tokens = template_of(open_gguf(folder))
             return cls(_template_source(of_file), tokens) if of_file else None
@@ -57,10 +64,7 @@ class ChatTemplate:
         source: object = settings.get("chat_template") or others.get("chat_template")
         file = folder / "chat_template.jinja"
         if file.is_file():
-            try:
-                source = file.read_text(encoding="utf-8-sig")
-            except (OSError, ValueError) as error:
-                raise ModelError(f"cannot read {file}: {error}") from error
+            source = _text_of(file)
         if not source:
             return None
         return cls(_template_source(source), special_tokens(folder))
@@ -96,8 +100,8 @@ class ChatTemplate:
         try:
             return _RENDERER.call(self.source, variables)
         except LimitError as error:
-            raise ModelError(f"the model's chat template {error}; send fewer messages, or replace it by "
-                             "chat_template.jinja in the model's folder") from None
+            raise ModelError(f"the model's chat template {error}; send fewer messages, or give another template with "
+                             "--chat-template FILE") from None
         except CallError as error:  # untrusted code may fail in any way
             if error.kind == RefusedError.__name__:
                 raise UsageError(f"the model's chat template refuses these messages: {error}") from error
@@ -123,13 +127,24 @@ def parse_option(text: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
+def _text_of(file: Path) -> str:
+    """The text of a file with a template. Pipes and devices, which may never end, are not opened."""
+    try:
+        if not file.is_file() or (size := file.stat().st_size) > _MAX_FILE:
+            what = f"it has {size:,} bytes" if file.is_file() else "there is no such file"
+            raise ModelError(f"cannot read the chat template {file}: {what}; allowed: a file of at most {_MAX_FILE:,}")
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+
+
 def _template_source(source: object) -> str:
     """The source of the template in use: `source` is a text, or a list of named templates."""
     if isinstance(source, list) and all(isinstance(entry, dict) and "name" in entry for entry in source):
         named = {entry["name"]: entry.get("template") for entry in source}
         if _DEFAULT_NAME not in named:
             raise ModelError(f"the model has the chat templates {', '.join(map(str, named))}, but none is named "
-                             f"{_DEFAULT_NAME!r}; copy one to chat_template.jinja in its folder")
+                             f"{_DEFAULT_NAME!r}; give one with --chat-template FILE")
         source = named[_DEFAULT_NAME]
     if not isinstance(source, str):
         raise ModelError(f"chat_template is a {type(source).__name__}; allowed: a text, or a list of named texts")

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
 SPACE = "\u2581"
-# Characters of all pieces, of all merges, and of a piece; the largest public vocabularies have a third of the first two.
+# Characters of all pieces, of all merges, and of a piece; the largest vocabularies have a third of the first two.
 _MAX_CHARACTERS = 1 << 24
 _MAX_MERGED = 1 << 24
 _MAX_PIECE = 1 << 10

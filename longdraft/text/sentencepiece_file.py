@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from longdraft.checkpoint.config_file import read_json
+from longdraft.checkpoint.memory import require_content
 from longdraft.errors import ModelError
 from longdraft.text import sentencepiece
 from longdraft.text.sentencepiece import Kind, Piece
@@ -57,6 +58,7 @@ def read_tokenizer(folder: Path) -> HFTokenizer:
                        for (name, default), i in zip((("bos", True), ("eos", False)), ends, strict=True))
         sentencepiece.add_ends(tokenizer, first, last)
     except (_DamagedError, struct.error, IndexError, ValueError) as error:
+        require_content(path)
         raise ModelError(f"{path} is not a readable SentencePiece model: {error}; get it again") from error
     return tokenizer
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import BPE
 
 from longdraft.checkpoint.gguf.container import open_gguf
+from longdraft.checkpoint.memory import require_content
 from longdraft.errors import ModelError, UsageError, translate_panics
 from longdraft.sampling.grammar import GrammarCompiler
 from longdraft.system.files import lone_surrogate
@@ -56,9 +57,10 @@ class Tokenizer:
     files beside tokenizer.json add to it count too.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError if the tokenizer is missing or malformed."""
+    def __init__(self, folder: Path, template: Path | None = None) -> None:
+        """Raises ModelError if the tokenizer is missing or malformed. template: a file with another chat template"""
         self._folder = folder
+        self._template = template
         self._tokenizer, self.sha256 = read_tokenizer(folder)
         self._twins = twins_of(open_gguf(folder)) if folder.is_file() else {}
 
@@ -228,14 +230,14 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UsageError(f"the model in {self._folder} has no chat template; use an instruction-tuned model, "
-                             "name one that has a template with --tokenizer, or give it a plain text to continue")
+                             "give a template with --chat-template, or a plain text to continue")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.chat_template.render(messages, variables, **options)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        return ChatTemplate.find(self._folder)
+        return ChatTemplate.find(self._folder, self._template)
 
 
 def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
@@ -262,6 +264,7 @@ def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
         with translate_panics("it cannot be read"):
             tokenizer = HFTokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception for every malformed file
+        require_content(path)
         raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -135,6 +135,12 @@ def theirs(name: str, arch: str) -> str:
     return f"blk.{layer}.{_INSIDE[part]}.{suffix}"
 
 
+def architecture_of(config: Any) -> str:
+    archs = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
+             "gemma4_text": "gemma4", "olmo3": "olmo2", "ministral3": "mistral3", "gpt_oss": "gpt-oss"} | HYBRID_ARCHS
+    return archs.get(config.model_type, config.model_type)
+
+
 def metadata(config: Any, arch: str) -> dict[str, Any]:
     """What llama.cpp's converter writes about a configuration of `transformers`."""
     heads = config.num_attention_heads
@@ -285,9 +291,7 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     without  parts of the names of tensors that are left out
     """
     config = model.config
-    archs = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
-             "gemma4_text": "gemma4", "olmo3": "olmo2", "ministral3": "mistral3", "gpt_oss": "gpt-oss"} | HYBRID_ARCHS
-    arch = archs.get(config.model_type, config.model_type)
+    arch = architecture_of(config)
     if arch == "gemma4":
         config.allow_global_per_layer_attribute_access = True
     converted: dict[str, Stored] = dict(tensors or {})

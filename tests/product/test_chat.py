@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import longdraft
 from helpers.checkpoints import make_checkpoint, write_tokenizer
+from helpers.gguf_files import convert
 from helpers.terminal import terminal
 from longdraft.__main__ import run
 from longdraft.errors import ModelError, UsageError
@@ -63,6 +64,27 @@ def test_the_template_is_read_from_a_file_or_the_entry_named_default(tmp_path):
     assert Tokenizer(template_folder(tmp_path, named)).chat("x") == "one"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}two")
     assert Tokenizer(tmp_path).chat("x") == "<s>two"
+
+
+def test_another_template_may_be_given_for_a_folder_and_for_a_gguf_file_whose_own_is_broken(tmp_path, capfd):
+    model = make_checkpoint(tmp_path / "model")
+    template_folder(tmp_path / "model", "{% for %}")
+    convert(tmp_path / "model", model, tmp_path / "model.gguf", values={
+        "tokenizer.chat_template": "{% for %}", "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1})
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ bos_token }}{{ messages[0].content }}")
+    for path in (tmp_path / "model", tmp_path / "model.gguf"):
+        with pytest.raises(ModelError, match="template is invalid.*; give another with --chat-template FILE"):
+            Tokenizer(path).chat("So")
+        assert longdraft.load(str(path), drafter="plain", chat_template=other).tokenizer.chat("So") == "<s>So"
+        arguments = ["--model", str(path), "--chat", "--max-new-tokens", "3", "--temperature", "0", "--ignore-eos"]
+        assert run(["generate", "So", *arguments]) == 2
+        assert run(["generate", "So", *arguments, "--chat-template", str(other)]) == 0
+    capfd.readouterr()
+    other.write_text("{% for %}")
+    for path in (other, tmp_path / "none", "/dev/zero"):
+        assert run(["generate", "So", *arguments, "--chat-template", str(path)]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("template, error, message", [

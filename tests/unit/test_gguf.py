@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,17 @@ import torch
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import prompt_of
-from helpers.families import FAMILIES, HYBRIDS, MIXTURES, make_family
-from helpers.gguf_files import TYPE_IDS, convert, noise, permuted, stored, write_gguf
+from helpers.families import CPU_FAMILIES, FAMILIES, GEMMA4, HYBRIDS, MIXTURES, family_config, make_family
+from helpers.gguf_files import (
+    TYPE_IDS,
+    architecture_of,
+    convert,
+    metadata,
+    noise,
+    permuted,
+    stored,
+    write_gguf,
+)
 from longdraft.__main__ import run
 from longdraft.checkpoint import config_file, defaults, hub
 from longdraft.checkpoint.gguf.blocks import dequantise, mxfp4_parts
@@ -358,3 +368,111 @@ def test_metadata_that_cannot_be_used_is_one_clear_line(tmp_path, llama, values,
     with pytest.raises(ModelError, match=message) as caught:
         longdraft.load(str(tmp_path / "model.gguf"), drafter="plain")
     assert "\n" not in str(caught.value)
+
+
+# Each form of the metadata that llama.cpp reads
+
+LAYERS_OF = {"llama": 3, "granite": 3, "olmo2": 3, "qwen3": 3, "phi3": 3, "mixtral": 3, "gemma2": 3, "gemma3": 3,
+             "ministral3": 3, "gpt_oss": 3, "gemma4": 3, "qwen3_5": 4}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}
+# family -> pairs of metadata, the second of which is another form of the first; None: the key is left out
+FORMS: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
+    "llama": [
+        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "linear"}, more) for more in (
+            {"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0},
+            {"rope.scale_linear": 4.0, "rope.scaling.type": "linear"},
+            {"rope.scaling.factor": 4.0, "rope.scale_linear": 7.0})
+    ] + [({}, more) for more in (
+        {"rope.scaling.factor": 0.0}, {"rope.scaling.factor": 1.0}, {"rope.scale_linear": 0.0},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope.scaling.type": "none"},
+        {"rope.dimension_count": 12}, {"attention.key_length": 12, "attention.value_length": 12},
+        {"rope.freq_base": None}, {"expert_count": 0, "expert_used_count": 0}, {"attention.causal": True},
+        {"vocab_size": 320}, {"rope.scaling.finetuned": True}, {"rope.scaling.original_context_length": 2048})
+    ] + [(YARN, YARN | more) for more in (
+        {"rope.scaling.yarn_ext_factor": 1.0}, {"rope.scaling.attn_factor": 1.0},
+        {"rope.scaling.yarn_attn_factor": 1.0}, {"rope.scaling.yarn_log_multiplier": 0.0},
+        {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0})
+    ] + [(YARN | {"rope.scaling.attn_factor": 0.5},
+          YARN | {"rope.scaling.attn_factor": None, "rope.scaling.yarn_attn_factor": 0.5})],
+    "granite": [
+        ({"residual_scale": 1.0, "embedding_scale": 1.0}, {"residual_scale": 0.0, "embedding_scale": 0.0}),
+        ({"residual_scale": 1.0, "embedding_scale": 1.0}, {"residual_scale": None, "embedding_scale": None}),
+        ({"attention.key_length": 16, "attention.value_length": 16, "attention.scale": 0.25}, {"attention.scale": None}),
+        ({"attention.key_length": 16, "attention.value_length": 16, "attention.scale": 0.25}, {"attention.scale": 0.0})],
+    "olmo2": [({}, {"attention.sliding_window": 0})],
+    "gemma2": [({}, {"attention.sliding_window_pattern": 2}),
+               ({"attention.sliding_window_pattern": None}, {"attention.sliding_window_pattern": 2}),
+               ({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+                {"attn_logit_softcapping": None, "final_logit_softcapping": None})],
+    "gemma3": [({"attention.sliding_window_pattern": 6}, {"attention.sliding_window_pattern": None}),
+               ({"rope.freq_base_swa": 10000.0}, {"rope.freq_base_swa": None})],
+    "gpt_oss": [({"attention.sliding_window_pattern": 2}, {"attention.sliding_window_pattern": None})],
+    "gemma4": [({}, {"expert_count": 0}), ({}, {"attention.shared_kv_layers": None}),
+               ({}, {"embedding_length_per_layer_input": None})],
+    "phi3": [({}, {"attention.sliding_window": 0}), ({}, {"attention.sliding_window": 4096})],
+}
+ARRAYS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or one for each layer
+CASES = [(family, *pair) for family, pairs in FORMS.items() for pair in pairs]
+CASES += [(family, {}, {key: [...] * count}) for family, count in LAYERS_OF.items() for key in ARRAYS
+          if not (family == "gemma4" and "kv" in key)]
+CASES += [("qwen3", {}, {key: [...] * 4, "block_count": 4, "nextn_predict_layers": 1}) for key in ARRAYS]
+
+
+def header_of(name: str, changes: dict[str, object], path: Path) -> config_file.ModelConfig:
+    """The configuration of a file with the metadata of a family, changed, and no tensor but the embedding."""
+    config = family_config(name, **({"layer_types": None} if name in ("gemma2", "gpt_oss") else {}))
+    arch = architecture_of(config)
+    if arch == "gemma4":
+        config.allow_global_per_layer_attribute_access = True
+    values = metadata(config, arch)
+    for key, new in changes.items():
+        old = values.pop(f"{arch}.{key}", None)
+        if isinstance(new, list) and ... in new:
+            new = [old] * len(new) if not isinstance(old, list) else old
+        if new is not None:
+            values[f"{arch}.{key}"] = new
+    table = stored(torch.zeros(320, config.hidden_size), "F32")
+    write_gguf(path, values, {"token_embd.weight": table, "blk.1.attn_v.weight": stored(torch.zeros(4, 4), "F32")})
+    return config_file.read_config(path)
+
+
+@pytest.mark.parametrize("name, changes, others", CASES, ids=str)
+def test_each_form_of_the_metadata_is_the_same_configuration(tmp_path, name, changes, others):
+    """Numbers, arrays with one for each layer, names of the first files, and values that mean none."""
+    plain, other = (header_of(name, each, tmp_path / "a.gguf") for each in (changes, changes | others))
+    assert meaning(plain) == meaning(other)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"attention.causal": False}, "attention.causal is false: this is an embedding model"),
+    (YARN | {"rope.scaling.yarn_ext_factor": 0.0}, "yarn_ext_factor is 0.0; supported: 1"),
+    (YARN | {"rope.scaling.factor": -1.0, "rope.scaling.attn_factor": 2.0}, "factor is -1.0; allowed: above 0"),
+    ({"attention.head_count_kv": [2, 2]}, "must have 3 equal values, one for each layer"),
+])
+def test_a_form_that_means_something_else_is_refused(tmp_path, changes, message):
+    with pytest.raises(ModelError, match=message):
+        header_of("llama", changes, tmp_path / "a.gguf")
+
+
+GGUF_FAMILIES = [*CONVERTED, "smollm3", *MIXTURES, *HYBRIDS, *CPU_FAMILIES, *GEMMA4]
+
+
+@pytest.mark.parametrize("name", GGUF_FAMILIES)
+def test_an_absurd_value_of_every_key_of_the_metadata_is_read_or_refused_at_once(tmp_path, name):
+    config = family_config(name)
+    arch, count = architecture_of(config), 0
+    others = {"nextn_predict_layers", "rope.scaling.factor", "rope.scaling.type", "rope.scaling.attn_factor",
+              "rope.scaling.original_context_length", "rope.dimension_count", "attention.sliding_window",
+              "attention.sliding_window_pattern", "attention.key_length", "rope.freq_base_swa", "logit_scale"}
+    if arch == "gemma4":
+        config.allow_global_per_layer_attribute_access = True
+    known = {key.removeprefix(f"{arch}.") for key in metadata(config, arch) if key.startswith(f"{arch}.")}
+    for key in sorted(known | others):
+        for value in (0, 1, 10**9, 2**32 - 1, -1.0, 0.0, 1e-30, 1e30, math.inf, math.nan, "yarn", "", True, [], [0] * 3,
+                      [2**32 - 1] * 3, [1e30] * 3, ["x"] * 3, [1], None):
+            try:
+                header_of(name, {key: value}, tmp_path / "a.gguf")
+            except ModelError as error:
+                assert "\n" not in str(error) and len(str(error)) < 2000
+            count += 1
+    print(f"{name}: {count} headers")

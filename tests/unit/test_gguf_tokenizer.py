@@ -112,7 +112,8 @@ def test_of_tokens_with_equal_texts_the_last_is_written_and_each_is_read(tmp_pat
 @pytest.mark.parametrize("pieces, message", [
     (["q" * length for length in range(1, 65)], ""),
     (["q" * length for length in range(1, 1026)], "it has a piece of 1,025 characters; allowed: 1,024"),
-    (["q" * length for length in range(1, 1025)], "its pieces can be joined in ways of more than 16,777,216 characters"),
+    (["q" * length for length in range(1, 1025)],
+     "its pieces can be joined in ways of more than 16,777,216 characters"),
     (["q" * (1 << 23)], "it has a piece of 8,388,608 characters; allowed: 1,024"),
 ])
 def test_pieces_that_are_joined_in_too_many_ways_are_refused_before_the_memory_is_taken(tmp_path, pieces, message):

@@ -43,11 +43,11 @@ from helpers.damaged_files import (
     with_tensors,
 )
 from helpers.families import EVERY_FAMILY, family_config
-from helpers.gguf_files import convert
+from helpers.gguf_files import convert, write_gguf
 from helpers.processes import Fork, run_code
 from longdraft.__main__ import run
 from longdraft.checkpoint import sizing
-from longdraft.checkpoint.config_file import parse_config
+from longdraft.checkpoint.config_file import parse_config, read_config
 from longdraft.checkpoint.tensor_files import TORCH_WEIGHTS
 from longdraft.engine.run_statistics import peak_memory_bytes
 from longdraft.errors import ModelError
@@ -212,6 +212,32 @@ def test_an_absurd_value_of_every_key_of_a_family_is_read_or_refused_at_once(fam
             assert "\n" not in line and len(line) < 1000
             count += 1
     print(f"{family}: {count:,} configurations")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, INDEX, TORCH_WEIGHTS, "model.gguf", "config.json", "tokenizer.json",
+                                  "tokenizer.model", "generation_config.json", "tokenizer_config.json"])
+def test_a_git_lfs_pointer_in_place_of_a_file_is_named_with_its_cure(folder, name):
+    if name in (TORCH_WEIGHTS, "model.gguf"):
+        (folder / WEIGHTS).unlink()
+    if name == "tokenizer.model":
+        (folder / "tokenizer.json").unlink()
+    (folder / name).write_bytes(POINTER)
+    refused(folder, f"{name} is a Git LFS pointer, not the file itself; run `git lfs pull`")
+
+
+def test_a_folder_of_a_lora_adapter_names_its_base_model_and_the_cure(folder, tmp_path):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base", "peft_type": "LORA"}')
+    longdraft.load(str(folder), drafter="plain")  # beside weights it is ignored
+    (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+    refused(folder, "has a LoRA adapter for owner/base, not a model; merge the two")
+    (folder / "config.json").unlink()
+    refused(folder, "has a LoRA adapter for owner/base, not a model; merge the two")
+    write_gguf(tmp_path / "a.gguf", {"general.architecture": "llama", "general.type": "adapter"}, {})
+    with pytest.raises(ModelError, match="it is a LoRA adapter, not a model; merge it"):
+        read_config(tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("what", ["cut in the data", "NaN", "a nested config", "another vocabulary"])

@@ -61,6 +61,8 @@ def _add_wide_layers(config: dict[str, Any], model: Gguf, read: Reader) -> None:
             model.fail(f"gemma4.rope.dimension_count{ending} is {dims}; supported: {width}, the length of keys")
     first = is_full.index(True)
     shared = read.number("attention.shared_kv_layers", 0)
+    if not 0 <= shared < len(is_full):
+        model.fail(f"gemma4.attention.shared_kv_layers is {shared}; allowed: 0 to {len(is_full) - 1}")
     inner = read.flags_or_period("feed_forward_length")
     inner = inner if isinstance(inner, list) else [inner] * len(is_full)
     if inner[len(inner) - int(shared) :] not in ([inner[0]] * int(shared), [2 * inner[0]] * int(shared)) or any(
@@ -80,7 +82,7 @@ def _add_wide_layers(config: dict[str, Any], model: Gguf, read: Reader) -> None:
                                "partial_rotary_factor": _turning(model, head_dim) / (head_dim // 2)},
             "sliding_attention": {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", 10000.0)}},
     }
-    if read.has("expert_count"):
+    if read.has("expert_count") and read.number("expert_count"):
         config |= {"enable_moe_block": True, "top_k_experts": config["num_experts_per_tok"]}
 
 

@@ -83,7 +83,7 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
         known = _OTHERS.get(name, "") if isinstance(name, str) else ""
         model.fail(f"general.architecture is {name!r}; supported: {', '.join(ARCHITECTURES)}"
                    + (f"; this is {known}" if known else ""))
-    if name == "olmo2" and f"{name}.attention.sliding_window" in model.values:
+    if name == "olmo2" and model.values.get(f"{name}.attention.sliding_window"):
         return name, _OLMO3
     if not model.values.get(f"{name}.expert_count"):
         return name, kind
@@ -96,6 +96,8 @@ def config_of(model: Gguf) -> dict[str, Any]:
     """The config.json that the metadata and the tensors amount to. Raises ModelError for what is missing or wrong."""
     name, kind = architecture(model)
     tensors = model.tensors
+    if model.values.get("general.type") == "adapter":
+        model.fail("it is a LoRA adapter, not a model; merge it into its model (llama-export-lora), and give that file")
     if "token_embd.weight" not in tensors:
         model.fail("it has no tensor token_embd.weight; a file with a vocabulary alone is not a model")
     read = Reader(model, name)
@@ -105,7 +107,11 @@ def config_of(model: Gguf) -> dict[str, Any]:
     head_dim = read.whole(f"attention.key_length{ending}", hidden // heads or 1)
     if read.whole(f"attention.value_length{ending}", head_dim) != head_dim:
         model.fail("keys and values have different lengths, which is not supported")
-    experts = FAMILIES[kind.model_type].experts if name != "gemma4" or read.has("expert_count") else None
+    experts = FAMILIES[kind.model_type].experts
+    if name == "gemma4" and not (read.has("expert_count") and read.number("expert_count")):
+        experts = None
+    if model.values.get(f"{name}.attention.causal") is False:
+        model.fail(f"{name}.attention.causal is false: this is an embedding model, which writes no text")
     config: dict[str, Any] = {
         "model_type": kind.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -134,8 +140,10 @@ def config_of(model: Gguf) -> dict[str, Any]:
     if kind.model_type == "gpt_oss":
         config["intermediate_size"] = config["moe_intermediate_size"]
     for ours, theirs in (kind.settings or {}).items():
-        if read.has(ours):
+        if read.has(ours) and read.number(ours):  # 0 is as good as none
             config[theirs] = read.number(ours)
+    if name == "granite":
+        config.setdefault("attention_multiplier", head_dim**-0.5)
     if kind.model_type == "phi3" or (kind.model_type == "llama" and read.has("attention.sliding_window")):
         _add_window(config, read)
     if name != "gemma4":
@@ -213,8 +221,9 @@ def _add_rope(config: dict[str, Any], model: Gguf, read: Reader) -> None:
         config["partial_rotary_factor"] = (dims + 0.5) / config["head_dim"]  # rounded down again to `dims`
     trained = config["max_position_embeddings"]
     original = read.whole("rope.scaling.original_context_length", trained)
-    kind = read.text("rope.scaling.type", "linear" if read.has("rope.scaling.factor") else "none")
-    factor = read.number("rope.scaling.factor", 1.0)
+    kind = read.text("rope.scaling.type", "linear")
+    earlier = read.number("rope.scale_linear", 1.0)  # the name of the factor in the first files
+    factor = read.number("rope.scaling.factor", earlier) or 1.0
     if "rope_freqs.weight" in model.tensors:
         factors = model.floats("rope_freqs.weight", dims // 2)
         rope |= _llama3(factors, rope["rope_theta"], dims, original, trained)
@@ -228,19 +237,24 @@ def _add_rope(config: dict[str, Any], model: Gguf, read: Reader) -> None:
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        rope |= _yarn(read, factor, original)
+        rope |= _yarn(model, read, factor, original)
     elif kind not in ("none", "linear"):
         model.fail(f"rope.scaling.type is {kind!r}; supported: none, linear, yarn, longrope")
 
 
-def _yarn(read: Reader, factor: float, original: int) -> dict[str, Any]:
+def _yarn(model: Gguf, read: Reader, factor: float, original: int) -> dict[str, Any]:
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
         if read.has(f"rope.scaling.yarn_{name}"):
             scaling[name] = read.number(f"rope.scaling.yarn_{name}")
     if log_factor := read.number("rope.scaling.yarn_log_multiplier", 0.0):
         scaling |= {"mscale": 1.0, "mscale_all_dim": log_factor}
-    if (by := read.number("rope.scaling.attn_factor", 1.0)) != 1:
+    if (extent := read.number("rope.scaling.yarn_ext_factor", 1.0)) != 1:
+        model.fail(f"rope.scaling.yarn_ext_factor is {extent}; supported: 1")
+    if factor <= 0:
+        model.fail(f"rope.scaling.factor is {factor}; allowed: above 0")
+    by = read.number("rope.scaling.attn_factor", 1.0) * read.number("rope.scaling.yarn_attn_factor", 1.0)
+    if by != 1:
         scaling["attention_factor"] = by * (0.1 * math.log(factor) + 1)
     return scaling
 

@@ -17,9 +17,10 @@ class Reader:
     def __init__(self, model: Gguf, prefix: str) -> None:
         self._model = model
         self._prefix = prefix
-        self.layers = self.whole("block_count")
+        self.layers = self._all_layers = 0
+        self.layers = self._all_layers = self.whole("block_count")
         if self.has("nextn_predict_layers"):  # layers for native drafts, which are the last ones
-            self.layers = self.whole("block_count") - int(self.number("nextn_predict_layers"))
+            self.layers -= int(self.number("nextn_predict_layers"))
 
     def has(self, key: str) -> bool:
         return f"{self._prefix}.{key}" in self._model.values
@@ -42,12 +43,16 @@ class Reader:
     def flags_or_period(self, key: str) -> int | list[Any]:
         """A number, or an array with a value for each layer."""
         name = f"{self._prefix}.{key}"
-        value = self._model.values[name]
+        value = self._model.values.get(name)
         if not isinstance(value, Array):
             return self.whole(key)
-        if value.size != self.layers:
+        if not self._fits(value):
             self._model.fail(f"{name} has {value.size} values; allowed: {self.layers}, one for each layer")
-        return self._model.array(name)
+        return self._model.array(name)[: self.layers]
+
+    def _fits(self, values: Array) -> bool:
+        """Whether an array has a value for each layer, those for native drafts left out or not."""
+        return values.size in (self.layers, self._all_layers)
 
     def text(self, key: str, default: str) -> str:
         value = self._model.values.get(f"{self._prefix}.{key}", default)
@@ -60,7 +65,7 @@ class Reader:
         value = self._model.values[name]
         if not isinstance(value, Array):
             return value
-        values = self._model.array(name) if value.size == self.layers else []
+        values = self._model.array(name)[: self.layers] if self._fits(value) else []
         if not values or any(other != values[0] for other in values):
             self._model.fail(f"{name} must have {self.layers} equal values, one for each layer; models whose layers "
                              "differ are not supported")
