@@ -370,8 +370,9 @@ def test_without_file_descriptors_the_log_has_one_line(server, caplog, number):
 
 
 def test_a_long_method_is_cut_in_the_log(server, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="longdraft.server")
     httpx.request("X" * 50_000, server.url + "/version")
+    serving.wait_for(lambda: "request" in caplog.messages)
     (fields,) = [entry.longdraft_fields for entry in caplog.records if entry.getMessage() == "request"]
     assert fields["method"] == "X" * 20
 
