@@ -1,10 +1,12 @@
 """Attack a server and measure what is left for other clients, for docs/security.md; `longdraft bench server attacks`.
 
-    longdraft bench server attacks                    # all four attacks, some two minutes
+    longdraft bench server attacks                    # all attacks, some three minutes
     longdraft bench server attacks stops prompts      # two of them
 
 stops    bodies with 200,000 stop strings       idle     1,100 connections that send nothing
 prompts  60 prompts of 2 MB at the same time    items    bodies of 8 MiB of wrong items
+grammars rules that recurse and multiply        phrases  1,000 banned phrases of 200 letters
+letters  1,000,000 letters without a break
 
 The server, the attacker, a client that asks for /health, /ready and /metrics in turn, and an honest client that asks
 for texts are processes of this machine. The honest client's speed is compared with its speed before the attack, and its
@@ -150,8 +152,49 @@ async def items(url: str, until: float) -> dict[str, int]:
     return await repeat(url, [b'{"tokens":' + wrong[:-40] + b"null]}"] * 2, "/detokenize", until)
 
 
+def heavy_grammars() -> list[Body]:
+    """Structured outputs that take the grammar engine minutes, gigabytes or its stack, unless something ends it."""
+    def chain(name: str, equals: str, length: int) -> str:
+        rules = [f"r{i} {equals} r{i + 1}" for i in range(length)]
+        return "\n".join([f"{name} {equals} r0", *rules, f'r{length} {equals} "x"'])
+
+    def definitions(length: int, keyword: str) -> Body:
+        names = [{"$ref": f"#/$defs/d{i + 1}"} for i in range(length)]
+        links = {f"d{i}": {"allOf": [name]} if keyword == "allOf" else {"type": "array", keyword: name}
+                 for i, name in enumerate(names)}
+        return {"$defs": {**links, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+    alternatives = " | ".join(f'"w{i}"' for i in range(50_000))
+    doubled = "\n".join(["start: T0", *(f"T{i}: T{i + 1} T{i + 1}" for i in range(20)), 'T20: "x"'])
+    properties = {f"p{i}": {"type": "string"} for i in range(10_000)}
+    lexemes = " | ".join(f"/[a-z ]*{chr(97 + i % 26)}[a-z ]{{{i % 9 + 1}}}[0-9 ]*{i}/" for i in range(30))
+    return [{"grammar": chain("start", ":", 3000)}, {"grammar": chain("start", ":", 40_000)},
+            {"grammar": chain("root", "::=", 5000)}, {"grammar": f"start: {alternatives}"}, {"grammar": doubled},
+            {"grammar": f"start: ({lexemes})+"}, {"guided_json": definitions(1500, "items")},
+            {"guided_json": definitions(1500, "allOf")},
+            {"guided_json": {"type": "object", "properties": properties}}]
+
+
+async def grammars(url: str, until: float) -> dict[str, int]:
+    bodies = [{"prompt": "a", "max_tokens": 50, "n": 2, **grammar, "structured_after": f"<{i}>" if i else ""}
+              for i in range(3) for grammar in heavy_grammars()]  # known ones are answered at once
+    return await repeat(url, [json.dumps(body).encode() for body in bodies], COMPLETIONS, until)
+
+
+async def phrases(url: str, until: float) -> dict[str, int]:
+    bodies = [{"prompt": "a", "max_tokens": 50, "banned_strings": [f"{i:06}{j:06}" * 16 for j in range(1000)]}
+              for i in range(4)]
+    return await repeat(url, [json.dumps(body).encode() for body in bodies], COMPLETIONS, until)
+
+
+async def letters(url: str, until: float) -> dict[str, int]:
+    bodies = [{"prompt": letter * 1_000_000, "max_tokens": 50} for letter in "a -1"]
+    return await repeat(url, [json.dumps(body).encode() for body in bodies], COMPLETIONS, until)
+
+
 ATTACKS: dict[str, Callable[[str, float], Coroutine[Any, Any, dict[str, int]]]] = {
-    "stops": stops, "prompts": prompts, "idle": idle, "items": items}
+    "stops": stops, "prompts": prompts, "idle": idle, "items": items, "grammars": grammars, "phrases": phrases,
+    "letters": letters}
 
 
 def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Record:
