@@ -74,7 +74,7 @@ def test_another_template_may_be_given_for_a_folder_and_for_a_gguf_file_whose_ow
     other = tmp_path / "other.jinja"
     other.write_text("{{ bos_token }}{{ messages[0].content }}")
     for path in (tmp_path / "model", tmp_path / "model.gguf"):
-        with pytest.raises(ModelError, match="template is invalid.*; give another with --chat-template FILE"):
+        with pytest.raises(ModelError, match=r"template is invalid.*; give another with --chat-template FILE"):
             Tokenizer(path).chat("So")
         assert longdraft.load(str(path), drafter="plain", chat_template=other).tokenizer.chat("So") == "<s>So"
         arguments = ["--model", str(path), "--chat", "--max-new-tokens", "3", "--temperature", "0", "--ignore-eos"]

@@ -397,8 +397,8 @@ FORMS: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
     "granite": [
         ({"residual_scale": 1.0, "embedding_scale": 1.0}, {"residual_scale": 0.0, "embedding_scale": 0.0}),
         ({"residual_scale": 1.0, "embedding_scale": 1.0}, {"residual_scale": None, "embedding_scale": None}),
-        ({"attention.key_length": 16, "attention.value_length": 16, "attention.scale": 0.25}, {"attention.scale": None}),
-        ({"attention.key_length": 16, "attention.value_length": 16, "attention.scale": 0.25}, {"attention.scale": 0.0})],
+        *(({"attention.key_length": 16, "attention.value_length": 16, "attention.scale": 0.25},
+           {"attention.scale": none}) for none in (None, 0.0))],
     "olmo2": [({}, {"attention.sliding_window": 0})],
     "gemma2": [({}, {"attention.sliding_window_pattern": 2}),
                ({"attention.sliding_window_pattern": None}, {"attention.sliding_window_pattern": 2}),
@@ -454,7 +454,17 @@ def test_a_form_that_means_something_else_is_refused(tmp_path, changes, message)
         header_of("llama", changes, tmp_path / "a.gguf")
 
 
-GGUF_FAMILIES = [*CONVERTED, "smollm3", *MIXTURES, *HYBRIDS, *CPU_FAMILIES, *GEMMA4]
+GGUF_FAMILIES = [name if name in ("mixtral", "gemma4") else pytest.param(name, marks=pytest.mark.full)
+                 for name in (*CONVERTED, "smollm3", *MIXTURES, *HYBRIDS, *CPU_FAMILIES, *GEMMA4)]
+
+
+def problem_of(name: str, changes: dict[str, object], path: Path) -> str:
+    """What the reader says against a header; nothing where it accepts it."""
+    try:
+        header_of(name, changes, path)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("name", GGUF_FAMILIES)
@@ -470,9 +480,7 @@ def test_an_absurd_value_of_every_key_of_the_metadata_is_read_or_refused_at_once
     for key in sorted(known | others):
         for value in (0, 1, 10**9, 2**32 - 1, -1.0, 0.0, 1e-30, 1e30, math.inf, math.nan, "yarn", "", True, [], [0] * 3,
                       [2**32 - 1] * 3, [1e30] * 3, ["x"] * 3, [1], None):
-            try:
-                header_of(name, {key: value}, tmp_path / "a.gguf")
-            except ModelError as error:
-                assert "\n" not in str(error) and len(str(error)) < 2000
+            line = problem_of(name, {key: value}, tmp_path / "a.gguf")
+            assert "\n" not in line and len(line) < 2000
             count += 1
     print(f"{name}: {count} headers")
