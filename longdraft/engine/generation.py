@@ -77,8 +77,7 @@ class Generation(Iterator[Event]):
         self.model, self.choice, self.params = model, drafter, params
         self._on_prefill = on_prefill
         self._journal: Journal | None = None
-        # Called if the journal cannot be written: the text goes on without. None: the error ends the text.
-        self.on_journal_error: Callable[[OutputError], None] | None = None
+        self.on_journal_error: Callable[[OutputError], None] | None = None  # then the text goes on without a journal
         self.num_resumed = len(written)
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
@@ -262,12 +261,11 @@ class Generation(Iterator[Event]):
 
     def _record(self, write: Callable[[Journal], None]) -> None:
         """Write to the journal, if the text has one."""
-        if self._journal is None:
-            return
         try:
-            write(self._journal)
+            if self._journal:
+                write(self._journal)
         except OutputError as error:
-            if self.on_journal_error is None:
+            if not self._journal or not self.on_journal_error:
                 raise
             self._journal.discard()
             self._journal = None
