@@ -129,7 +129,7 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
             is_whole = isinstance(least, int)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not least <= value <= most or (is_whole and value != int(value)):
-                raise ModelError(f"config.json: {name} is {str(value)[:80]}; allowed: "
+                raise ModelError(f"config.json: {name} is {value!r:.80}; allowed: "
                                  f"{'a whole number, ' if is_whole else ''}{least:,} to {most:,}")
 
 

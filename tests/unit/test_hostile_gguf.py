@@ -125,15 +125,16 @@ def test_a_file_with_changed_bytes_is_read_or_refused_in_one_line(tmp_path, soun
     assert time.monotonic() - began < 5
 
 
-def test_a_scale_that_is_no_number_names_the_tensor(tmp_path, sound):
+@pytest.mark.parametrize("quantize, what", [("auto", "scales"), ("none", "32 values")])
+def test_a_scale_that_is_no_number_names_the_tensor(tmp_path, sound, quantize, what):
     path = tmp_path / "model.gguf"
     path.write_bytes(sound)
     entry = GgufFile(path).tensors["blk.0.ffn_up.weight"]
     damaged = bytearray(sound)
     damaged[entry.start : entry.start + 2] = b"\x00\x7e"
     path.write_bytes(damaged)
-    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj\.weight has 32 values that are NaN or infinite"):
-        longdraft.load(str(path), drafter="plain")
+    with pytest.raises(ModelError, match=rf"layers\.0\.mlp\.up_proj\.weight has {what} that are NaN or infinite"):
+        longdraft.load(str(path), drafter="plain", quantize=quantize)
 
 
 def test_the_command_line_prints_one_line(tmp_path, sound, capfd):

@@ -116,7 +116,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
     (dict(rope_parameters={"rope_type": "longrope"}), "needs 'short_factor'"),
     (dict(rope_parameters={"rope_type": "linear"}), "needs 'factor'"),
     (dict(num_key_value_heads=3), "a multiple of"),
-    (dict(hidden_size="wide"), "wrong type"),
+    (dict(hidden_size="wide"), "hidden_size is 'wide'; allowed: a whole number, 1 to 16,777,216"),
     (dict(vocab_size=None), "wrong type"),
 ])
 def test_a_config_that_is_not_supported_says_what_is(tmp_path, change, message):
