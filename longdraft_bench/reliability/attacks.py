@@ -1,12 +1,13 @@
 """Attack a server and measure what is left for other clients, for docs/security.md; `longdraft bench server attacks`.
 
-    longdraft bench server attacks                    # all attacks, some three minutes
+    longdraft bench server attacks                    # all attacks, some four minutes
     longdraft bench server attacks stops prompts      # two of them
 
 stops    bodies with 200,000 stop strings       idle     1,100 connections that send nothing
 prompts  60 prompts of 2 MB at the same time    items    bodies of 8 MiB of wrong items
 grammars rules that recurse and multiply        phrases  1,000 banned phrases of 200 letters
-letters  1,000,000 letters without a break
+letters  1,000,000 letters without a break      chunks   bodies in chunks of one byte, and 12,500 headers
+exports  books of 1,600,000 and of 2,000 chapters
 
 The server, the attacker, a client that asks for /health, /ready and /metrics in turn, and an honest client that asks
 for texts are processes of this machine. The honest client's speed is compared with its speed before the attack, and its
@@ -192,9 +193,40 @@ async def letters(url: str, until: float) -> dict[str, int]:
     return await repeat(url, [json.dumps(body).encode() for body in bodies], COMPLETIONS, until)
 
 
+async def chunks(url: str, until: float) -> dict[str, int]:
+    """30 connections. Returns how often the server closed one, and how often it took all that was sent."""
+    parts, counts = urlsplit(url), {"closed by the server": 0, "read to the end": 0}
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {parts.netloc}\r\n".encode()
+    tiny = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 10**6
+    headers = b"".join(b"X-%d: 1\r\n" % i for i in range(12_500)) + b"Content-Length: 0\r\n\r\n"
+
+    async def sender(content: bytes) -> None:
+        while time.monotonic() < until:
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            try:
+                writer.write(head + content)
+                await asyncio.wait_for(writer.drain(), 60)
+                await asyncio.wait_for(reader.read(), 60)
+                counts["read to the end"] += 1
+            except (OSError, TimeoutError):
+                counts["closed by the server"] += 1
+            finally:
+                writer.close()
+            await asyncio.sleep(PAUSE_S)
+
+    await asyncio.gather(*(sender(headers if i % 3 == 0 else tiny) for i in range(30)))
+    return counts
+
+
+async def exports(url: str, until: float) -> dict[str, int]:
+    bodies = [{"text": "# a\n" * 1_600_000}, {"text": ("# a\n" + "word " * 400) * 2000},
+              {"text": ("# a\n" + "word " * 400) * 2000, "format": "markdown"}]
+    return await repeat(url, [json.dumps(body).encode() for body in bodies] * 2, "/v1/longdraft/export", until)
+
+
 ATTACKS: dict[str, Callable[[str, float], Coroutine[Any, Any, dict[str, int]]]] = {
     "stops": stops, "prompts": prompts, "idle": idle, "items": items, "grammars": grammars, "phrases": phrases,
-    "letters": letters}
+    "letters": letters, "chunks": chunks, "exports": exports}
 
 
 def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Record:

@@ -164,7 +164,8 @@ def slow(readers: Annotated[int, typer.Option(help="Slow readers.")] = 64,
 
 
 @server.command("attacks")
-def attack(names: Annotated[list[str] | None, typer.Argument(help="stops, prompts, idle, items; default: all.")] = None,
+def attack(names: Annotated[list[str] | None, typer.Argument(
+               help="stops, prompts, idle, items, grammars, phrases, letters, chunks, exports; default: all.")] = None,
            seconds: Annotated[float, typer.Option(help="Length of each attack.")] = 10,
            output: OutputOption = None) -> None:
     """Attack a server, and measure what is left for other clients."""
