@@ -40,7 +40,6 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Drafter
-from longdraft.speculation.plain_speed import PlainSpeed
 from longdraft.speculation.prefill import prefill
 from longdraft.speculation.reuse import WAITING, PrefixReuse, Waiting
 from longdraft.speculation.routine import CostClock, Routine, run_batched
@@ -106,8 +105,7 @@ class Generation(Iterator[Event]):
             cache.states.hold(len(context) - 1)
         self.reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
         self._full_acceptance = FullAcceptance()
-        self.statistics = RunStatistics(model, drafter, params, draft_copy, self.num_resumed, is_pure,
-                                        PlainSpeed(target.weights_in_tokens))
+        self.statistics = RunStatistics(model, drafter, params, draft_copy, self.num_resumed, is_pure)
         self._work = self._run()
 
     @classmethod

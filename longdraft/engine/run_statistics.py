@@ -103,10 +103,13 @@ class RunStatistics:
     draft_copy: Transformer | None
     num_resumed: int
     is_pure: bool
-    plain_speed: PlainSpeed
     accepted: Counter[str] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    plain_speed: PlainSpeed = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plain_speed = PlainSpeed(self.model.target.weights_in_tokens)
 
     def figures(self, step: Step, stream: TextStream, reuse: PrefixReuse, finish_reason: Finish | None,
                 num_rewinds: int) -> dict[str, Any]:

@@ -52,10 +52,8 @@ class Tally:
     def add(self, drafted: Iterable[str], accepted: Iterable[str]) -> None:
         """Count a step. Both name the drafter of each token."""
         self.steps += 1
-        for source in drafted:
-            self.drafted[source] += 1
-        for source in accepted:
-            self.accepted[source] += 1
+        self.drafted.update(drafted)
+        self.accepted.update(accepted)
 
 
 class Step(NamedTuple):
