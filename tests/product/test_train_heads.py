@@ -209,9 +209,9 @@ def test_invalid_data_raises_an_error_that_names_it(base, tmp_path, name, conten
     ({"batch_size": 0}, "batch_size is 0"), ({"learning_rate": 0.0}, "above 0, at most 1"),
     ({"learning_rate": float("nan")}, "a finite number"),
     ({"holdout": 0.9}, "at most 0.5"), ({"max_seconds": 0.0}, "max_seconds"),
-    ({"init": "zeros"}, "identity, paper"), ({"kind": "eagle"}, "mlp, tokenswift, medusa"),
+    ({"init": "zeros"}, "identity or paper"), ({"kind": "eagle"}, "mlp, tokenswift or medusa"),
     ({"distill": 1.5}, "0 to 1"), ({"window": -1}, "window is -1"), ({"beta2": 1.0}, "beta2"),
-    ({"dtype": "float16"}, "auto, float32, bfloat16"),
+    ({"dtype": "float16"}, "auto, float32 or bfloat16"),
 ])
 def test_invalid_settings_raise_an_error_that_names_them(base, tmp_path, changes, message):
     with pytest.raises(LongdraftError, match=message):
@@ -222,7 +222,7 @@ def test_invalid_settings_raise_an_error_that_names_them(base, tmp_path, changes
 def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
     make_checkpoint(tmp_path / "small", vocab_size=200)
     (tmp_path / "text.txt").write_text(ALPHABET * 100)
-    with pytest.raises(ModelError, match="belongs to another model"):
+    with pytest.raises(ModelError, match="belong together"):
         job.train(settings(tmp_path / "small"), tmp_path / "heads")
 
 
