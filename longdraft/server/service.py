@@ -63,7 +63,7 @@ class Service:
         """Do now what would otherwise delay the first texts: hash the weights, compile the chat template."""
         tokenizer = self.engine.tokenizer
         with contextlib.suppress(LongdraftError):  # a request that needs it is refused with the reason
-            _ = self.engine.fingerprint, tokenizer.longest_token, tokenizer.chat_template
+            _ = self.engine.fingerprint, tokenizer.longest_token, self.engine.is_tuned_for_chat
 
     async def respond(self, request: Request, model: type[Model],
                       prepare: Callable[[Model, EventQueue], PreparedRequest]) -> Response:
