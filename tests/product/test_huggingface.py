@@ -30,7 +30,8 @@ def theirs(model, **options):
     return model.generate(torch.tensor([PROMPT]), **options)[0].tolist()
 
 
-@pytest.mark.parametrize("drafter", ["plain", "suffix", "magicdec", "auto"])
+@pytest.mark.parametrize("drafter", ["plain", "auto", *(pytest.param(name, marks=pytest.mark.full)
+                                                        for name in ("suffix", "magicdec"))])
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"min_new_tokens": 40}])
 def test_greedy_texts_equal_those_of_transformers(model, drafter, options):
     options = {"max_new_tokens": 60, "do_sample": False, **options}
@@ -237,6 +238,7 @@ def test_several_prompts_logits_processors_and_stop_strings_without_a_tokenizer_
         longdraft.hf_generate(model, torch.tensor([PROMPT]), generation_config=GenerationConfig(stop_strings="x"))
 
 
+@pytest.mark.full
 def test_importing_longdraft_does_not_import_transformers():
     code = "import sys, longdraft; longdraft.from_transformers; assert 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

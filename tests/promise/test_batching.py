@@ -166,8 +166,8 @@ def share_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("engine, size, count, shares", [
-    ("mha", 2, 8, True), ("gqa", 8, 30, False),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (("gqa", 8, 30, True), ("mha", 16, 32, True)))],
+    ("mha", 2, 8, True), *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        ("gqa", 8, 30, False), ("gqa", 8, 30, True), ("mha", 16, 32, True)))],
     indirect=["engine"])
 def test_a_text_does_not_depend_on_the_other_requests_of_its_batch(engine, drafts, size, count, shares, monkeypatch):
     """Requests join and leave at random, with all drafters and liars; a removed request starts again later."""

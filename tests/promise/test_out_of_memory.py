@@ -68,6 +68,7 @@ def check_one_line(error: MemoryError) -> None:
     assert "allocate" in str(error) and "\n" not in str(error)
 
 
+@pytest.mark.full
 def test_any_allocation_may_fail_and_the_next_request_is_right(tiny, tmp_path):
     engine = longdraft.load(str(tiny["gqa"]), drafter="tokenswift", cache_ram=64)
     *_, last = engine.generate(PROMPT, PARAMS)

@@ -250,7 +250,8 @@ def rewritten(journal: Path, **changes) -> None:
     (journal / "kv" / "index").write_text("".join(lines))
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("number", [math.nan, *(pytest.param(number, marks=pytest.mark.full)
+                                                for number in (math.inf, -math.inf))])
 def test_rows_that_are_not_finite_are_computed_anew(engine, journal, whole, number):
     """Whether or not the hashes fit: a forged block must not make each resume fail."""
     def spoiled(x):
@@ -263,7 +264,8 @@ def test_rows_that_are_not_finite_are_computed_anew(engine, journal, whole, numb
 
 
 @pytest.mark.parametrize("name, expected", [("index", 0), ("00001.safetensors", STORE_BLOCK)])
-@pytest.mark.parametrize("kind", ["pipe", "endless device", "link to a huge file"])
+@pytest.mark.parametrize("kind", ["pipe", *(pytest.param(kind, marks=pytest.mark.full)
+                                            for kind in ("endless device", "link to a huge file"))])
 def test_a_pipe_or_an_endless_file_in_a_snapshot_does_not_block(engine, journal, whole, tmp_path, name, expected, kind):
     path = journal / "kv" / name
     path.unlink()
@@ -339,6 +341,7 @@ def test_a_full_disk_ends_the_snapshot_and_not_the_text(engine, whole, tmp_path,
     assert more == whole
 
 
+@pytest.mark.full
 def test_the_bound_limits_the_blocks(engine, tmp_path, monkeypatch):
     bytes_of_block = STORE_BLOCK * engine.model.cache_bytes_per_token
     for gib, expected in ((0, 0), (1.5 * bytes_of_block / 2**30, 1)):

@@ -389,6 +389,7 @@ def test_without_llguidance_the_line_says_what_to_install(engine, monkeypatch):
         engine.generate("It was", params_of())
 
 
+@pytest.mark.full
 def test_the_command_line_takes_a_schema_a_regular_expression_or_a_grammar(tmp_path, capfd):
     command = ["generate", "It was", "--seed", "1", "--quiet", "--threads", "1", "--drafter", "suffix"]
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))

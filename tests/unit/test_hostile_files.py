@@ -273,6 +273,7 @@ def test_tensors_that_lie_unaligned_are_read(folder, sound):
         assert texts[0] == texts[1]
 
 
+@pytest.mark.full
 def test_a_file_that_is_cut_while_it_is_loaded_gets_one_clear_line(folder, sound, tmp_path):
     """In a process of its own: the system ends one that reads a page which its file has lost."""
     other = shutil.copytree(folder, tmp_path / "other")

@@ -87,6 +87,7 @@ def test_a_model_whose_tensors_do_not_fit_does_not_run(home):
     assert "missing model.layers.2" in found["owner/name"].problem
 
 
+@pytest.mark.full
 def test_the_command_lists_them_and_doctor_says_why_one_does_not_run(home, capfd):
     assert run(["models", "--cache-dir", str(home / "cache")]) == 0
     lines = capfd.readouterr().out.splitlines()

@@ -181,6 +181,7 @@ def test_a_looping_text_ends_at_the_same_token_with_every_drafter(engines):
     assert len(ends) == 1
 
 
+@pytest.mark.full
 def test_a_text_resumed_inside_its_loop_ends_at_the_same_token(engines, tmp_path):
     params = longdraft.SamplingParams(**GREEDY, on_loop="stop")
     *_, uncut = engines["plain"].generate("It was", params)
