@@ -180,9 +180,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     return [_message(each) for each in messages]
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its content as one text. Calls of tools may have no content; their template shows them."""
-    message = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text"
                                          and isinstance(part.get("text"), str) for part in content):

@@ -117,7 +117,7 @@ def markdown_pieces(book: ExportedBook) -> Iterator[bytes]:
     for number, chapter in enumerate(book.chapters or [ExportedChapter("", "")]):
         parts = [f"# {_line(book.title)}"] if book.title and number == 0 else []
         parts += [f"## {_line(chapter.title)}"] if chapter.title else []
-        parts += _paragraphs(chapter.text)
+        parts += paragraphs(chapter.text)
         if parts:
             yield (separator + "\n\n".join(parts)).encode(errors="surrogatepass")
             separator = "\n\n"
@@ -185,12 +185,8 @@ class _Pieces(io.BytesIO):
         return self._taken + super().seek(offset - self._taken if whence == io.SEEK_SET else offset, whence)
 
 
-def paragraphs(text: str) -> list[str]:
+def paragraphs(text: str) -> Iterator[str]:
     """The paragraphs of a text, without blank lines and outer white space."""
-    return list(_paragraphs(text))
-
-
-def _paragraphs(text: str) -> Iterator[str]:
     text, start = text.replace("\r\n", "\n"), 0
     for blank in chain(_BLANK_LINES.finditer(text), [None]):
         if part := text[start : blank.start() if blank else len(text)].strip():
@@ -204,7 +200,7 @@ def _heading(book: ExportedBook, index: int) -> str:
 
 def _body(chapter: ExportedChapter) -> str:
     heading = [f"<h1>{_xml(_line(chapter.title))}</h1>"] if chapter.title else []
-    texts = [f'<p dir="auto">{_xml(part, "<br/>")}</p>' for part in _paragraphs(chapter.text)]
+    texts = [f'<p dir="auto">{_xml(part, "<br/>")}</p>' for part in paragraphs(chapter.text)]
     return "\n".join([*heading, *texts]) or "<p></p>"
 
 

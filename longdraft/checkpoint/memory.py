@@ -15,6 +15,7 @@ from longdraft.errors import ModelError
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
+
 def temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor in its own memory mapping, which the system gets back as soon as the tensor is unused.
 

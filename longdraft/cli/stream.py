@@ -80,7 +80,7 @@ def write_generation(run: TextRun) -> int:
             run.files["--report"].write(render_report(generation, run.engine, recorder).encode())
             run.files["--report"].finish()
         show_summary(generation, quiet=run.quiet, locations=_locations(generation, run))
-        _print_unfinished(generation, run, interrupt)
+        _print_ending(generation, run, interrupt)
     return 128 + interrupt.number if interrupt.number else status
 
 
@@ -146,9 +146,8 @@ def _locations(generation: Generation, run: TextRun) -> list[str]:
     return locations
 
 
-def _print_unfinished(generation: Generation, run: TextRun, interrupt: Interrupt) -> None:
-    """Print a line on stderr about an unfinished text."""
-    count = f"{len(generation.tokens):,} tokens"
+def _print_ending(generation: Generation, run: TextRun, interrupt: Interrupt) -> None:
+    """Print a line on stderr about a text that is unfinished, or that the model ended at once."""
     if generation.is_finished:
         if generation.finish_reason == "eos" and len(generation.tokens) <= 1 and not run.quiet:
             print("longdraft: the model ended the text at once; another prompt, another --seed or --ignore-eos gives a "
@@ -157,7 +156,7 @@ def _print_unfinished(generation: Generation, run: TextRun, interrupt: Interrupt
     how = "interrupted" if interrupt.number else "stopped"
     if run.journal or interrupt.number:
         what = _hints(generation, run) or ["the text up to here is kept"]
-        print(f"longdraft: {how} after {count}; {what[0]}", file=sys.stderr)
+        print(f"longdraft: {how} after {len(generation.tokens):,} tokens; {what[0]}", file=sys.stderr)
 
 
 def _stream(generation: Generation, display: TextDisplay, interrupt: Interrupt, output: OutputFile | None,

@@ -203,7 +203,6 @@ class Admission:
         body.is_large = num_bytes > SMALL_BODY
         self._num_large += body.is_large
 
-
     def _require_memory(self, num_bytes: int) -> None:
         """Raise ApiError (429) if all bodies together may not have `num_bytes`."""
         if num_bytes > _BODIES * self._settings.max_body_bytes:

@@ -28,7 +28,7 @@ XHTML = "{http://www.w3.org/1999/xhtml}"
 
 
 def test_paragraphs_are_separated_by_blank_lines():
-    assert paragraphs("a\r\n\r\nb\nc\n \n\n d ") == ["a", "b\nc", "d"] and paragraphs("\n \n") == []
+    assert [*paragraphs("a\r\n\r\nb\nc\n \n\n d ")] == ["a", "b\nc", "d"] and [*paragraphs("\n \n")] == []
 
 
 def test_markdown_has_a_heading_for_each_chapter_with_a_title():
