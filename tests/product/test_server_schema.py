@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from unittest import SkipTest
 
 import httpx
@@ -171,7 +172,15 @@ def test_a_row_of_a_batch_takes_the_same_nulls_and_names_the_same_members(path, 
     is_required = place[-1] in REQUIRED
     assert bool(request.problem) == is_required, request.problem
     if not is_required:
-        assert request == parsed(json.dumps(without))
+        without = parsed(json.dumps(without))
+        assert replace(request, prompt=_as_the_template_reads(request.prompt)) == replace(
+            without, prompt=_as_the_template_reads(without.prompt))
+
+
+def _as_the_template_reads(prompt):
+    """The prompt without null members of messages, which `ChatTemplate.render` leaves out."""
+    return prompt if isinstance(prompt, str) else [
+        {name: value for name, value in message.items() if value is not None} for message in prompt]
 
 
 def _spelled(name):

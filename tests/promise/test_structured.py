@@ -304,7 +304,7 @@ def doubled(times: int) -> str:
 
 HEAVY = {
     "a chain of Lark rules": ("grammar", of_chain("lark", 40_000)),
-    "a chain of GBNF rules": ("grammar", of_chain("gbnf", 8_000)),
+    "a chain of GBNF rules": ("grammar", of_chain("gbnf", 30_000)),
     "definitions that name the next in items": ("json", of_definitions(15_000, "items")),
     "definitions that name the next in allOf": ("json", of_definitions(15_000, "allOf")),
     "terminals that double": ("grammar", doubled(20)),
