@@ -96,7 +96,7 @@ class Generation(Iterator[Event]):
         context = Context(prompt)
         context.extend(int(token) for token in written)
         drafts = drafter.name != "plain"
-        ahead = None if drafts or logprobs is not None else PlainAhead(target, cache, sampler, self.clock)
+        ahead = PlainAhead(target, cache, sampler, self.clock) if logprobs is None else None
         self.step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
                          drafts and bool(params.structured_outputs), ahead)
         self.phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
