@@ -114,7 +114,7 @@ def test_auto_makes_a_copy_on_a_device_if_it_takes_a_quarter_of_its_free_memory(
 
 
 def test_an_unknown_format_is_one_clear_line(tiny):
-    with pytest.raises(UsageError, match="draft_weights is 'int2'; allowed: auto, same, int8, int4"):
+    with pytest.raises(UsageError, match="draft_weights is 'int2'; allowed: auto, same, file, int8, int4"):
         longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int2"})
     with pytest.raises(UsageError, match=r"draft_weights is 'int3'; allowed: .*slowly than int4"):
         draft_copy.check_draft_weights("int3")
