@@ -100,8 +100,8 @@ def resolve(asked: str, target: Transformer, files: TensorSource) -> str:
     if asked != SAME and is_divided:
         raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")
     if asked == FILE and (target.kernels.is_device or not _has_own_numbers(files)):
-        raise UsageError("draft_weights is 'file', which copies the numbers of a quantised file on a CPU; allowed here: "
-                         "auto, same, int8, int4")
+        raise UsageError("draft_weights is 'file', which copies the numbers of a quantised file on a CPU; allowed "
+                         "here: auto, same, int8, int4")
     return asked
 
 
