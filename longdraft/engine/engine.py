@@ -36,6 +36,7 @@ from longdraft.request.context import Prompt
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.chat_template import Message
+from longdraft.text.effort import Effort, find_effort
 from longdraft.text.tokenizer import Tokenizer
 
 
@@ -135,6 +136,18 @@ class Engine:
         the template. `options` may also have `add_generation_prompt` and `continue_final_message`.
         """
         return self.tokenizer.encode(self.tokenizer.chat(messages, variables, **options), add_special_tokens=False)
+
+    def effort(self, params: SamplingParams, variables: Mapping[str, Any] | None = None) -> Effort:
+        """What `reasoning_effort` and a `thinking_budget` of 0 mean for a chat with this model: variables of the chat
+        template, and settings.
+
+            effort = engine.effort(params, {"enable_thinking": True})
+            generation = engine.generate(engine.chat(messages, effort.variables), effort.applied(params))
+
+        variables  of the chat template; they win over the effort
+        """
+        return find_effort(self.tokenizer.chat_template, self.loaded.answer_format, params.reasoning_effort,
+                           params.thinking_budget, variables or {})
 
     @cached_property
     def is_tuned_for_chat(self) -> bool:

@@ -42,8 +42,10 @@ from longdraft.request.structured import Structure
 from longdraft.sampling import grammar
 from longdraft.sampling.grammar import GrammarCompiler, GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
+from longdraft.sampling.thought import Markers, ThoughtRules
 from longdraft.speculation.drafter import Drafter
-from longdraft.text.thinking import TAG_TOKENS, closed_thinking
+from longdraft.text.thinking import TAG_TOKENS, AnswerFormat, closed_thinking, find_format
+from longdraft.text.thought_rules import thought_markers, thought_rules, with_closing
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
 
@@ -232,6 +234,7 @@ class LoadedModel:
                              f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
         self.check_settings(params)
         self.grammar_rules(params, ids)
+        self.thought_rules(params, ids)
         return ids
 
     def check_settings(self, params: SamplingParams) -> None:
@@ -241,6 +244,11 @@ class LoadedModel:
         check(bad is None, "stop_token_ids", bad, f"0 to {vocabulary - 1}")
         bad = next((i for i, _ in params.logit_bias if i >= vocabulary), None)
         check(bad is None, "logit_bias", bad, f"token ids, 0 to {vocabulary - 1}")
+        check(not params.reasoning_effort, "reasoning_effort", params.reasoning_effort, "chats only",
+              "thinking_budget limits the thought of any text")
+        if params.thought_rule and self.answer_format is None:
+            raise UsageError(f"{params.thought_rule} needs a model that marks its thinking, which this one does not; "
+                             "leave it out", params.thought_rule)
         if params.dry_multiplier:
             unknown = next((text for text in params.dry_sequence_breakers
                             if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)
@@ -249,13 +257,37 @@ class LoadedModel:
     def marked_tokens(self, params: SamplingParams) -> MarkedTokens:
         """The tokens that DRY and XTC treat by their text."""
         breakers, protected = set[int](), set[int]()
-        if params.dry_multiplier:
+        inside = params.inside_thought
+        if params.dry_multiplier or inside.dry_multiplier:
             breakers.update(*map(self.tokenizer.tokens_with, params.dry_sequence_breakers))
-        if params.has_xtc:
+        if params.has_xtc or inside.has_xtc:
             protected = {*self.tokenizer.tokens_with("\n"), *self.target.config.eos_token_ids, *params.stop_token_ids}
         rows = range(self.target.config.vocab_size)  # the tokenizer may have a few ids more
         return MarkedTokens(frozenset(filter(rows.__contains__, breakers)),
                             frozenset(filter(rows.__contains__, protected)))
+
+    def thought_rules(self, params: SamplingParams, prompt: Sequence[int]) -> ThoughtRules | None:
+        """The rules of a request's thought; None for a model that marks none. UsageError if it cannot follow them."""
+        if self.answer_format is None:
+            return None
+        return thought_rules(self.answer_format, self._markers, params, prompt)
+
+    def with_closing(self, params: SamplingParams) -> SamplingParams:
+        """The settings with the tokens that close a thought, where a rule may need them. UsageError for a message that
+        cannot be used."""
+        is_needed = params.steers_thoughts or params.thinking_close_at is not None
+        form = self.answer_format
+        return with_closing(form, params) if is_needed and form is not None else params
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat | None:
+        """How the model's answers show their thinking; None: they show none."""
+        return find_format(self.tokenizer)
+
+    @cached_property
+    def _markers(self) -> Markers:
+        assert self.answer_format is not None
+        return thought_markers(self.answer_format)
 
     def grammar_rules(self, params: SamplingParams, prompt: Sequence[int] = ()) -> GrammarRules | None:
         """The grammar of a request. UsageError, in one line, if it or the model cannot be used.
@@ -283,6 +315,8 @@ class LoadedModel:
     def _grammar_key(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[Structure, str]:
         """The grammar, and the text after which it begins."""
         kind, text = params.structured_outputs
+        if params.steers_thoughts and not params.structured_after and self.answer_format is not None:
+            return (kind, text), grammar.GAP  # the sampler knows where the thought ends
         return (kind, text), params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
 
     @property

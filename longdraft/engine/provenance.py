@@ -123,7 +123,7 @@ def open_for_resume(folder: Path, model: LoadedModel, drafter: DrafterChoice, fs
     if content.finish is None:
         writer, content = Journal.open(folder, fsync)
     try:
-        params = content.header.params
+        params = content.params
         now = new_header(model, drafter, model.check_request(content.header.prompt, params), params)
         inputs, arithmetic = differences(content.header, now)
         if inputs:

@@ -42,6 +42,7 @@ Mask = NDArray[np.bool_]  # [V]: the tokens that are allowed
 FORCED = "grammar"  # the source of forced tokens in the statistics
 _MAX_FORCED = 32  # forced tokens that a step adds to a tree at most
 _TAG = re.compile(r"<[^<>\s]+>")
+GAP = "\0"  # for `after`: the grammar begins with at most two blanks or line breaks, which may follow a thought
 _MAX_FORCED_BYTES = 1 << 16  # that a grammar may demand from its first token on: each step would tokenise them
 _MAX_KEPT_CHARACTERS = 1 << 24  # of grammars whose results are kept; the texts of a server's queue have fewer
 MATCHER_BYTES = 160 << 20  # memory of a text's matcher, about: 250,000 states of the lexer, its limit, take 133 MB
@@ -181,7 +182,7 @@ def _schema(text: str) -> dict[str, Any]:
 
 
 def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
-    """The grammar of free text, `after`, and then what the structure allows, in Lark's notation.
+    """The grammar of free text, `after`, and then what the structure allows, in Lark's notation. GAP: only the last.
 
     is_token: the tokenizer has one token for `after`, as for </think>; llguidance does not match it as text then.
     """
@@ -198,7 +199,8 @@ def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
         body = f"%lark {{\n{any_to_lark(text)}\n}}"
     free = f"free: /(.|\\n)*/ {after}" if is_token and _TAG.fullmatch(after) else (
         f"free[suffix={json.dumps(after)}]: /(.|\\n)*/")
-    return str(LLMatcher.grammar_from_lark(f"start: free body\n{free}\nbody: BLANK? structure\n"
+    start = "start: body\n" if after == GAP else f"start: free body\n{free}\n"
+    return str(LLMatcher.grammar_from_lark(f"{start}body: BLANK? structure\n"
                                            f"BLANK: /[ \\n]{{1,2}}/\nstructure: {body}\n"))
 
 
@@ -263,8 +265,17 @@ class Grammar:
         self._rules = rules
         self._matcher = rules.new_matcher()
         self._num_seen = 0  # new tokens
+        self.has_begun = True
         self._is_ended = False
         self._walked: tuple[Tree, int, list[Mask | None]] | None = None
+
+    def wait(self) -> None:
+        """Cover nothing before `begin`."""
+        self.has_begun = False
+
+    def begin(self, num: int) -> None:
+        """Cover the text from its first `num` new tokens on."""
+        self._num_seen, self.has_begun = num, True
 
     def mask(self, context: Context, path: Sequence[int]) -> Mask | None:
         """The tokens that may follow the text and `path`; None where the path itself is not allowed."""
@@ -289,6 +300,12 @@ class Grammar:
         if self._walked and self._walked[0] is tree and self._walked[1] == len(context):
             return self._walked[2]
         self._update(context)
+        masks = self.walk(tree)
+        self._walked = tree, len(context), masks
+        return masks
+
+    def walk(self, tree: Tree) -> list[Mask | None]:
+        """As `masks`, from the state that has been reached, which is that of the root."""
         children: list[list[int]] = [[] for _ in tree.tokens]
         for node in range(1, len(tree)):
             children[tree.parents[node]].append(node)
@@ -308,7 +325,6 @@ class Grammar:
                 self._matcher.rollback(1)
 
         walk(0)
-        self._walked = tree, len(context), masks
         return masks
 
     def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
@@ -335,6 +351,8 @@ class Grammar:
 
     def _update(self, context: Context) -> None:
         """Follow the tokens that the text has gained."""
+        if not self.has_begun:
+            return
         new = context.slice(context.prompt_length + self._num_seen, len(context)).tolist()
         self._num_seen += len(new)
         for token in new:

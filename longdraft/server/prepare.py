@@ -114,10 +114,11 @@ class Preparer:
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""
-        header = read_journal(folder).header
+        content = read_journal(folder)
+        header = content.header
         engine = self._engine_with(request.drafter, request.drafter_options)
         try:
-            params, prompt_tokens = header.params, len(header.prompt)
+            params, prompt_tokens = content.params, len(header.prompt)
             job = GenerationJob(
                 folder.name, 0, events, partial(engine.resume, folder, **self._snapshot), params, prompt_tokens,
                 self._num_bytes(engine, prompt_tokens + params.max_new_tokens),

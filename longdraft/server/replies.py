@@ -27,10 +27,6 @@ _LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token cos
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
 ObjectType = Literal["text_completion", "chat.completion"]
 _FINISH_REASONS = {"length": "length", "eos": "stop", "stop": "stop", "loop": "loop"}
-# GPT-2's byte-level alphabet: printable bytes are written as themselves, all other bytes as characters from 256 on.
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)}
 
 
 @dataclass(frozen=True)
@@ -269,16 +265,7 @@ class ReplyBuilder:
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": self._bytes(token, text)}
-
-    def _bytes(self, token: int, text: str) -> list[int] | None:
-        """A token's bytes, also where they are part of a character; None if the tokenizer does not reveal them."""
-        if "\ufffd" not in text:
-            return list(text.encode())
-        letters = self._tokenizer.letters(token)
-        if token in self._tokenizer.byte_fallbacks:
-            return [int(letters[3:5], 16)]  # <0xE2>
-        return [_BYTE_OF[letter] for letter in letters] if all(letter in _BYTE_OF for letter in letters) else None
+        return {"token": text, "logprob": logprob, "bytes": self._tokenizer.bytes_of(token, text)}
 
 
 DONE = b"data: [DONE]\n\n"

@@ -46,6 +46,10 @@ _OTHER_FORMATS = ("tekken.json", "vocab.json")
 # What the library takes from a file unchecked, or letters that are escaped without need, which may spell it.
 _TRUSTED = re.compile(rb'precompiled_charsmap|continuing_subword_prefix"\s*:\s*"|\\u00[4-7]')
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# GPT-2's byte-level alphabet: printable bytes are written as themselves, all other bytes as characters from 256 on.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)}
 _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
             "AutoTokenizer as T; T.from_pretrained('MODEL').save_pretrained('FOLDER')\"`")
 
@@ -155,6 +159,19 @@ class Tokenizer:
         ids, before = self._context
         both = self.decode([*ids, token])
         return both[len(before) :] if both.startswith(before) else self.decode([token])
+
+    def bytes_of(self, token: int, text: str | None = None) -> list[int] | None:
+        """A token's bytes, also where they are part of a character; None if the tokenizer does not reveal them.
+
+        text  of the token, if it is known
+        """
+        text = self.text_of(token) if text is None else text
+        if _REPLACEMENT not in text:
+            return list(text.encode())
+        letters = self.letters(token)
+        if token in self.byte_fallbacks:
+            return [int(letters[3:5], 16)]  # <0xE2>
+        return [_BYTE_OF[letter] for letter in letters] if all(letter in _BYTE_OF for letter in letters) else None
 
     @cached_property
     def texts(self) -> list[str]:
