@@ -200,6 +200,11 @@ class Generation(Iterator[Event]):
         finally:
             self.clock.stop()
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text is in a thought that the model may go on with."""
+        return self.stream.thought is not None and self.stream.thought.state.phase == INSIDE
+
     def answer_now(self) -> None:
         """End the thought at the next step, and begin the answer. Any thread may call this.
 
@@ -372,5 +377,6 @@ def _phrase_filter(tokenizer: Tokenizer, params: SamplingParams, context: Contex
     prompt, written = (context.slice(start, stop).tolist() for start, stop in (
         (0, context.prompt_length), (context.prompt_length, len(context))))
     thought = Thought(rules) if rules and params.has_thought_rules else None
-    free = [thought is not None and is_free(thought, token, params.banned_in_thinking) for token in written]
+    free = [thought is not None and is_free(thought.state, thought.push(token), params.banned_in_thinking)
+            for token in written]
     return PhraseFilter(tokenizer, params, prompt, zip(written, free, strict=True), ends)

@@ -269,6 +269,11 @@ class Grammar:
         self._is_ended = False
         self._walked: tuple[Tree, int, list[Mask | None]] | None = None
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits of the model."""
+        return self._rules.vocabulary
+
     def wait(self) -> None:
         """Cover nothing before `begin`."""
         self.has_begun = False

@@ -24,11 +24,11 @@ from longdraft.kernels.chain_plan import Ranked, Ranker
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.request.tree import Tree
+from longdraft.request.tree import Tree, chain
 from longdraft.sampling.grammar import GrammarRules, Mask
 from longdraft.sampling.process import Support
 from longdraft.sampling.sampler import NO_MARKS, MarkedTokens, Sampler
-from longdraft.sampling.thought import AFTER, CLOSING, INSIDE, Thought, ThoughtRules, ThoughtState, is_free
+from longdraft.sampling.thought import AFTER, BEFORE, CLOSING, INSIDE, Thought, ThoughtRules, ThoughtState, is_free
 
 GIVEN = "thinking"  # the source of given tokens in the statistics
 _MAX_GIVEN = 32  # given tokens that a step adds to a tree at most
@@ -67,7 +67,7 @@ class ThinkingSampler(Sampler):
         self._text = Thought(thought)
         # Whether the grammar begins where the thought ends; otherwise it covers the whole text.
         self._is_gated = self._grammar is not None and thought.bans_ends
-        if self._grammar and self._is_gated:
+        if self._grammar and self._is_gated and self._text.state.phase != AFTER:
             self._grammar.wait()
         self._plain: dict[str, Sampler] = {}
         self._known: _States | None = None
@@ -91,8 +91,8 @@ class ThinkingSampler(Sampler):
         assert self._text.num + count == context.num_new, "the tokens of the latest step"
         free = []
         for token in new:
-            self._begin_grammar()
-            free.append(is_free(self._text, token, self.params.banned_in_thinking))
+            before = self._text.state
+            free.append(is_free(before, self._push(token), self.params.banned_in_thinking))
         return free
 
     def for_tree(self, tree: Tree, context: Context) -> Sampler:
@@ -196,43 +196,44 @@ class ThinkingSampler(Sampler):
         return allowed
 
     def _masks(self, tree: Tree, context: Context) -> list[Mask | None] | None:
-        """The grammar's masks of nodes after the thought; None for all others."""
+        """The grammar's masks. A text that begins with no thought has to match from its first token on."""
         if self._grammar is None:
             return None
-        states = self._states(tree, context)
+        states, grammar, markers = self._states(tree, context), self._grammar, self.thought.markers
         if states[0].phase == AFTER or not self._is_gated:
-            return self._grammar.masks(tree, context)
-        masks: list[Mask | None] = [None] * len(tree)
-        for node in range(1, len(tree)):
-            if states[node].phase == AFTER and states[tree.parents[node]].phase != AFTER:
-                nodes = _subtree(tree, node)
-                moved = {old: new for new, old in enumerate(nodes)}
-                part = Tree(tuple(tree.tokens[old] for old in nodes),
-                            (-1, *(moved[tree.parents[old]] for old in nodes[1:])), ("",) * len(nodes))
-                for old, mask in zip(nodes, self._grammar.walk(part), strict=True):
+            return grammar.masks(tree, context)
+        masks: list[Mask | None] = [np.ones(grammar.vocabulary, dtype=bool) for _ in states]
+        for node, state in enumerate(states):
+            parent = states[tree.parents[node]] if node else state
+            is_first = state.phase == BEFORE and not state.matched  # it is the root then
+            if is_first or (state.phase == AFTER and parent.phase in (INSIDE, CLOSING)):
+                nodes = _descendants(tree, node, [each.phase == AFTER for each in states])
+                for old, mask in zip(nodes, grammar.walk(_part(tree, nodes)), strict=True):
                     masks[old] = mask
+            own = masks[node]
+            if state.phase == BEFORE and own is not None:
+                own &= is_first
+                own[list(markers.continuing(markers.opening, state.matched))] = True
         return masks
 
     def _mask(self, context: Context, path: Sequence[int]) -> Mask | None:
-        """The grammar's mask after the text and `path`, which ends after the thought."""
         assert self._grammar is not None
         self._follow(context)
-        state, num, skipped = self._text.state, context.num_new, 0
-        while self._is_gated and state.phase != AFTER and skipped < len(path):
-            state = self.thought.advance(state, path[skipped], num + skipped + 1)
-            skipped += 1
-        return self._grammar.mask(context, path[skipped:])
+        if self._text.state.phase == AFTER or not self._is_gated:
+            return self._grammar.mask(context, path)
+        masks = self._masks(chain(context.last, path, ""), context)
+        return masks[-1] if masks else None
 
     def _follow(self, context: Context) -> None:
         """Follow the tokens that the text has gained."""
         for token in context.slice(context.prompt_length + self._text.num, len(context)).tolist():
-            self._begin_grammar()
-            self._text.push(token)
-        self._begin_grammar()
+            self._push(token)
 
-    def _begin_grammar(self) -> None:
-        if self._is_gated and self._text.state.phase == AFTER and self._grammar and not self._grammar.has_begun:
-            self._grammar.begin(self._text.num)
+    def _push(self, token: int) -> ThoughtState:
+        before, after = self._text.state.phase, self._text.push(token)
+        if self._is_gated and after.phase == AFTER and self._grammar and not self._grammar.has_begun:
+            self._grammar.begin(self._text.num - (before == BEFORE))
+        return after
 
     def _states(self, tree: Tree, context: Context) -> list[ThoughtState]:
         """The state after each node."""
@@ -297,15 +298,22 @@ def _mode(rules: ThoughtRules, state: ThoughtState) -> str:
     return _EARLY if state.inside < rules.minimum else _INSIDE
 
 
-def _subtree(tree: Tree, root: int) -> list[int]:
-    """The nodes of a subtree, in their order."""
+def _descendants(tree: Tree, root: int, wanted: Sequence[bool]) -> list[int]:
+    """A node, and the wanted nodes below it whose ancestors down from there are wanted too, in their order."""
     nodes = [root]
     inside = {root}
     for node in range(root + 1, len(tree)):
-        if tree.parents[node] in inside:
+        if wanted[node] and tree.parents[node] in inside:
             inside.add(node)
             nodes.append(node)
     return nodes
+
+
+def _part(tree: Tree, nodes: Sequence[int]) -> Tree:
+    """The tree of some nodes, of which the first is the root."""
+    moved = {old: new for new, old in enumerate(nodes)}
+    return Tree(tuple(tree.tokens[old] for old in nodes),
+                (-1, *(moved[tree.parents[old]] for old in nodes[1:])), ("",) * len(nodes))
 
 
 @contextmanager

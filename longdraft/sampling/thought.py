@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longdraft.request.loops import LoopGuard
 
@@ -52,11 +52,6 @@ class ThoughtState(NamedTuple):
     cause: str = ""
 
     @property
-    def has_opened(self) -> bool:
-        """Whether the text has, or had, a thought."""
-        return self.phase in (INSIDE, CLOSING) or self.cause != ""
-
-    @property
     def is_whole(self) -> bool:
         """Whether the text ends neither within a character nor within a marker."""
         return not self.matched and not self.pending
@@ -78,6 +73,7 @@ class Markers:
     text_of     token -> the text that it adds
     bytes_of    token -> its bytes, where the text has U+FFFD; None: unknown
     completing  (marker, its characters so far) -> the tokens that complete it
+    continuing  (marker, its characters so far) -> the tokens that are its next part
     """
 
     opening: str
@@ -86,6 +82,7 @@ class Markers:
     text_of: Callable[[int], str]
     bytes_of: Callable[[int], Sequence[int] | None]
     completing: Callable[[str, int], tuple[int, ...]]
+    continuing: Callable[[str, int], tuple[int, ...]]
     _moves: dict[tuple[int, int, bytes, int], _Move] = field(default_factory=dict, repr=False)
 
     def move(self, phase: int, matched: int, pending: bytes, token: int) -> _Move:
@@ -139,8 +136,8 @@ def _matched(marker: str, matched: int, letter: str) -> int:
 class ThoughtRules:
     """The rules of one request. A rule that is not set is never due.
 
-    begun       tokens of the thought that the prompt leaves open; None: it leaves none open
-    is_closed   the prompt has closed the thought, so that only a marker that `reopens` opens one
+    begun       tokens of the prompt behind the opening marker of its last thought, which may be closed among them;
+                None: it has no opening marker
     forced      the tokens that close a thought: message, closing marker, and what the template writes behind it
     budget      tokens inside from which the thought closes
     reserve_at, close_at   new tokens of the text from which it closes: for the reserve, and on request
@@ -149,11 +146,11 @@ class ThoughtRules:
     wait_token, max_waits  this token is chosen in place of a closing marker of one token, that many times
     bans_ends   ends of the text are banned inside
     closes_loops  a loop inside closes the thought
+    opens_first   a thought is at the beginning of the text, or there is none
     """
 
     markers: Markers
     begun: tuple[int, ...] | None = None
-    is_closed: bool = False
     forced: tuple[int, ...] = ()
     budget: int = NEVER
     reserve_at: int = NEVER
@@ -164,6 +161,7 @@ class ThoughtRules:
     max_waits: int = 0
     bans_ends: bool = False
     closes_loops: bool = False
+    opens_first: bool = False
 
     @cached_property
     def _slack(self) -> int:
@@ -173,7 +171,7 @@ class ThoughtRules:
     @property
     def first(self) -> ThoughtState:
         """The state before `begun`."""
-        return ThoughtState(AFTER if self.is_closed else BEFORE if self.begun is None else INSIDE)
+        return ThoughtState(BEFORE if self.begun is None else INSIDE)
 
     def advance(self, state: ThoughtState, token: int, num: int) -> ThoughtState:
         """The state after one more token. num: the number of new tokens with it; less than 1 in the prompt"""
@@ -192,6 +190,7 @@ class ThoughtRules:
             inside += 1
             waits += token == self.wait_token
         elif phase != INSIDE:
+            phase = AFTER if self.opens_first and not matched else phase
             if phase == state.phase and matched == state.matched:
                 return state
             return ThoughtState(phase, matched, b"", inside, waits, state.written, state.cause)
@@ -259,6 +258,17 @@ class Thought:
             self.state = rules.closed_if_due(self.state, self.num)
         for token in begun:
             self.push(token)
+        self._start = self.state
+
+    def figures(self) -> dict[str, Any]:
+        """What the new tokens are of thoughts: under the names of the statistics."""
+        state, start = self.state, self._start
+        is_new = state.phase != AFTER or start.phase != AFTER or state.inside > start.inside
+        has_opened = is_new and (state.phase in (INSIDE, CLOSING) or state.cause != "")
+        written = start.written if start.phase == CLOSING else 0
+        return {"opened": has_opened, "tokens": state.inside - start.inside,
+                "closed_by": state.cause if has_opened and state.phase == AFTER else None,
+                "forced": state.written - written if has_opened else 0, "waits": state.waits - start.waits}
 
     def push(self, token: int) -> ThoughtState:
         """One more token; returns the state after it."""
@@ -286,8 +296,7 @@ class Thought:
         return min(quiet, self._guard.quiet_for) if self._guard is not None and self.state.phase == INSIDE else quiet
 
 
-def is_free(text: Thought, token: int, applies_inside: bool) -> bool:
-    """Follow one more token; returns whether no banned phrase contains it: a given one, and any one inside unless they
-    apply there."""
-    before, after = text.state.phase, text.push(token).phase
-    return before == CLOSING or (not applies_inside and INSIDE in (before, after))
+def is_free(before: ThoughtState, after: ThoughtState, applies_inside: bool) -> bool:
+    """Whether no banned phrase contains a token between two states: a given one, and any one inside unless they apply
+    there."""
+    return before.phase == CLOSING or (not applies_inside and INSIDE in (before.phase, after.phase))

@@ -42,6 +42,7 @@ class ResponseOptions:
     n              texts for each prompt
     has_prompt_progress  send chunks with `prompt_progress` while prompts are read
     new_reader     divides an answer into thinking and content; None: all of it is content
+    sends_reasoning  replies have the thinking, too
     """
 
     object_type: ObjectType
@@ -55,6 +56,7 @@ class ResponseOptions:
     n: int = 1
     has_prompt_progress: bool = False
     new_reader: Callable[[], AnswerReader] | None = None
+    sends_reasoning: bool = True
 
 
 @dataclass
@@ -112,6 +114,7 @@ class ReplyBuilder:
         """One chunk for all the events that arrived together. The last one has acceptance and statistics."""
         choice = self._choices[job]
         reasoning, text = choice.read(events)
+        reasoning = reasoning if self._options.sends_reasoning else ""
         logprobs = [entry for event in events for entry in event.logprobs]
         reason = next((event.finish_reason for event in events if event.finish_reason), None)
         choice.finish_reason = reason and _FINISH_REASONS[reason]
@@ -148,7 +151,7 @@ class ReplyBuilder:
         """Collect events for `whole`."""
         choice = self._choices[job]
         reasoning, text = choice.read(events)
-        choice.reasoning.append(reasoning)
+        choice.reasoning += [reasoning] * self._options.sends_reasoning
         choice.text.append(text)
         for event in events:
             choice.logprobs += event.logprobs
@@ -221,7 +224,8 @@ class ReplyBuilder:
                      for start in range(0, len(jobs), self._options.n))
         return {"prompt_tokens": self._options.prompt_tokens, "completion_tokens": written,
                 "total_tokens": self._options.prompt_tokens + written,
-                "prompt_tokens_details": {"cached_tokens": cached}}
+                "prompt_tokens_details": {"cached_tokens": cached},
+                "completion_tokens_details": {"reasoning_tokens": sum(job.reasoning_tokens for job in jobs)}}
 
     def _envelope(self, suffix: str) -> dict[str, Any]:
         object_type = self._options.object_type + (suffix if self._is_chat else "")

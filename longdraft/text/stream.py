@@ -115,12 +115,7 @@ class TextStream:
 
     def thinking(self) -> dict[str, Any] | None:
         """The figures of the thought; None for a model that marks none."""
-        if self.thought is None:
-            return None
-        state = self.thought.state
-        return {"opened": state.has_opened, "tokens": state.inside,
-                "closed_by": state.cause if state.phase == AFTER and state.cause else None,
-                "forced": state.written, "waits": state.waits}
+        return self.thought.figures() if self.thought else None
 
     def replay(self, tokens: Sequence[int], pieces: list[str]) -> Iterator[None]:
         """Push the tokens of an earlier run, of which there may be very many, in parts of a few milliseconds.

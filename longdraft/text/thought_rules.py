@@ -18,7 +18,7 @@ from typing import Any
 
 from longdraft.errors import LongdraftError, UsageError, check
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.sampling.thought import AFTER, INSIDE, NEVER, Markers, Thought, ThoughtRules
+from longdraft.sampling.thought import AFTER, BEFORE, INSIDE, NEVER, Markers, Thought, ThoughtRules
 from longdraft.text.chat_template import ChatTemplate
 from longdraft.text.harmony import MARKS, Harmony
 from longdraft.text.thinking import AnswerFormat, ThinkingTags, find_format
@@ -47,7 +47,8 @@ def thought_markers(form: AnswerFormat) -> Markers:
     def text_of(token: int) -> str:
         return marks.get(token) or tokenizer.text_of(token)
 
-    return Markers(opening, closing, reopens, text_of, tokenizer.bytes_of, cache(partial(_completing, form)))
+    return Markers(opening, closing, reopens, text_of, tokenizer.bytes_of, cache(partial(_completing, form)),
+                   cache(partial(_continuing, form)))
 
 
 def _closing_id(form: ThinkingTags) -> int | None:
@@ -65,6 +66,17 @@ def _completing(form: ThinkingTags | Harmony, marker: str, matched: int) -> tupl
     if whole is not None and not matched:
         return (whole,)
     return tuple(token for token, text in enumerate(form.tokenizer.texts) if marker in marker[:matched] + text)
+
+
+def _continuing(form: ThinkingTags | Harmony, marker: str, matched: int) -> tuple[int, ...]:
+    """The tokens that are the next part of a marker of which the text has the first `matched` characters."""
+    marks, rest = {mark: token for token, mark in form.marks.items()}, marker[matched:]
+    if rest[0] in marks:
+        return (marks[rest[0]],)
+    whole = form.tokenizer.vocabulary().get(marker)
+    if whole is not None and not matched:
+        return (whole,)
+    return tuple(token for token, text in enumerate(form.tokenizer.texts) if text and rest.startswith(text))
 
 
 def with_closing(form: AnswerFormat, params: SamplingParams) -> SamplingParams:
@@ -141,7 +153,7 @@ def thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams, 
 
     UsageError for rules that the model cannot follow.
     """
-    begun, is_closed = _begun(form, markers, prompt)
+    begun = _begun(form, markers, prompt)
     wait_token = -1
     if params.thinking_wait:
         assert isinstance(form, ThinkingTags | Harmony)
@@ -156,13 +168,14 @@ def thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams, 
     budget = NEVER if params.thinking_budget < 0 else params.thinking_budget
     last = params.max_new_tokens - len(params.thinking_close) - params.thinking_reserve
     return ThoughtRules(
-        markers, begun, is_closed, params.thinking_close, budget,
+        markers, begun, params.thinking_close, budget,
         reserve_at=last if params.thinking_reserve else NEVER,
         close_at=NEVER if params.thinking_close_at is None else params.thinking_close_at,
         minimum=params.min_thinking_tokens,
         soft_from=int(params.thinking_soft * budget) if params.thinking_soft else NEVER,
         wait_token=wait_token, max_waits=params.thinking_wait, bans_ends=params.steers_thoughts,
-        closes_loops=params.on_loop == "answer")
+        closes_loops=params.on_loop == "answer",
+        opens_first=params.steers_thoughts and bool(params.structured_outputs))
 
 
 def new_thought(tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int]) -> Thought | None:
@@ -172,8 +185,8 @@ def new_thought(tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[i
     return Thought(thought_rules(form, thought_markers(form), params, prompt)) if form else None
 
 
-def _begun(form: AnswerFormat, markers: Markers, prompt: Sequence[int]) -> tuple[tuple[int, ...] | None, bool]:
-    """The tokens of the thought that a prompt leaves open, None without one; and whether the prompt has closed one.
+def _begun(form: AnswerFormat, markers: Markers, prompt: Sequence[int]) -> tuple[int, ...] | None:
+    """The tokens behind the last opening marker of a prompt; None without one. The thought may be closed among them.
 
     Only the last message counts, that is, what comes after the last special token that is no part of a marker. A marker
     in an earlier message, such as a question about it, opens nothing.
@@ -183,14 +196,13 @@ def _begun(form: AnswerFormat, markers: Markers, prompt: Sequence[int]) -> tuple
     for index in range(len(prompt) - 1, -1, -1):
         token = prompt[index]
         is_mark = markers.text_of(token) in (*markers.opening, *markers.closing)
-        if not is_mark and tokenizer.is_silent(token):
+        if not is_mark and tokenizer.is_silent(token) and tokenizer.letters(token):
             start = index + 1
             break
     anywhere = replace(markers, reopens=True, _moves={})
-    state, opened, is_closed = ThoughtRules(anywhere).first, None, False
+    phase, matched, pending, opened = BEFORE, 0, b"", None
     for index in range(start, len(prompt)):
-        phase, matched, pending = anywhere.move(state.phase, state.matched, state.pending, prompt[index])
-        if phase != state.phase:
-            opened, is_closed = (index + 1, False) if phase == INSIDE else (None, True)
-        state = state._replace(phase=phase, matched=matched, pending=pending)
-    return None if opened is None else tuple(prompt[opened:]), is_closed
+        before = phase
+        phase, matched, pending = anywhere.move(phase, matched, pending, prompt[index])
+        opened = index + 1 if phase == INSIDE != before else opened
+    return None if opened is None else tuple(prompt[opened:])
