@@ -102,11 +102,12 @@ class Preparer:
                                          logprobs, events, effort)
         divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
         form = self.engine.loaded.answer_format if divides else None
-        begun = request.messages[-1].for_template()["content"] if request.continue_final_message else ""
+        last = request.messages[-1].for_template() if request.continue_final_message else {}
+        begun, thought = last.get("content", ""), last.get("reasoning_content", "")
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
-                                  new_reader=partial(form.reader, ids, begun) if form else None,
+                                  new_reader=partial(form.reader, ids, begun, thought) if form else None,
                                   sends_reasoning=not (request.reasoning and request.reasoning.exclude))
         return PreparedRequest(jobs, options, events, check_grammar)
 

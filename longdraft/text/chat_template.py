@@ -108,10 +108,11 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template fails: {error.kind}: {error}") from error
 
     def _render_open(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
-        """The messages up to the end of the last one's content. A mark after the content shows where that is. It also
-        keeps templates from stripping white space at its end."""
+        """The messages up to the end of the last one's content, or of its thinking where it has no content. A mark
+        shows where that is. It also keeps templates from stripping white space at its end."""
         *others, last = messages
-        marked = {**last, "content": f"{last['content']}{_MARK}"}
+        part = "reasoning_content" if last.get("reasoning_content") and not last.get("content") else "content"
+        marked = {**last, part: f"{last.get(part) or ''}{_MARK}"}
         prompt, mark, after = self.render([*others, marked], options, add_generation_prompt=False).partition(_MARK)
         if not mark or _MARK in after:
             raise UsageError("the model's chat template does not show the last message once, so it cannot be "

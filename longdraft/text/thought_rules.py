@@ -104,7 +104,10 @@ def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...
         before, after = _around_closing(tokenizer.chat_template, closing)
         if not message and params.thinking_budget and all(name in tokenizer.vocabulary() for name in _QWEN_TOKENS):
             message = _QWEN_MESSAGE
-        message = message if message and message[-1].isspace() else message + before
+        if not message:
+            message = before or "\n"
+        elif not message[-1].isspace():
+            message += before
         message_ids = _following(tokenizer, message)
         token = _closing_id(form)
         if token is None:
@@ -115,7 +118,7 @@ def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...
           f"at most {MAX_MESSAGE_TOKENS} tokens")
     thought = Thought(ThoughtRules(thought_markers(form), begun=()))
     phases = [thought.push(token).phase for token in closed]
-    if phases[-1] != AFTER or AFTER in phases[: len(message_ids) - 1]:
+    if phases[-1] != AFTER or AFTER in phases[: max(0, len(message_ids) - 1)]:
         raise UsageError("thinking_message holds a marker of the model's thoughts; leave it out", "thinking_message")
     return closed
 
