@@ -75,7 +75,8 @@ FAMILIES = {
         ("<think>", "\n", *PIECES, "</think>", "\n\n", "Hel", "lo"), "\n</think>\n\n", {}, {}, True),
     "DeepSeek V3.1": Family(
         turns("<｜ROLE｜>", "", "{% if thinking %}<think>{% else %}</think>{% endif %}"),
-        ("<｜user｜>", "<｜assistant｜>", "<answer>"), THINK, ("<think>", *PIECES, "</think>", "Hel", "lo"), "\n</think>",
+        ("<｜user｜>", "<｜assistant｜>", "<answer>"), THINK, ("<think>", *PIECES, "</think>", "Hel", "lo"),
+        "\n</think>",
         {"thinking": True}, {"thinking": False}, True),
     "gpt-oss": Family(
         turns("<|start|>ROLE", "<|end|>", "", head="{% if reasoning_effort %}Reasoning: {{ reasoning_effort }}\n"
