@@ -61,7 +61,8 @@ class ThinkingSampler(Sampler):
                  kernels: Kernels | None = None, marked: MarkedTokens = NO_MARKS,
                  rules: GrammarRules | None = None, *, thought: ThoughtRules) -> None:
         super().__init__(params, banned, is_fast, kernels, marked, rules)
-        self._banned_ends = frozenset(self._settings[1])
+        closing = thought.markers.completing(thought.markers.closing, 0) if thought.bans_ends else ()
+        self._ends = frozenset(self._settings[1]) - set(closing)  # that are banned inside
         self.on_device = None  # only `for_tree` knows whether a device can choose
         self.thought = thought
         self._text = Thought(thought)
@@ -71,6 +72,8 @@ class ThinkingSampler(Sampler):
             self._grammar.wait()
         self._plain: dict[str, Sampler] = {}
         self._known: _States | None = None
+        self._quiet: tuple[Tree, int, str | None] | None = None  # of `_quiet_mode`: tree, length of the text, result
+        self._plain_tokens: dict[int, set[int]] = {phase: set() for phase in (BEFORE, INSIDE, CLOSING, AFTER)}
 
     def of_another_text(self, is_structured: bool = True) -> Sampler:
         rules = self._rules if is_structured else None
@@ -97,15 +100,38 @@ class ThinkingSampler(Sampler):
 
     def for_tree(self, tree: Tree, context: Context) -> Sampler:
         """A plain sampler, if the whole tree lies within one phase and no rule changes a choice in it."""
-        states = self._states(tree, context)
-        mode = _mode(self.thought, states[0])
-        for token, state in zip(tree.tokens, states, strict=True):
-            is_steered = state.phase == INSIDE and (
-                self.thought.max_waits > state.waits or self.thought.bias(state, token))
-            is_early = mode == _EARLY and state.matched
-            if state.phase == CLOSING or state.written or is_steered or is_early or _mode(self.thought, state) != mode:
-                return self
-        return self if self._grammar and mode == _OUTSIDE else self._plain_sampler(mode)
+        mode = self._quiet_mode(tree, context)
+        return self if mode is None or (self._grammar and mode == _OUTSIDE) else self._plain_sampler(mode)
+
+    def _quiet_mode(self, tree: Tree, context: Context) -> str | None:
+        """The mode of all nodes; None if they differ, or if a rule may change a choice. Most trees take no look at
+        their nodes: they have tokens only that no rule is about."""
+        known = self._quiet
+        if known and known[0] is tree and known[1] == len(context):
+            return known[2]
+        self._follow(context)
+        rules, root = self.thought, self._text.state
+        mode: str | None = _mode(rules, root)
+        depth = max(tree.depths)
+        is_plain = not root.matched and not root.written and root.phase != CLOSING and not (
+            root.phase == BEFORE and rules.opens_first)
+        if root.phase == INSIDE:
+            is_plain = is_plain and rules.max_waits <= root.waits and root.inside + depth < rules.soft_from and (
+                rules.quiet_for(root, self._text.num) > depth)
+        if not is_plain or not self._plain_tokens[root.phase].issuperset(tree.tokens[1:]):
+            is_plain = is_plain and all(self._is_plain(root.phase, token) for token in tree.tokens[1:])
+        self._quiet = tree, len(context), mode if is_plain else None
+        return self._quiet[2]
+
+    def _is_plain(self, phase: int, token: int) -> bool:
+        """Whether a token leaves a state of the phase as it is, but for counts, and no rule is about it."""
+        if token not in self._plain_tokens[phase]:
+            is_end = phase == INSIDE and token in self._ends
+            moved, matched, _ = self.thought.markers.move(phase, 0, b"", token)
+            if is_end or (moved, matched) != (phase, 0):
+                return False
+            self._plain_tokens[phase].add(token)
+        return True
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         rules, states = self.thought, self._states(tree, context)
@@ -161,13 +187,16 @@ class ThinkingSampler(Sampler):
 
     def pruned(self, tree: Tree, context: Context) -> Tree:
         """Without guesses that the rules forbid, either."""
-        if len(tree) > 1:
+        mode = self._quiet_mode(tree, context)
+        if mode is None:
             tree = tree.kept(self._allowed(tree, context))
-        mode = _mode(self.thought, self._states(tree, context)[0])
+            mode = _mode(self.thought, self._text.state)
         return super().pruned(tree, context) if mode == _OUTSIDE else self._plain_sampler(mode).pruned(tree, context)
 
     def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
         """With the tokens that close the thought, and those that the grammar forces after it."""
+        if self._quiet_mode(tree, context) is not None:
+            return super().extended(tree, context, max_depth) if self._text.state.phase == AFTER else tree
         states, forced = self._states(tree, context), self.thought.forced
         tokens, parents, sources = list(tree.tokens), list(tree.parents), list(tree.sources)
         inner = set(tree.parents)
@@ -191,7 +220,7 @@ class ThinkingSampler(Sampler):
         allowed = [True]
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
             state, given = states[parent], rules.given_token(states[parent])
-            is_end = state.phase == INSIDE and rules.bans_ends and token in self._banned_ends
+            is_end = state.phase == INSIDE and rules.bans_ends and token in self._ends
             allowed.append(token == given if given is not None else not is_end and token not in rules.banned(state))
         return allowed
 
@@ -281,7 +310,7 @@ class ThinkingSampler(Sampler):
             if mode != _OUTSIDE:  # bans hold until `min_new_tokens`
                 markers = self.thought.markers
                 params = replace(params, min_new_tokens=params.max_new_tokens)
-                banned = banned if self.thought.bans_ends else ()
+                banned = tuple(self._ends) if self.thought.bans_ends else ()
                 banned += markers.completing(markers.closing, 0) if mode == _EARLY else ()
             sampler = self._plain[mode] = Sampler(params, banned, is_fast, kernels, marked)
             sampler.ban(*self._bans)

@@ -175,3 +175,15 @@ def test_a_batch_job_writes_the_texts_of_the_server(engine, folder, server, tmp_
     records = [json.loads(line) for line in output.read_text().splitlines()]
     expected = ask(server, thinking_budget=12)["longdraft"]["stats"]["sha256_tokens"]
     assert {record["sha256_tokens"] for record in records} == {expected}
+
+
+@pytest.mark.full
+def test_the_chapters_of_a_book_have_no_thinking(folder, tmp_path):
+    pytest.importorskip("llguidance")
+    command = ["book", "A night.", "--chapters", "1", "--words", "50", "--seed", "4", "--model", str(folder),
+               "--folder", str(tmp_path / "book"), "--quiet", "--thinking-budget", "20", "--drafter"]
+    assert run([*command, "suffix"]) == 0
+    content = read_journal(tmp_path / "book" / "chapter-001")
+    close = longdraft.load(str(folder), drafter="plain", threads=1).tokenizer.vocabulary()["</think>"]
+    assert close in content.tokens and "think>" not in (tmp_path / "book" / "book.md").read_text()
+    assert run([*command, "plain"]) == 0  # the same settings: the chapter is kept
