@@ -207,7 +207,8 @@ class Book:
         tokens, each = _OUTLINE_TOKENS
         ids = self.engine.chat(messages, **self._options)
         room = self._room(ids, tokens + each * count + self._thought_tokens)
-        params = self._params_of(0, max_new_tokens=room, min_new_tokens=0, stop=(), ignore_eos=False, structured_outputs=("json", json.dumps(_schema(count, first == 0))))
+        params = self._params_of(0, max_new_tokens=room, min_new_tokens=0, stop=(), ignore_eos=False,
+                                 structured_outputs=("json", json.dumps(_schema(count, first == 0))))
         part = f"outline, chapters {first + 1} to {first + count}"
         text = self._write(self.engine.generate(ids, params), follow, part)
         try:
