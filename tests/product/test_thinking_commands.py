@@ -182,6 +182,10 @@ def test_the_chapters_of_a_book_have_no_thinking(folder, tmp_path):
     pytest.importorskip("llguidance")
     command = ["book", "A night.", "--chapters", "1", "--words", "50", "--seed", "4", "--model", str(folder),
                "--folder", str(tmp_path / "book"), "--quiet", "--thinking-budget", "20", "--drafter"]
+    assert run([*command, "suffix", "--outline-only"]) == 0
+    state = json.loads((tmp_path / "book" / "BOOK.json").read_text())
+    state["chapters"][0]["words"] = 50
+    (tmp_path / "book" / "BOOK.json").write_text(json.dumps(state))
     assert run([*command, "suffix"]) == 0
     content = read_journal(tmp_path / "book" / "chapter-001")
     close = longdraft.load(str(folder), drafter="plain", threads=1).tokenizer.vocabulary()["</think>"]
