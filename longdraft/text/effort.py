@@ -41,16 +41,17 @@ class Effort(NamedTuple):
 
 
 def find_effort(template: ChatTemplate | None, form: AnswerFormat | None, effort: str, budget: int,
-                variables: Mapping[str, Any]) -> Effort:
+                variables: Mapping[str, Any], *, turns_on: bool = False) -> Effort:
     """UsageError if the template accepts no effort near this one. Variables of the request win over the effort.
 
     effort  as `reasoning_effort`; "": none is given
     budget  as `thinking_budget`
+    turns_on  turn thinking on where the template can, without an effort
     """
     known = template.options if template else []
     chosen = dict(variables)
     switch = next((name for name in _SWITCHES if name in known), None)
-    if switch is not None and (effort or budget == 0):
+    if switch is not None and (effort or budget == 0 or turns_on):
         chosen.setdefault(switch, effort != "none" and budget != 0)
     if not effort or _VARIABLE in chosen or (effort == "none" and switch is not None):
         return Effort(chosen)
