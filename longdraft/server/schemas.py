@@ -248,7 +248,7 @@ class ChatRequest(SamplingRequest):
         if type(thinking.get("budget_tokens", 0)) is not int:
             raise PydanticCustomError("thinking", "thinking.budget_tokens must be a whole number",
                                       {"param": "thinking"})
-        budgets = {thinking.get("budget_tokens"), self.reasoning and self.reasoning.max_tokens,
+        budgets: set[Any] = {thinking.get("budget_tokens"), self.reasoning and self.reasoning.max_tokens,
                    getattr(self, "thinking_budget", None)} - {None}
         if len(budgets) > 1:
             raise PydanticCustomError("thinking", "the request has the budgets {budgets}; give one of them",
