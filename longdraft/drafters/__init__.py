@@ -222,7 +222,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "suffix": DrafterSpec(SuffixOptions, _build_suffix, in_auto={}, prior=0.2),
     "tokenswift": DrafterSpec(TokenSwiftOptions, _build_self_draft, needs="heads",
                               in_auto={"chain": 16, "margin": 0.25}, prior=0.92, guesses_with="target"),
-    "medusa": DrafterSpec(MedusaOptions, _build_medusa, needs="heads", in_auto={}, prior=0.45),
+    "medusa": DrafterSpec(MedusaOptions, _build_medusa, needs="heads", in_auto={"tree": "best-16"}, prior=0.45),
     "magicdec": DrafterSpec(MagicDecOptions, _build_self_draft, in_auto={"chain": 16, "margin": 0.25}, prior=0.92,
                             guesses_with="target"),
     "draft-model": DrafterSpec(DraftModelOptions, _build_draft_model, needs="draft", in_auto={}, prior=0.5),
