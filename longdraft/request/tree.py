@@ -93,6 +93,15 @@ class Trie:
         self._rates: list[float | None] = [None]
         self._child: dict[tuple[int, int], int] = {}
 
+    @classmethod
+    def of(cls, tree: Tree) -> Trie:
+        """The nodes of a tree, to which others are added."""
+        trie, moved = cls(tree.tokens[0]), {0: 0}
+        for node in range(1, len(tree)):
+            moved[node] = trie.add(moved[tree.parents[node]], tree.tokens[node], tree.sources[node],
+                                   tree.rates[node] if tree.rates else None)
+        return trie
+
     def __len__(self) -> int:
         return len(self._tokens)
 
