@@ -15,6 +15,13 @@ from dataclasses import dataclass
 from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TappedRows
 from longdraft.cache.window import RowWindow
+from longdraft.drafters.draft_vocabulary import (
+    AUTO,
+    DraftVocabulary,
+    VocabularySize,
+    check_draft_vocabulary,
+    vocabulary_size,
+)
 from longdraft.drafters.eagle import READ_CHUNK, USUAL_SINKS, USUAL_WINDOW
 from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, MarginalTrees, Slot
 from longdraft.drafters.options import DrafterOptions
@@ -22,6 +29,8 @@ from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.errors import check
 from longdraft.kernels import KVStore
 from longdraft.parts.block import BlockHead
+from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
+from longdraft.parts.draft_copy import check_draft_weights
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie
@@ -41,6 +50,10 @@ class BlockOptions(DrafterOptions):
     suffix  add what followed the longest suffix of the text earlier, after the root
     window  latest rows of the text that layers without a window of their own see; 0: 2048
     sinks   first rows of the text that these layers see as well
+    draft_weights     auto | same | int8 | int4: weights of the head's layers, set when the head is loaded. auto: int4
+                      for layers of 4 MiB or more on a CPU, else those of the file
+    draft_vocabulary  auto | all | number of tokens that a head can guess which has no output head of its own; as for
+                      `tokenswift`
     """
 
     nodes: int = 8
@@ -48,12 +61,20 @@ class BlockOptions(DrafterOptions):
     suffix: bool = True
     window: int = 0
     sinks: int = USUAL_SINKS
+    draft_weights: str = AUTO_WEIGHTS
+    draft_vocabulary: VocabularySize = AUTO
 
     def __post_init__(self) -> None:
         check(1 <= self.nodes <= MAX_NODES, "nodes", self.nodes, f"1 to {MAX_NODES}")
         check(self.rows == 0 or self.rows >= 2, "rows", self.rows, "0, or 2 or more")
         check(0 <= self.window <= LATEST, "window", self.window, f"0 to {LATEST}")
         check(0 <= self.sinks <= FIRST, "sinks", self.sinks, f"0 to {FIRST}")
+        check_draft_weights(self.draft_weights)
+        check_draft_vocabulary(self.draft_vocabulary)
+
+    @property
+    def head_weights(self) -> str:
+        return self.draft_weights
 
 
 class ContextRows:
@@ -126,12 +147,14 @@ class BlockDrafter:
         self._num_nodes = options.nodes
         self._num_rows = min(options.rows or head.config.block_size, head.config.block_size)
         self.rows = ContextRows(head, cache, options.window or USUAL_WINDOW, options.sinks)
+        size = vocabulary_size(options.draft_vocabulary, head.target) if head.target else None
+        self._vocabulary = DraftVocabulary(head.target, size) if head.target and size else None
         self._trees = MarginalTrees(BLOCK)
         self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + (self._suffix.nbytes if self._suffix else 0)
+        return self.rows.nbytes + sum(part.nbytes for part in (self._suffix, self._vocabulary) if part)
 
     def follow(self, is_wanted: bool) -> None:
         self._taps.follow(is_wanted)
@@ -139,6 +162,8 @@ class BlockDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         if self._suffix:
             self._suffix.update(context)
+        if self._vocabulary and verified:
+            self._vocabulary.learn(verified)
 
     @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
@@ -157,7 +182,8 @@ class BlockDrafter:
         head, count = self._head, self._num_rows
         if all(head.config.causal):  # the first rows do not depend on later ones
             count = min(count, max_depth + (not head.first_guesses))
-        rows = head.block(context.last, len(context) - 1, count, self.rows.stores)
+        limited = self._vocabulary.model(context) if self._vocabulary else None
+        rows = head.block(context.last, len(context) - 1, count, self.rows.stores, limited)
         shortlists = self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST)
         candidates = head.candidates(rows, context.last, [shortlist.tokens for shortlist in shortlists])
         scale = self._sampler.params.temperature or 1.0
@@ -166,4 +192,4 @@ class BlockDrafter:
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         self._trees.learn(accepted.tokens)
-        self.begin(context, None)
+        self.begin(context, accepted.verified)

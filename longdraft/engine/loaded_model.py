@@ -137,7 +137,7 @@ class LoadedModel:
         parts = TrainedParts()
         if choice.name in drafters.WITH_HEADS:
             owner = Target(target, partial(fingerprint.weights_sha256, files), tokenizer.vocabulary_sha256,
-                           tokenizer.encode if tokenizer.vocabulary() else None)
+                           tokenizer.encode if tokenizer.vocabulary() else None, choice.options.head_weights)
             parts = (owner.find(files.folder, choice.needs) if heads_name is None
                      else owner.load(hub.resolve(heads_name, hub_options)))
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)

@@ -20,6 +20,7 @@ from longdraft.parallel import local_kernels
 from longdraft.parts import block_config, eagle_config, glide, heads
 from longdraft.parts.block import BlockHead
 from longdraft.parts.block_files import load_block
+from longdraft.parts.draft_copy import SAME
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.eagle_files import load_eagle
 from longdraft.parts.glide import Glide
@@ -46,12 +47,14 @@ class Target(NamedTuple):
     fingerprint  SHA-256 of the target's weights
     vocabulary   SHA-256 of its tokenizer's vocabulary; "" if it has no tokenizer
     encode       the tokenizer; None: there is none
+    weights      format of the layers of a block head (draft_copy.CHOICES)
     """
 
     model: Transformer
     fingerprint: Callable[[], str]
     vocabulary: Callable[[], str]
     encode: Callable[[str], list[int]] | None = None
+    weights: str = SAME
 
     def load(self, folder: Path) -> TrainedParts:
         """The part in a folder that the user named. ModelError if it is none, or belongs to another model."""
@@ -97,7 +100,7 @@ class Target(NamedTuple):
         return load_eagle(folder, self.model, self._check, self.encode)
 
     def _block(self, folder: Path) -> BlockHead:
-        return load_block(folder, self.model, self._check, self.encode)
+        return load_block(folder, self.model, self._check, self.encode, self.weights)
 
     def _check(self, folder: Path, config: dict[str, Any]) -> None:
         heads.check_target(folder, config, *self[:3])

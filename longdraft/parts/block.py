@@ -134,11 +134,9 @@ class BlockHead:
         return self.config.block_size - (not self.first_guesses)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the weights that a draft reads."""
-        weights, target = self._weights, self._target.weights
-        layers = [linear for layer in weights.layers for linear in layer.weights.linears]
-        return sum(linear.nbytes for linear in (*layers, weights.fc, weights.head or target.head))
+    def target(self) -> Transformer | None:
+        """The model whose output head gives the logits; None: the head has its own."""
+        return self._target if self._weights.head is None else None
 
     def context(self, states: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Keys and values [L, T, Hkv, D] of rows of the text.
@@ -157,10 +155,12 @@ class BlockHead:
             values.append(v)
         return torch.stack(keys), torch.stack(values)
 
-    def block(self, last: int, position: int, num_rows: int, stores: Sequence[tuple[KVStore, int]]) -> SlotRows:
+    def block(self, last: int, position: int, num_rows: int, stores: Sequence[tuple[KVStore, int]],
+              limited: Transformer | None = None) -> SlotRows:
         """Guess with a block of `num_rows` rows, the first of which is the token `last` at `position`.
 
-        stores  keys and values of the text for each layer, and how many of their rows are visible
+        stores   keys and values of the text for each layer, and how many of their rows are visible
+        limited  the target with a part of its vocabulary, for a head without an output head of its own
         """
         config, weights, kernels = self.config, self._weights, self.kernels
         tokens = [last] + [config.mask_token] * (num_rows - 1)
@@ -171,7 +171,7 @@ class BlockHead:
         for layer, (store, length), is_causal in zip(weights.layers, stores, config.causal, strict=True):
             x = self._layer(x, layer, cos, sin, store, length, is_causal)
         normed = self._norm(x if self.first_guesses else x[1:], weights.norm)
-        return SlotRows(normed, self._logits(normed))
+        return SlotRows(normed, self._logits(normed, limited or self._target))
 
     def _layer(self, x: Tensor, layer: BlockLayer, cos: Tensor, sin: Tensor, store: KVStore, length: int,
                is_causal: bool) -> Tensor:
@@ -191,8 +191,8 @@ class BlockHead:
         inner = kernels.swiglu(kernels.linear(source, weights.gate_up))
         return x + _mixed_after(kernels.linear(inner, weights.down), kernel)
 
-    def _logits(self, normed: Tensor) -> Tensor:
-        config, weights, target = self.config, self._weights, self._target
+    def _logits(self, normed: Tensor, target: Transformer) -> Tensor:
+        config, weights = self.config, self._weights
         if weights.head is None:
             logits = target.kernels.linear(normed, target.weights.head, keep_float=True)
         else:
@@ -201,6 +201,8 @@ class BlockHead:
             logits = logits * config.logits_scale
         if config.logits_cap:
             logits = self.kernels.soft_cap(logits, config.logits_cap)
+        if weights.head is None and target.part is not None:
+            logits = target.part.whole(logits)
         if weights.ids is not None:
             spread = logits.new_full((len(logits), target.config.vocab_size), -torch.inf)
             spread[:, weights.ids] = logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from longdraft.parallel import local_kernels
 from longdraft.parts.block import BlockHead, BlockLayer, BlockWeights, Convolution, PairTerms
 from longdraft.parts.block_config import BlockConfig, read_block_config
 from longdraft.parts.block_probe import likeliest
+from longdraft.parts.draft_copy import SAME, head_format
 from longdraft.parts.eagle import OWN_KEY
 from longdraft.parts.head_tensors import MAPS, HeadTensors, draft_ids, layer_shapes
 
@@ -24,12 +26,13 @@ _CURE = "use a head that was trained for this model"
 
 
 def load_block(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any]], None],
-               encode: Callable[[str], list[int]] | None = None) -> BlockHead:
+               encode: Callable[[str], list[int]] | None = None, asked: str = SAME) -> BlockHead:
     """The head in a folder, which `is_block` has accepted. Raises ModelError for a head that does not fit the target.
 
     check   raises ModelError if the head's own record (`OWN_KEY`) names another target
     encode  the target's tokenizer, for the short text that settles what config.json leaves open; None: the likeliest
             meaning is taken
+    asked   draft_copy.CHOICES: format of the matrices of its layers
     """
     files = TensorFiles(folder)
     names = canonical_names(files)
@@ -40,7 +43,7 @@ def load_block(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     count = target.config.num_layers
     layers = config.layers or (2, count // 2, count - 3)
     _check_sizes(folder, config, layers, target)
-    head = BlockHead(config, read_weights(files, names, config, target), target, layers)
+    head = BlockHead(config, read_weights(files, names, config, target, asked), target, layers)
     taken = likeliest(head, target, None if isinstance(own, dict) else encode)
     log.info("%s: a block head (%s) of %d rows, reads layers %s, windows %s, guesses %s of the model's %s tokens",
              folder, config.kind, config.block_size, ", ".join(map(str, taken.layers)),
@@ -100,8 +103,8 @@ def block_shapes(config: BlockConfig, present: Mapping[str, str], vocabulary: in
 
 
 def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConfig,
-                 target: Transformer) -> BlockWeights:
-    """The packed weights of a head whose tensors have our `names`."""
+                 target: Transformer, asked: str = SAME) -> BlockWeights:
+    """The packed weights of a head whose tensors have our `names`. asked: format of its layers"""
     kernels, layer, vocabulary = local_kernels(target.kernels), config.layer, target.whole.vocab_size
     if layer.hidden_size % config.conv_group:
         raise ModelError(f"{files.folder}: conv_group_size is {config.conv_group} in config.json, which does not "
@@ -117,7 +120,11 @@ def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConf
     if "lm_head.weight" not in names and (ids is not None or is_narrow):
         raise ModelError(f"{files.folder} has no lm_head.weight, and the model's own does not fit the head's "
                          "vocabulary and width; get the file again")
-    tensors = HeadTensors(files, names, kernels, adjacent=layer.head_dim if config.adjacent else 0)
+    size = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
+    quantize = head_format(asked, size * kernels.dtype.itemsize, kernels)
+    tensors = HeadTensors(files, names, kernels, quantize, layer.head_dim if config.adjacent else 0)
+
+    of_head = "none" if quantize == "none" else "int8"
 
     def convolution(part: str) -> Convolution | None:
         if not config.conv_taps:
@@ -127,7 +134,7 @@ def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConf
     def read_layer(index: int) -> BlockLayer:
         part = f"layers.{index}"
         return BlockLayer(tensors.layer(index, layer.head_norms != "none"),
-                          tensors.pack(f"{part}.self_attn.k_proj", f"{part}.self_attn.v_proj"),
+                          tensors.pack(f"{part}.self_attn.k_proj", f"{part}.self_attn.v_proj", quantize=quantize),
                           convolution(f"{part}.attention_conv"), convolution(f"{part}.mlp_conv"))
 
     pairs = None
@@ -140,8 +147,8 @@ def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConf
                          for name in ("predecessor", "successor"))
         pairs = PairTerms(first, second, gate=tensors.pack("candidate_selector.hidden_projection"))
     return BlockWeights(
-        tensors.pack("embed_tokens") if "embed_tokens.weight" in names else None, tensors.pack("fc"),
+        tensors.pack("embed_tokens") if "embed_tokens.weight" in names else None, tensors.pack("fc", quantize=quantize),
         tensors.norm("hidden_norm"), tuple(read_layer(index) for index in range(layer.num_layers)),
         tensors.norm("norm"),
-        tensors.pack("lm_head") if "lm_head.weight" in names else None,
+        tensors.pack("lm_head", quantize=of_head) if "lm_head.weight" in names else None,
         None if ids is None else ids.to(kernels.device), pairs)

@@ -17,6 +17,7 @@ from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.cache.taps import TappedRows
 from longdraft.drafters import block as drafting
+from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.marginal_tree import MarginalTrees, Slot
 from longdraft.errors import LongdraftError, ModelError
 from longdraft.kernels import noise
@@ -318,6 +319,38 @@ def test_the_text_is_that_of_plain_decoding(tiny, tmp_path, shape, settings):
     assert tally.drafted["block"] > 0
 
 
+@pytest.mark.parametrize("options", [dict(draft_vocabulary=100), dict(rows=3, nodes=2), dict(sinks=0, window=5)])
+def test_a_smaller_draft_is_right_too(tiny, tmp_path, options):
+    model = load(tiny["mha"])
+    head = make_block(tmp_path, model)
+    params, tally = SamplingParams(max_new_tokens=30, seed=5, min_p=0.05), Tally()
+    written = generate(model, prompt_of(40), params, by_name("block", block=head, **options), tally=tally)
+    assert written == generate(model, prompt_of(40), params, by_name("plain")) and tally.drafted["block"] > 0
+
+
+def test_a_draft_vocabulary_gives_the_same_logits_of_its_tokens(tiny, tmp_path):
+    model = load(tiny["mha"])
+    head = make_block(tmp_path, model)
+    drafter, context = read(model, head, IDS)
+    whole = slots_of(drafter, context).logits
+    limited = DraftVocabulary(model, 100).model(context)
+    some = head.block(context.last, len(context) - 1, head.config.block_size, drafter.rows.stores, limited).logits
+    assert (some > -torch.inf).sum() == 99 * len(some), "the mask is one of them"
+    assert torch.equal(some[some > -torch.inf], whole[some > -torch.inf])
+
+
+@pytest.mark.parametrize("shape", ["DFlash", "DFlash2, draft vocabulary"])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_layers_guess_nearly_the_same(tiny, tmp_path, shape, quantize):
+    write_block(tmp_path, Shape(**SHAPES[shape]))
+    model, logits = load(tiny["mha"]), []
+    for asked in ("same", quantize):
+        head = block_files.load_block(tmp_path, model, lambda *given: None, asked=asked)
+        drafter, context = read(model, head, IDS)
+        logits.append(slots_of(drafter, context).logits.clamp_min(-1e3))
+    assert 0 < (logits[0] - logits[1]).abs().mean() < {"int8": 0.1, "int4": 0.5}[quantize] * logits[0].std()
+
+
 @pytest.mark.parametrize("lie", ["other layers", "NaN states", "NaN logits", "the mask token"])
 def test_a_head_that_lies_changes_nothing(tiny, tmp_path, monkeypatch, lie):
     model = load(tiny["mha"])
@@ -328,9 +361,9 @@ def test_a_head_that_lies_changes_nothing(tiny, tmp_path, monkeypatch, lie):
         own = block.BlockHead.context
         monkeypatch.setattr(block.BlockHead, "context", lambda *given: tuple(x * torch.nan for x in own(*given)))
     elif lie == "NaN logits":
-        monkeypatch.setattr(block.BlockHead, "_logits", lambda self, x: torch.full((len(x), VOCAB), torch.nan))
+        monkeypatch.setattr(block.BlockHead, "_logits", lambda self, x, target: torch.full((len(x), VOCAB), torch.nan))
     else:
-        monkeypatch.setattr(block.BlockHead, "_logits", lambda self, x: torch.eye(VOCAB)[[MASK] * len(x)] * 99)
+        monkeypatch.setattr(block.BlockHead, "_logits", lambda self, x, target: torch.eye(VOCAB)[[MASK] * len(x)] * 99)
     params, tally = SamplingParams(max_new_tokens=30, seed=5, min_p=0.05), Tally()
     written = generate(model, prompt_of(40), params, by_name("block", block=head, suffix="false"), tally=tally)
     assert written == generate(model, prompt_of(40), params, by_name("plain"))
