@@ -30,6 +30,7 @@ from longdraft.engine.provenance import provenance
 from longdraft.errors import JournalError, LongdraftError, NumericalError, UsageError, check
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
+from longdraft.parts.block import BlockHead
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
 from longdraft.request.context import Prompt
@@ -93,6 +94,10 @@ class Engine:
     @property
     def eagle(self) -> Eagle | None:
         return self.loaded.eagle
+
+    @property
+    def block(self) -> BlockHead | None:
+        return self.loaded.block
 
     @property
     def draft(self) -> Transformer | None:

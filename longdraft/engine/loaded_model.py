@@ -33,6 +33,7 @@ from longdraft.journal.config_hash import config_sha256
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
+from longdraft.parts.block import BlockHead
 from longdraft.parts.draft_copy import SAME, load_copy
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
@@ -66,7 +67,7 @@ class DrafterChoice:
 
     @property
     def needs(self) -> str:
-        """The part that this drafter cannot work without: "heads", "glide", "eagle", "draft" or ""."""
+        """The part that this drafter cannot work without: "heads", "glide", "eagle", "block", "draft" or ""."""
         return drafters.DRAFTERS[self.name].needs
 
     @property
@@ -98,7 +99,7 @@ class LoadedModel:
     corpora            texts of the drafter `suffix`, indexed when a request needs them
     knowledge          measurements of the drafter `auto` about its candidates, which all requests share
     heads_name         the folder or hub id that the user named for heads of any kind or glide
-    heads, glide, eagle  trained parts, if found
+    heads, glide, eagle, block  trained parts, if found
     draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder
     draft_copy         a quantised copy of the target for self-drafting chains, and the option it was made for
     quantized_cache    folder of cached quantised weights; None: nothing is cached
@@ -118,6 +119,7 @@ class LoadedModel:
     heads: Heads | None = None
     glide: Glide | None = None
     eagle: Eagle | None = None
+    block: BlockHead | None = None
     draft: Transformer | None = None
     draft_name: str = ""
     draft_copy: Transformer | None = None
@@ -137,7 +139,7 @@ class LoadedModel:
         parts = TrainedParts()
         if choice.name in drafters.WITH_HEADS:
             owner = Target(target, partial(fingerprint.weights_sha256, files), tokenizer.vocabulary_sha256,
-                           tokenizer.encode if tokenizer.vocabulary() else None)
+                           tokenizer.encode if tokenizer.vocabulary() else None, choice.options.head_weights)
             parts = (owner.find(files.folder, choice.needs) if heads_name is None
                      else owner.load(hub.resolve(heads_name, hub_options)))
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
@@ -165,7 +167,8 @@ class LoadedModel:
             loaded = replace(loaded, knowledge=SharedStatistics(self.target.weights_in_tokens))
         if choice.needs and getattr(loaded, choice.needs) is None:
             what, cure = (("a smaller model", "--drafter-option model=NAME") if choice.needs == "draft" else
-                          ("an EAGLE head" if choice.needs == "eagle" else f"trained {choice.needs}", "--heads"))
+                          ({"eagle": "an EAGLE head", "block": "a block head"}.get(
+                              choice.needs, f"trained {choice.needs}"), "--heads"))
             raise ModelError(f"drafter {choice.name!r} needs {what} and {self.files.folder} has none; give {cure}, "
                              f"train with `longdraft train {choice.needs}`, or use --drafter magicdec")
         return loaded
@@ -183,7 +186,8 @@ class LoadedModel:
     def target_for(self, length: int, choice: DrafterChoice) -> Transformer:
         """The target for a text of `length` tokens, prompt included, with the taps that the drafter reads."""
         target = self.target.for_length(length)
-        return target.with_taps(self.eagle.taps) if self.eagle and choice.name in drafters.WITH_EAGLE else target
+        head = self.block or self.eagle
+        return target.with_taps(head.taps) if head and choice.name in drafters.WITH_STATES else target
 
     def draft_for(self, length: int, choice: DrafterChoice) -> Transformer | None:
         """The draft model for a text of `length` tokens, of which it may read a window only."""

@@ -77,7 +77,7 @@ def differences(began: Header, now: Header) -> tuple[list[str], list[str]]:
 def provenance(model: LoadedModel) -> dict[str, Any]:
     """The loaded files: names and hashes of the model's parts, and the bytes that decoding reads."""
     folder = model.files.folder
-    files = {part: folder / part / WEIGHTS for part in ("heads", "glide", "eagle", "draft")}
+    files = {part: folder / part / WEIGHTS for part in ("heads", "glide", "eagle", "block", "draft")}
     parts = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
              if not model.heads_name and file.exists()}
     identity = model.identity
