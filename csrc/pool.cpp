@@ -23,6 +23,8 @@ namespace {
 void relax() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // some ten cycles; `yield` does nothing on most processors
 #else
     std::this_thread::yield();
 #endif
