@@ -7,7 +7,7 @@
 #   PYTHON  of a set-up with longdraft's tools for tests
 #   all     also the kernels' tests and the equality tests
 set -euo pipefail
-python=$(realpath -s "$1") extent=${2:-short} folder=build/arm
+python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1") extent=${2:-short} folder=build/arm
 mkdir -p $folder
 "$python" -m pip install --quiet --disable-pip-version-check cmake nanobind ninja
 PATH="$(dirname "$python"):$PATH"
