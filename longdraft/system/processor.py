@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 _PROC, _SYS = Path("/proc"), Path("/sys")
@@ -17,7 +16,7 @@ _MACOS_UNITS = {"i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16", "asimddp": "FEAT_DotPr
 
 def name() -> str:
     """The processor's name and its vector units that the kernels can use."""
-    if sys.platform == "darwin":
+    if platform.system() == "Darwin":
         units = [unit for unit, feature in _MACOS_UNITS.items() if sysctl(f"hw.optional.arm.{feature}") == "1"]
         return _with_units(sysctl("machdep.cpu.brand_string") or platform.machine(), units)
     with contextlib.suppress(OSError):
@@ -72,7 +71,7 @@ def sysctl(variable: str) -> str:
 
 def _output(*command: str) -> str:
     """What a program of macOS prints; empty on other systems, and if it fails."""
-    if sys.platform != "darwin":
+    if platform.system() != "Darwin":
         return ""
     with contextlib.suppress(OSError):
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout

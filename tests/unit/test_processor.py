@@ -38,7 +38,7 @@ def macos(monkeypatch: pytest.MonkeyPatch):
             name = command[-1]
             return SimpleNamespace(stdout=VM_STAT if name == "vm_stat" else variables.get(name, "") + "\n")
 
-        monkeypatch.setattr(processor.sys, "platform", "darwin")
+        monkeypatch.setattr(processor.platform, "system", lambda: "Darwin")
         monkeypatch.setattr(processor.subprocess, "run", run)
 
     return begin
