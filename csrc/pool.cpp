@@ -16,6 +16,9 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+#if defined(__APPLE__)
+#include <pthread/qos.h>
+#endif
 
 namespace longdraft {
 namespace {
@@ -23,6 +26,8 @@ namespace {
 void relax() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // some ten cycles; `yield` does nothing on most processors
 #else
     std::this_thread::yield();
 #endif
@@ -121,6 +126,9 @@ class Pool {
     }
 
     void serve() {
+#if defined(__APPLE__)
+        pthread_set_qos_class_self_np(QOS_CLASS_USER_INITIATED, 0);  // otherwise threads may be kept to the slow cores
+#endif
         while (wait_for_work()) take_jobs();
     }
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -30,6 +31,7 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.journal.config_hash import config_sha256
+from longdraft.journal.format import UNNAMED
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
@@ -325,13 +327,18 @@ class LoadedModel:
 
     @property
     def arithmetic(self) -> dict[str, str]:
-        """The inputs of the last bits of logits: kernels, device, dtype, versions and the number of ranks."""
+        """The inputs of the last bits of logits: kernels, device, dtype, versions and the number of ranks.
+
+        The machine is named where it is not x86-64: the C library's logarithms differ, and so do PyTorch's sums.
+        """
         kernels = self.target.kernels
         size = parallel.shard_of(kernels).size
         degree = {"tensor_parallel": str(size)} if size > 1 else {}  # ranks add up in an order of their own
         if kernels.device.type == "cuda":
             degree |= {"gpu": torch.cuda.get_device_name(kernels.device),
                        "triton_version": importlib.metadata.version("triton")}
+        if platform.machine() != UNNAMED["machine"]:
+            degree["machine"] = platform.machine()
         return {"kernels": kernels.name, "device": str(kernels.device),
                 "dtype": str(kernels.dtype).removeprefix("torch."), "longdraft_version": __version__,
                 "torch_version": str(torch.__version__), **degree}
