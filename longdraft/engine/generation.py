@@ -103,8 +103,8 @@ class Generation(Iterator[Event]):
         context.extend(int(token) for token in written)
         drafts = drafter.name != "plain"
         has_rules = isinstance(sampler, ThinkingSampler)
-        runs_ahead = sampler.on_device and not drafts and logprobs is None
-        ahead = PlainAhead(target, cache, sampler, self.clock) if runs_ahead else None
+        # A ranker of a text under rules may guess wrong beyond its thought.
+        ahead = None if drafts or has_rules or logprobs is not None else PlainAhead(target, cache, sampler, self.clock)
         self.step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
                          drafts and (bool(params.structured_outputs) or has_rules), ahead)
         self.phrases = _phrase_filter(model.tokenizer, params, context, ends, rules) if params.banned_strings else None
