@@ -14,9 +14,10 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
+_warned: WeakSet[Tokenizer] = WeakSet()  # of prompts that begin with their first token
 
 
 @dataclass(frozen=True)
@@ -207,20 +209,13 @@ class LoadedModel:
         if not ids:
             raise UsageError("the prompt is empty; give at least one token of text")
         if isinstance(prompt, str) and len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.begin_id:
-            _ = self._warned_of_two_begins
+            _warn_of_two_begins(self.tokenizer)
         vocabulary = self.target.config.vocab_size
         bad = next((i for i in ids if not 0 <= i < vocabulary), None)
         token = self.tokenizer.letters(bad) if bad is not None and bad >= 0 else ""
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}",
               f"the model has no row for the token {token!r}, so leave that text out" if token else "")
         return ids
-
-    @cached_property
-    def _warned_of_two_begins(self) -> bool:
-        """Logs a warning when it is first read: one for all prompts."""
-        log.warning("the prompt begins with %r, which the tokenizer adds to every prompt, so the model reads it twice; "
-                    "leave it out", self.tokenizer.letters(self.tokenizer.begin_id or 0))
-        return True
 
     def settings(self, params: SamplingParams | None) -> SamplingParams:
         """The settings of a request: those given, or the model's defaults. UsageError for another type."""
@@ -357,6 +352,14 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """`identity` as a short hash. Models with equal fingerprints write equal texts."""
         return "fp_" + hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _warn_of_two_begins(tokenizer: Tokenizer) -> None:
+    """Log a warning, once for all prompts of a tokenizer."""
+    if tokenizer not in _warned:
+        _warned.add(tokenizer)
+        log.warning("the prompt begins with %r, which the tokenizer adds to every prompt, so the model reads it twice; "
+                    "leave it out", tokenizer.letters(tokenizer.begin_id or 0))
 
 
 def _row_of_ids(prompt: object) -> list[int]:
