@@ -98,13 +98,13 @@ class Generation(Iterator[Event]):
         draft_copy = model.draft_copy_for(length, drafter)
         self._resources = drafters.Resources(
             target, cache, sampler, params, model.heads, model.glide, model.corpora, draft, clock=self.clock,
-            knowledge=model.knowledge, draft_copy=draft_copy, eagle=model.eagle)
+            knowledge=model.knowledge, draft_copy=draft_copy, eagle=model.eagle, block=model.block)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         drafts = drafter.name != "plain"
         has_rules = isinstance(sampler, ThinkingSampler)
-        runs_ahead = sampler.on_device and not drafts and logprobs is None
-        ahead = PlainAhead(target, cache, sampler, self.clock) if runs_ahead else None
+        # A ranker of a text under rules may guess wrong beyond its thought.
+        ahead = None if drafts or has_rules or logprobs is not None else PlainAhead(target, cache, sampler, self.clock)
         self.step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
                          drafts and (bool(params.structured_outputs) or has_rules), ahead)
         self.phrases = _phrase_filter(model.tokenizer, params, context, ends, rules) if params.banned_strings else None

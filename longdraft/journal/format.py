@@ -41,6 +41,7 @@ FORMAT = 1
 HEADER, RUN, TOKENS, FINISH, CLOSING = b"HRTFC"
 CHECKSUM = 8  # bytes
 MAX_RECORD = 1 << 28  # bytes of a payload; the header for a prompt of 10,000,000 tokens needs a quarter of this
+UNNAMED = {"machine": "x86_64", "tensor_parallel": "1"}  # of `arithmetic`: values that are left out
 _HEAD = struct.Struct("<BI")
 _STEP = struct.Struct("<dI")
 STEP_BYTES, TOKEN_BYTES = _HEAD.size + _STEP.size + CHECKSUM, 4  # of a T record without tokens; of each token
@@ -56,7 +57,8 @@ class Header:
     sampling       every setting by its name in SamplingParams, with the seed
     eos_token_ids  the model's end-of-text ids
     quantize       none | int8 | int4 | file
-    arithmetic     what determines the last bits of the logits: kernels, device, dtype and versions
+    arithmetic     what determines the last bits of the logits: kernels, device, dtype, versions, and what `UNNAMED`
+                   lists where it has another value
     exactness      bit-exact | distribution
     drafter, drafter_options, heads             informational: the text does not depend on these
     """

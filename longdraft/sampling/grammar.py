@@ -20,10 +20,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from longdraft.request.tree import Tree
 from longdraft.system.limited import LimitedProcess, LimitError, on_large_stack
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Mask = NDArray[np.bool_]  # [V]: the tokens that are allowed
 FORCED = "grammar"  # the source of forced tokens in the statistics
@@ -47,6 +48,7 @@ _MAX_FORCED_BYTES = 1 << 16  # that a grammar may demand from its first token on
 _MAX_KEPT_CHARACTERS = 1 << 24  # of grammars whose results are kept; the texts of a server's queue have fewer
 MATCHER_BYTES = 160 << 20  # memory of a text's matcher, about: 250,000 states of the lexer, its limit, take 133 MB
 _OVERHEAD = 4096  # of a result, in characters
+_HEAVY_S = 0.02  # that the beginning of a text takes, from which on its tokens may take long, too
 _MISMATCH = "satisfy the grammar"  # in the engine's message about a token that is not allowed
 _NOTHING = "no text matches it"
 _WHITESPACE = r"[ \n]{0,2}"  # between the parts of JSON: unbounded white space can go on for ever
@@ -152,6 +154,20 @@ def _new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def _ended_matcher(tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher that has failed, and refuses every token at once."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(tokenizer, "", log_level=0)
+
+
+@cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(1)
 
 
 def _problem(matcher: LLMatcher) -> str:
@@ -263,7 +279,10 @@ class Grammar:
 
     def __init__(self, rules: GrammarRules) -> None:
         self._rules = rules
+        began = time.perf_counter()
         self._matcher = rules.new_matcher()
+        is_heavy = time.perf_counter() - began > _HEAVY_S
+        self._companion = _ended_matcher(rules.tokenizer) if is_heavy else None
         self._num_seen = 0  # new tokens
         self.has_begun = True
         self._is_ended = False
@@ -366,8 +385,16 @@ class Grammar:
                 self._consume(token)
 
     def _consume(self, token: int) -> None:
-        """UsageError where the grammar does not allow it: the text was written with another one."""
-        if not self._matcher.consume_token(token):
+        """UsageError where the grammar does not allow it: the text was written with another one.
+
+        A token of a heavy grammar may take 40 ms. llguidance leaves the interpreter to other threads only where it is
+        given the tokens of several matchers, which takes 80 microseconds more.
+        """
+        if self._companion is None:
+            is_allowed = self._matcher.consume_token(token)
+        else:
+            is_allowed, _ = _executor().consume_token_par([(self._matcher, token), (self._companion, token)])
+        if not is_allowed:
             self._require_no_problem()
 
     def _mask(self) -> Mask:

@@ -51,6 +51,15 @@ class MarkedTokens(NamedTuple):
 NO_MARKS = MarkedTokens()
 
 
+class Shortlist(NamedTuple):
+    """A drafter's best guesses for one place, as `Sampler.ranked` orders them, with their scores [K] in nats, falling:
+    logit / T + noise after penalties, at T = 0 the logit. Guesses that the filters remove have at most the score of
+    those before them."""
+
+    tokens: list[int]
+    scores: NDArray[np.float64]
+
+
 class Sampler:
     """Chooses tokens of one request.
 
@@ -183,6 +192,24 @@ class Sampler:
             scores = row[others].astype(np.float64) / self.params.temperature
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
         return Ranked([token for score, token in ranked if score >= ranked[0][0] - within], lead)
+
+    def shortlists(self, logits: torch.Tensor, context: Context, num: int) -> list[Shortlist]:
+        """A drafter's `num` best guesses for each of the places after the text, from their logits [places, V].
+
+        As `ranked` with no path and as many unknown tokens in between as there are places before; logits of a device
+        are copied to the host once.
+        """
+        rows, shortlists = logits.detach().float().cpu(), []
+        for ahead, row in enumerate(rows):
+            tokens = np.array(self.ranked(row, context, (), num, ahead).tokens, dtype=np.int64)
+            position = len(context) + ahead
+            values = self._penalised(self._biased(row[None], [position], None), context, [()], ahead)[0]
+            scores = values[tokens].astype(np.float64)
+            if self.params.temperature > 0:
+                scores = scores / self.params.temperature + noise.gumbel(self._seed, position, tokens)
+            sound = np.isfinite(scores)
+            shortlists.append(Shortlist(tokens[sound].tolist(), np.minimum.accumulate(scores[sound])))
+        return shortlists
 
     def log_probabilities(self, logits: torch.Tensor, context: Context,
                           paths: Sequence[Sequence[int]]) -> list[Support]:

@@ -62,7 +62,7 @@ class Step(NamedTuple):
     num_logprobs  likeliest tokens to report beside each accepted one; None: no log-probabilities
     drafts_forced  draft the tokens that a grammar or a thought's closing forces, whatever the drafter proposes; not in
                    plain decoding
-    ahead   tokens of plain decoding that a device computes ahead; None: each step computes its own
+    ahead   tokens of plain decoding that are computed ahead; None: each step computes its own
     """
 
     model: Transformer

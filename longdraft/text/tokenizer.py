@@ -26,7 +26,7 @@ from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
 from longdraft.text.gguf_vocabulary import template_of, tokenizer_of, twins_of
 from longdraft.text.pieces import has_long_piece
-from longdraft.text.tokenizer_config import add_tokens, special_tokens
+from longdraft.text.tokenizer_config import SideFiles, add_tokens
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
 _MAX_LISTED = 3  # differing tokens that an error message lists
@@ -65,7 +65,8 @@ class Tokenizer:
         """Raises ModelError if the tokenizer is missing or malformed. template: a file with another chat template"""
         self._folder = folder
         self._template = template
-        self._tokenizer, self.sha256 = read_tokenizer(folder)
+        self._beside = SideFiles(folder)
+        self._tokenizer, self.sha256 = read_tokenizer(folder, self._beside)
         self._twins = twins_of(open_gguf(folder)) if folder.is_file() else {}
 
     _grammars: GrammarCompiler | None = None
@@ -84,7 +85,7 @@ class Tokenizer:
     @property
     def end_id(self) -> int | None:
         """The token that ends a text, as the tokenizer's own files say; None: they name none."""
-        special = template_of(open_gguf(self._folder))[1] if self._folder.is_file() else special_tokens(self._folder)
+        special = template_of(open_gguf(self._folder))[1] if self._folder.is_file() else self._beside.special
         end: int | None = self._tokenizer.token_to_id(special.get("eos_token", ""))
         return end
 
@@ -254,11 +255,11 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        return ChatTemplate.find(self._folder, self._template)
+        return ChatTemplate.find(self._folder, self._template, self._beside)
 
 
-def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
-    """The tokenizer of a model folder or a GGUF file, and its hash (see `Tokenizer`).
+def read_tokenizer(folder: Path, beside: SideFiles | None = None) -> tuple[HFTokenizer, str]:
+    """The tokenizer of a model folder or a GGUF file, and its hash (see `Tokenizer`). beside: the folder's small files
 
     The settings of tokenizer.json that cut texts, fill them up, or merge at random (dropout) are left out.
 
@@ -287,7 +288,7 @@ def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
     tokenizer.no_padding()
     if isinstance(tokenizer.model, BPE):
         tokenizer.model.dropout = None
-    if changes := add_tokens(tokenizer, folder):
+    if changes := add_tokens(tokenizer, beside or SideFiles(folder)):
         content += json.dumps(changes).encode()
     return tokenizer, hashlib.sha256(content).hexdigest()
 

@@ -23,14 +23,15 @@ Factory = Callable[[drafters.Resources], Drafter]
 
 
 def by_name(name: str, heads: object = None, draft: Transformer | None = None, glide: object = None,
-            eagle: Any = None, **options: object) -> Factory:
+            eagle: Any = None, block: Any = None, **options: object) -> Factory:
     parsed = drafters.parse_options(name, options)
 
     def factory(given: drafters.Resources) -> Drafter:
         return drafters.DRAFTERS[name].build(
-            parsed, given._replace(heads=heads, draft=draft, glide=glide, eagle=eagle))
+            parsed, given._replace(heads=heads, draft=draft, glide=glide, eagle=eagle, block=block))
 
-    factory.taps = eagle.taps if eagle and name in drafters.WITH_EAGLE else ()  # of the target, for the drafter
+    head = block if name == "block" else eagle
+    factory.taps = head.taps if head and name in drafters.WITH_STATES else ()  # of the target, for the drafter
     return factory
 
 
