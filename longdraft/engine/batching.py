@@ -46,7 +46,7 @@ class Batch:
         # shares with another text, which reads it now. Between two steps a text needs nothing.
         self._needs: dict[int, ForwardRequest | Launched | Waiting] = {}
         self._numbers = count()
-        self.own_seconds: dict[int, float] = {}  # processor time of each text in the latest round, shared forwards apart
+        self.own_seconds: dict[int, float] = {}  # processor time of texts in the latest round, forwards apart
 
     def __len__(self) -> int:
         """Number of texts in the batch."""
