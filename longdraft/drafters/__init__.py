@@ -60,7 +60,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter
 from longdraft.speculation.routine import CostClock
-from longdraft.system import machine
+from longdraft.system import processor
 from longdraft.version import __version__
 
 AUTO = "auto"
@@ -162,7 +162,7 @@ def _costs_identity(resources: Resources) -> dict[str, Any]:
     """The properties on which the costs of the candidates depend."""
     model, draft, copy = resources.model, resources.draft, resources.draft_copy
     return {
-        "machine": machine.processor(), "threads": kernels.threads(model.kernels), "version": __version__,
+        "machine": processor.name(), "threads": kernels.threads(model.kernels), "version": __version__,
         "kernels": model.kernels.name, "device": str(model.kernels.device), "dtype": str(model.kernels.dtype),
         "model": repr(model.config), "quantize": model.weights.quantize,
         "copy": copy and copy.weights.quantize, "draft": draft and repr(draft.config),
