@@ -77,7 +77,7 @@ def differences(began: Header, now: Header) -> tuple[list[str], list[str]]:
 def provenance(model: LoadedModel) -> dict[str, Any]:
     """The loaded files: names and hashes of the model's parts, and the bytes that decoding reads."""
     folder = model.files.folder
-    files = {part: folder / part / WEIGHTS for part in ("heads", "glide", "eagle", "draft")}
+    files = {part: folder / part / WEIGHTS for part in ("heads", "glide", "eagle", "block", "draft")}
     parts = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
              if not model.heads_name and file.exists()}
     identity = model.identity
@@ -123,7 +123,7 @@ def open_for_resume(folder: Path, model: LoadedModel, drafter: DrafterChoice, fs
     if content.finish is None:
         writer, content = Journal.open(folder, fsync)
     try:
-        params = content.header.params
+        params = content.params
         now = new_header(model, drafter, model.check_request(content.header.prompt, params), params)
         inputs, arithmetic = differences(content.header, now)
         if inputs:

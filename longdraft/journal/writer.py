@@ -24,7 +24,7 @@ import numpy as np
 
 from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageError, check
 from longdraft.journal import format as form
-from longdraft.journal.format import Header, JournalContent, Run, RunningHash
+from longdraft.journal.format import Closing, Header, JournalContent, Run, RunningHash
 from longdraft.journal.snapshot_folder import remove_snapshot
 from longdraft.system.files import open_regular, sync_file, sync_folder
 
@@ -176,6 +176,10 @@ class Journal:
         self._put(form.TOKENS, form.dump_step(np.array(tokens, dtype=np.int32), drafted, seconds))
         if self.snapshot:
             self.snapshot.offer()
+
+    def close_thought(self, closing: Closing) -> None:
+        """Record that the text's thought closes on request, before any token that follows."""
+        self._put(form.CLOSING, form.dump_payload(closing))
 
     def finish(self, reason: str) -> None:
         """Write the last record: the text is complete."""
