@@ -16,6 +16,9 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+#if defined(__APPLE__)
+#include <pthread/qos.h>
+#endif
 
 namespace longdraft {
 namespace {
@@ -25,6 +28,8 @@ constexpr int SHARES = 2;  // of each thread, about, in which it takes the first
 void relax() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // some ten cycles; `yield` does nothing on most processors
 #else
     std::this_thread::yield();
 #endif
@@ -149,6 +154,9 @@ class Pool {
     }
 
     void serve(int thread) {
+#if defined(__APPLE__)
+        pthread_set_qos_class_self_np(QOS_CLASS_USER_INITIATED, 0);  // otherwise threads may be kept to the slow cores
+#endif
         while (wait_for_work(thread)) take_jobs();
     }
 
