@@ -407,7 +407,7 @@ FORMS: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
     "gemma3": [({"attention.sliding_window_pattern": 6}, {"attention.sliding_window_pattern": None}),
                ({"rope.freq_base_swa": 10000.0}, {"rope.freq_base_swa": None})],
     "gpt_oss": [({"attention.sliding_window_pattern": 2}, {"attention.sliding_window_pattern": None})],
-    "gemma4": [({}, {"expert_count": 0}), ({}, {"attention.shared_kv_layers": None}),
+    "gemma4": [({}, {"attention.temperature_scale": 0.3}), ({}, {"expert_count": 0}), ({}, {"attention.shared_kv_layers": None}),
                ({}, {"embedding_length_per_layer_input": None})],
     "phi3": [({}, {"attention.sliding_window": 0}), ({}, {"attention.sliding_window": 4096})],
 }
