@@ -115,7 +115,8 @@ class _PatternedLoader(Loader):
         super().__init__(RandomTensors(expected_shapes(config), ops), config, ops, quantize, None)
         self._matrices = _PatternedMatrices(ops, quantize)
 
-    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None) -> Linear:
+    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None,
+                is_fine: bool = False) -> Linear:
         return self._matrices.new(sum(sum(rows) for _, rows in stacked.parts), stacked.columns, stacked.has_bias)
 
     def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:

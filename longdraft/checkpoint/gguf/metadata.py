@@ -165,8 +165,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         _add_windows(config, read, kind.model_type)
     if kind is _OLMO3:  # layers with a window have the rope without its scaling
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": {
-            "rope_theta": read.number("rope.freq_base_swa", config["rope_parameters"]["rope_theta"]),
-            "rope_type": "default"}}
+            "rope_theta": config["rope_parameters"]["rope_theta"], "rope_type": "default"}}
     if name.startswith("gemma"):
         gemma.add(config, model, read, name)
     return config
