@@ -429,8 +429,9 @@ FORMS: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
     "gemma3": [({"attention.sliding_window_pattern": 6}, {"attention.sliding_window_pattern": None}),
                ({"rope.freq_base_swa": 10000.0}, {"rope.freq_base_swa": None})],
     "gpt_oss": [({"attention.sliding_window_pattern": 2}, {"attention.sliding_window_pattern": None})],
-    "gemma4": [({}, {"expert_count": 0}), ({}, {"attention.shared_kv_layers": None}),
-               ({}, {"embedding_length_per_layer_input": None})],
+    "gemma4": [({}, each) for each in ({"expert_count": 0}, {"attention.shared_kv_layers": None},
+                                       {"attention.temperature_scale": 0.3}, {"rope.scaling.factor": 1.0},
+                                       {"embedding_length_per_layer_input": None})],
     "phi3": [({}, {"attention.sliding_window": 0}), ({}, {"attention.sliding_window": 4096})],
 }
 ARRAYS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or one for each layer

@@ -155,7 +155,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         _add_window(config, read)
     if name != "gemma4":
         _add_rope(config, model, read, name)
-    if read.has("attention.temperature_scale"):
+    if name == "mistral3" and read.has("attention.temperature_scale"):
         config["rope_parameters"]["llama_4_scaling_beta"] = read.number("attention.temperature_scale")
         config["rope_parameters"].setdefault("original_max_position_embeddings", read.whole(
             "rope.scaling.original_context_length", config["max_position_embeddings"]))
