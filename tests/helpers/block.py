@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,6 +199,15 @@ def load_block(folder: Path, model: Transformer) -> block.BlockHead:
 def make_block(folder: Path, model: Transformer, **flags: object) -> block.BlockHead:
     write_block(folder, Shape(**flags))
     return load_block(folder, model)
+
+
+def block_of(model: Transformer) -> block.BlockHead:
+    """A random head for any model of two layers or more."""
+    size, vocabulary = model.whole.hidden_size, model.whole.vocab_size
+    shape = Shape(target=size, hidden=size, vocab=vocabulary, draft_vocab=vocabulary)
+    with tempfile.TemporaryDirectory() as folder:
+        write_block(Path(folder), shape, draft_vocab_size=vocabulary)
+        return load_block(Path(folder), model)
 
 
 class SlowBlock:
