@@ -117,7 +117,7 @@ class Preparer:
         names = [name for name in given if ALIASES[name] in ("reasoning_effort", "thinking_budget")]
         with _spelled(given, request.longdraft.model_fields_set):
             params = SamplingParams.from_names({name: given[name] for name in names})
-            return self.engine.effort(params, request.chat_template_kwargs or {})
+            return self.engine.effort(params, request.chat_template_kwargs or {}, turns_on=request.turns_thinking_on)
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""

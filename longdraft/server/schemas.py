@@ -226,9 +226,34 @@ class ChatRequest(SamplingRequest):
     @property
     def settings(self) -> dict[str, Any]:
         given, reasoning = super().settings, self.reasoning or ReasoningOptions()
-        effort = "none" if reasoning.enabled is False else reasoning.effort
-        own = {"reasoning_effort": effort, "thinking_budget": reasoning.max_tokens}
+        sampling = dict(given.pop("thinking", {}))
+        is_off = reasoning.enabled is False or sampling.pop("type", None) == "disabled"
+        own = {"reasoning_effort": "none" if is_off else reasoning.effort, "thinking": sampling or None,
+               "thinking_budget": sampling.pop("budget_tokens", reasoning.max_tokens)}
         return given | {name: value for name, value in own.items() if value is not None}
+
+    @property
+    def turns_thinking_on(self) -> bool:
+        """Whether the request asks for thinking without an effort."""
+        kind = (getattr(self, "thinking", None) or {}).get("type")
+        return kind in ("enabled", "adaptive") or bool(self.reasoning and self.reasoning.enabled)
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> ChatRequest:
+        """`thinking` has sampling settings, and may have the members of Anthropic's, GLM's and DeepSeek's objects."""
+        thinking = getattr(self, "thinking", None) or {}
+        if thinking.get("type", "enabled") not in ("enabled", "disabled", "adaptive"):
+            raise PydanticCustomError("thinking", "thinking.type is {kind}; allowed: enabled, disabled or adaptive",
+                                      {"kind": str(thinking["type"])[:80], "param": "thinking"})
+        if type(thinking.get("budget_tokens", 0)) is not int:
+            raise PydanticCustomError("thinking", "thinking.budget_tokens must be a whole number",
+                                      {"param": "thinking"})
+        budgets: set[Any] = {thinking.get("budget_tokens"), self.reasoning and self.reasoning.max_tokens,
+                   getattr(self, "thinking_budget", None)} - {None}
+        if len(budgets) > 1:
+            raise PydanticCustomError("thinking", "the request has the budgets {budgets}; give one of them",
+                                      {"budgets": ", ".join(map(str, sorted(budgets))), "param": "thinking_budget"})
+        return self
 
     @model_validator(mode="after")
     def _check_reasoning(self) -> ChatRequest:

@@ -35,6 +35,7 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.kernels.formats import mxfp4
 from longdraft.model import config as model_config
 from longdraft.model.transformer import chain_rows
+from longdraft.parts import draft_copy
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.tokenizer import Tokenizer
 
@@ -203,6 +204,27 @@ def test_drafters_write_the_plain_text_of_a_quantised_file(tmp_path, llama, quan
         texts.append([event.tokens for event in engine.generate(prompt_of(60), params)])
     flat = [[token for tokens in text for token in tokens] for text in texts]
     assert flat[0] == flat[1] == flat[2] and len(flat[0]) == 40
+
+
+def test_an_expanded_target_drafts_with_the_numbers_of_its_file(tmp_path, monkeypatch, llama):
+    """Also by default, and most of their guesses are right. A target that has these numbers makes no copy of them."""
+    monkeypatch.setattr(draft_copy, "_MIN_BYTES", 1)
+    convert(*llama, tmp_path / "model.gguf", "Q4_0")
+
+    def text_of(drafter, quantize, **options):
+        engine = longdraft.load(str(tmp_path / "model.gguf"), drafter=drafter, quantize=quantize,
+                                drafter_options=options)
+        return list(engine.generate(prompt_of(60), SamplingParams(max_new_tokens=40, seed=3)))[-1].stats
+
+    plain = text_of("plain", "none")
+    for options in ({}, {"draft_weights": "file"}):
+        drafted = text_of("magicdec", "none", budget=400, **options)
+        assert drafted["draft_weights"] == "file" and drafted["mean_accepted_length"] > 3
+        assert drafted["sha256_tokens"] == plain["sha256_tokens"]
+    assert text_of("magicdec", "file", draft_weights="file")["draft_weights"] == "same"
+    convert(*llama, tmp_path / "model.gguf", "BF16")
+    with pytest.raises(UsageError, match="draft_weights is 'file', which copies the numbers of a quantised file"):
+        text_of("magicdec", "none", draft_weights="file")
 
 
 @pytest.mark.parametrize("rope, found", [
