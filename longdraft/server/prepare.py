@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +20,14 @@ from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal.format import journal_exists, read_journal
 from longdraft.request.sampling_params import ALIASES, MAX_SEED, SamplingParams
+from longdraft.request.tools import FIELDS as TOOL_FIELDS
+from longdraft.request.tools import ToolRequest, parse_tools
 from longdraft.sampling.grammar import MATCHER_BYTES
 from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import has_space, prompt_excerpt
 from longdraft.server.logs import log_event
-from longdraft.server.replies import ResponseOptions
+from longdraft.server.replies import Reply, ReplyBuilder, ResponseOptions
 from longdraft.server.schemas import (
     ChatMessage,
     ChatRequest,
@@ -37,6 +39,10 @@ from longdraft.server.schemas import (
 )
 from longdraft.server.settings import ServerSettings
 from longdraft.text.thinking import AnswerFormat, find_format
+from longdraft.text.tokenizer import Tokenizer
+from longdraft.text.tools.forms import GENERIC, ToolForm, find_form, template_messages
+from longdraft.text.tools.grammar import ToolGrammar
+from longdraft.text.tools.reader import ToolAnswers
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
@@ -55,6 +61,7 @@ class PreparedRequest(NamedTuple):
     options: ResponseOptions
     events: EventQueue
     check_grammar: Callable[[], object] | None = None  # raises ApiError; takes up to seconds. None: it is known
+    new_reply: Callable[[ResponseOptions, str, Tokenizer, list[GenerationJob]], Reply] = ReplyBuilder
 
 
 @dataclass(frozen=True)
@@ -93,20 +100,27 @@ class Preparer:
     def chat(self, request: ChatRequest, events: EventQueue) -> PreparedRequest:
         self._require_few(request.n, "n")
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
         ids = self._encode_chat(request.messages, request.chat_template_kwargs or {}, request.continue_final_message,
-                                request.add_generation_prompt)
+                                request.add_generation_prompt, tools)
         room = max(1, self.context_limit - len(ids))
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs, check_grammar = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id,
-                                         logprobs, events)
+                                         logprobs, events, tools)
         divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
-        form = self._answer_format if divides else None
+        answers = ToolAnswers(self._tool_form if tools else GENERIC, self.engine.tokenizer,
+                              self._answer_format if divides or tools else None, tools)
         begun = request.messages[-1].for_template()["content"] if request.continue_final_message else ""
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
-                                  new_reader=partial(form.reader, ids, begun) if form else None)
+                                  new_reader=partial(answers.reader, ids, begun),
+                                  tools=tools)
         return PreparedRequest(jobs, options, events, check_grammar)
+
+    @cached_property
+    def _tool_form(self) -> ToolForm:
+        return find_form(self.engine.tokenizer.chat_template, self.settings.tool_form)
 
     @cached_property
     def _answer_format(self) -> AnswerFormat | None:
@@ -132,7 +146,7 @@ class Preparer:
     def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         self.require_model(request.model)
         if request.messages is not None:
-            ids = self._encode_chat(request.messages, {}, False, True)
+            ids = self._encode_chat(request.messages, {}, False, True, None)
         else:
             assert request.prompt is not None, "TokenizeRequest has a prompt or messages"
             self._require_short([request.prompt], "prompt")
@@ -162,11 +176,15 @@ class Preparer:
             raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
 
     def _encode_chat(self, messages: list[ChatMessage], variables: Mapping[str, Any], continues: bool,
-                     begins_answer: bool | None) -> list[int]:
+                     begins_answer: bool | None, tools: ToolRequest | None) -> list[int]:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
         tokenizer = self.engine.tokenizer
+        if tools or any(message.tool_calls or message.tool_call_id or message.function_call for message in messages):
+            plain = template_messages(self._tool_form, plain, tools,
+                                      is_lenient=self.settings.unknown_parameters == "warn")
         prompt = tokenizer.chat(plain, variables, continue_final_message=continues,
+                                tools=tools.definitions if tools else None,
                                 add_generation_prompt=not continues if begins_answer is None else begins_answer)
         self._require_short([prompt], "messages")  # a template may write far more than the messages
         return tokenizer.encode(prompt, add_special_tokens=False)
@@ -194,7 +212,7 @@ class Preparer:
                            f"{self.settings.max_choices}; send several requests", param=param, code="invalid_value")
 
     def _jobs(self, request: SamplingRequest, prompts: list[list[int]], default_tokens: int, request_id: str,
-              logprobs: int | None, events: EventQueue
+              logprobs: int | None, events: EventQueue, tools: ToolRequest | None = None
               ) -> tuple[list[GenerationJob], Callable[[], object] | None]:
         """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i. And the check of the
         grammar, as in `PreparedRequest`."""
@@ -203,6 +221,9 @@ class Preparer:
         loaded, spelled = self.engine.loaded, partial(_spelled, given, request.longdraft.model_fields_set)
         with spelled():
             params = self.engine.params(**given)
+            if tools is not None:
+                grammar = ToolGrammar.of(self._tool_form, self.engine.tokenizer, self._answer_format)
+                params = replace(params, structured_outputs=grammar.structure(tools, params.structured_outputs))
             loaded.check_settings(params)
 
         def check_grammar() -> None:

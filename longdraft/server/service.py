@@ -24,7 +24,7 @@ from longdraft.server.journals import JournalFolder
 from longdraft.server.keys import KeyRing
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.prepare import PreparedRequest, Preparer
-from longdraft.server.replies import DONE, ReplyBuilder, TimedStream, data_event, event_stream, progress_comment
+from longdraft.server.replies import Reply, TimedStream, event_stream, progress_comment
 from longdraft.server.scheduler import Scheduler
 from longdraft.server.schemas import ExportRequest
 from longdraft.server.settings import ServerSettings
@@ -80,7 +80,7 @@ class Service:
         if prepared.check_grammar is not None:
             await self.grammars.run(request, prepared.check_grammar)
         jobs = prepared.jobs
-        reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
+        reply = prepared.new_reply(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
             return event_stream(self._stream(prepared, reply), self.settings.stall_s, lambda: self._close(prepared),
@@ -121,7 +121,7 @@ class Service:
             self.scheduler.cancel(job)
         prepared.events.close()
 
-    async def _whole(self, request: Request, prepared: PreparedRequest, reply: ReplyBuilder) -> Response:
+    async def _whole(self, request: Request, prepared: PreparedRequest, reply: Reply) -> Response:
         pending = set(prepared.jobs)
         prepared.events.wakes_at = _MAX_EVENTS  # one step would make the event loop compete with the engine each time
         while pending:
@@ -138,9 +138,9 @@ class Service:
             return StreamingResponse(reply.whole(), media_type="application/json")
         return Response(b"".join(reply.whole()), media_type="application/json")
 
-    async def _stream(self, prepared: PreparedRequest, reply: ReplyBuilder) -> AsyncIterator[bytes]:
-        for chunk in reply.first_chunks():
-            yield data_event(chunk)
+    async def _stream(self, prepared: PreparedRequest, reply: Reply) -> AsyncIterator[bytes]:
+        for piece in reply.begin():
+            yield piece
         yield self._progress(prepared.jobs[0])
         pending, last_progress = set(prepared.jobs), time.monotonic()
         while pending:
@@ -150,17 +150,18 @@ class Service:
                 wait_s = min(wait_s, _PROMPT_PROGRESS_S)
             events, ended = await prepared.events.take(wait_s)
             for job in prepared.jobs:
-                if news := reply.prompt_progress(job):
-                    yield data_event(news)
+                for piece in reply.prompt_news(job):
+                    yield piece
             for job, new in events.items():
                 for start in range(0, len(new), _MAX_EVENTS):
-                    yield data_event(reply.chunk(job, new[start : start + _MAX_EVENTS]))
+                    for piece in reply.news(job, new[start : start + _MAX_EVENTS]):
+                        yield piece
                     await asyncio.sleep(0)
             for job, error in ended.items():
                 pending.discard(job)
                 if error is not None:
-                    yield data_event(self.api_error(error).body)
-                    yield DONE
+                    for piece in reply.failure(self.api_error(error)):
+                        yield piece
                     return
             if time.monotonic() >= next_progress:
                 last_progress = time.monotonic()
@@ -168,9 +169,8 @@ class Service:
                     yield self._progress(job)
             if pending:
                 await asyncio.sleep(_CHUNK_INTERVAL_S)
-        if prepared.options.includes_usage:
-            yield data_event(reply.usage_chunk())
-        yield DONE
+        for piece in reply.end():
+            yield piece
 
     def _progress(self, job: GenerationJob) -> bytes:
         position = {"position": self.scheduler.position(job)} if job.state == "queued" else {}

@@ -77,16 +77,6 @@ def find_format(tokenizer: Tokenizer) -> AnswerFormat | None:
     return Harmony.find(tokenizer) or ThinkingTags.find(tokenizer)
 
 
-def divide(form: AnswerFormat | None, prompt: Sequence[int], tokens: Sequence[int], text: str) -> ChannelText:
-    """The parts of a complete answer."""
-    if form is None:
-        return ChannelText("", text)
-    reader = form.reader(prompt)
-    shown = reader.push(tokens, text)
-    held = reader.finish()
-    return ChannelText(shown.reasoning + held.reasoning, shown.content + held.content)
-
-
 class ThinkingTags(NamedTuple):
     """The tags of a model. marks: the character in `opening` and `closing` for a special token, by its id"""
 
@@ -112,6 +102,14 @@ class ThinkingTags(NamedTuple):
                 texts.append(mark if is_special else text)
             return cls(tokenizer, texts[0] + tag.name, texts[1], marks)
         return None
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """What begins the thinking and what ends it, as they are written."""
+        names = {mark: self.tokenizer.letters(token) for token, mark in self.marks.items()}
+        opening, closing = ("".join(names.get(letter, letter) for letter in text)
+                            for text in (self.opening, self.closing))
+        return opening, closing
 
     def reader(self, prompt: Sequence[int], begun: str = "") -> ThinkingReader:
         """A reader for the answer to a prompt, which may end within the thinking."""
