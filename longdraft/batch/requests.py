@@ -22,7 +22,7 @@ from longdraft.errors import UsageError
 from longdraft.request.openai_body import UNSUPPORTED, unsupported
 from longdraft.request.sampling_params import ALIASES, SamplingParams
 from longdraft.request.tools import FIELDS as TOOL_FIELDS
-from longdraft.request.tools import ToolRequest, is_shallow, parse_tools
+from longdraft.request.tools import ToolRequest, history, is_shallow, parse_tools
 from longdraft.system.files import require_text
 from longdraft.text.tools.reader import WholeAnswer, chat_message
 
@@ -179,6 +179,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     is_list = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
     if not messages or not is_list or not all(isinstance(each.get("role"), str) for each in messages):
         raise UsageError(f"messages is {str(messages)[:80]!r}; allowed: a list of objects with role and content")
+    history(messages)
     return [_message(each) for each in messages]
 
 

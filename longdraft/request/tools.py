@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 from longdraft.errors import UsageError
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call")  # of bodies
+# How models write calls: longdraft/text/tools/forms.py
+FORM_NAMES = ("auto", "harmony", "gemma4", "glm-lines", "glm", "seed-xml", "qwen-xml", "granite", "hermes-inline",
+              "hermes", "phi4", "mistral-args", "mistral-space", "mistral", "deepseek-json", "deepseek", "llama3",
+              "generic")
 MAX_TOOLS = 128  # as OpenAI's
 MAX_TOOLS_CHARACTERS = 1 << 20  # of all definitions as JSON; the largest known agents have some 60,000
 MAX_SCHEMA_DEPTH = 64  # levels of lists and objects in a schema: converting them recurses
@@ -72,9 +76,11 @@ def parse_tools(body: Mapping[str, Any]) -> ToolRequest | None:
         _list(body.get("tools") or [], "tools"))
     param = "functions" if is_legacy else "tools"
     choice = body.get("function_call") if is_legacy else body.get("tool_choice")
+    for name, needed in (("tool_choice", not given or is_legacy), ("function_call", not is_legacy)):
+        if needed and body.get(name) not in (None, "none", "auto"):
+            raise UsageError(f"{name} is {_shown(body[name])}, and the request has no "
+                             f"{'tools' if name == 'tool_choice' else 'functions'}", name)
     if not given:
-        if choice not in (None, "none", "auto"):
-            raise UsageError(f"tool_choice is {_shown(choice)}, and the request has no tools", "tool_choice")
         return None
     if len(given) > MAX_TOOLS:
         raise UsageError(f"{param} has {len(given):,} functions; allowed: {MAX_TOOLS}", param)
@@ -178,6 +184,9 @@ def closed_schema(schema: Any) -> Any:
     return closed
 
 
+_MEMBERS = (("function_call", Mapping, "an object"), ("tool_call_id", str, "a text"), ("tool_calls", list, "a list"))
+
+
 def history(messages: Sequence[Mapping[str, Any]], *, is_lenient: bool = False) -> list[dict[str, Any]]:
     """The messages with their calls as chat templates expect them: arguments are objects, results name their function.
 
@@ -192,6 +201,9 @@ def history(messages: Sequence[Mapping[str, Any]], *, is_lenient: bool = False) 
     for index, message in enumerate(messages):
         message = {name: value for name, value in message.items() if value is not None or name == "content"}
         place = f"messages.{index}"
+        for name, kind, words in _MEMBERS:
+            if not isinstance(message.get(name), kind | None):
+                raise UsageError(f"{place}.{name} is {_shown(message[name])}; allowed: {words}", "messages")
         if old := message.pop("function_call", None):
             message["tool_calls"] = [{"id": f"call_{index}", "type": "function", "function": old}]
         if message.get("role") == "function":
@@ -200,7 +212,7 @@ def history(messages: Sequence[Mapping[str, Any]], *, is_lenient: bool = False) 
         if message.get("tool_calls"):
             if message.get("role") != "assistant":
                 raise UsageError(f"{place} has tool_calls and the role {_shown(message.get('role'))}; allowed: "
-                                 "assistant", "messages")
+                                 "assistant", "messages.tool_calls")
             calls = [_call(each, f"{place}.tool_calls.{i}", is_lenient)
                      for i, each in enumerate(_list(message["tool_calls"], f"{place}.tool_calls"))]
             names |= {call["id"]: call["function"]["name"] for call in calls}

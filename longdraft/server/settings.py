@@ -16,7 +16,7 @@ from longdraft.engine.settings import CACHE_RAM, SNAPSHOT, SNAPSHOT_MAX
 from longdraft.errors import UsageError, check
 from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.request.settings import Range, Setting, setting, settings_of
-from longdraft.text.tools.forms import NAMES as FORM_NAMES
+from longdraft.request.tools import FORM_NAMES
 
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")

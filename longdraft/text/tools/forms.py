@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from longdraft.errors import UsageError
-from longdraft.request.tools import MAX_SCHEMA_DEPTH, ToolRequest, history, is_shallow
+from longdraft.request.tools import FORM_NAMES, MAX_SCHEMA_DEPTH, ToolRequest, history, is_shallow
 from longdraft.text.chat_template import ChatTemplate
 from longdraft.text.harmony import ARGUMENTS_MARK, CALL_MARK
 
@@ -83,7 +83,8 @@ FORMS = (  # the first one whose signs a template has
              between="", gap="", style="xml", parameter=("<arg_key>", "</arg_key><arg_value>", "</arg_value>")),
     ToolForm("seed-xml", ("<seed:tool_call>", "<function="), "<seed:tool_call>",
              ("<seed:tool_call>", "</seed:tool_call>"), "<seed:tool_call>\n<function=", ">\n",
-             "</function>\n</seed:tool_call>", gap="\n\n", style="xml", parameter=("<parameter=", ">", "</parameter>\n")),
+             "</function>\n</seed:tool_call>", gap="\n\n", style="xml",
+             parameter=("<parameter=", ">", "</parameter>\n")),
     ToolForm("qwen-xml", ("<tool_call>", "<function="), "<tool_call>", _HERMES, "<tool_call>\n<function=", ">\n",
              "</function>\n</tool_call>", gap="\n\n", style="xml", parameter=_XML),
     ToolForm("granite", ("<|tool_call|>", "<|start_of_role|>"), "<|tool_call|>", ("<|tool_call|>",), *_NAMED, "}",
@@ -108,7 +109,6 @@ FORMS = (  # the first one whose signs a template has
     ToolForm("llama3", ("ipython", '"parameters": '), _NAMED[0], (), _NAMED[0], '", "parameters": ', "}", gap=None,
              is_single=True),
 )
-NAMES = ("auto", *(form.name for form in FORMS), GENERIC.name)
 
 
 def find_form(template: ChatTemplate | None, name: str = "auto") -> ToolForm:
@@ -124,7 +124,7 @@ def find_form(template: ChatTemplate | None, name: str = "auto") -> ToolForm:
         return known
     if template is not None and template.reads_tools:
         raise UsageError("the model's chat template lists tools in a form that longdraft does not know; give the form "
-                         f"with --tool-form: {', '.join(NAMES[1:])}", "tools")
+                         f"with --tool-form: {', '.join(FORM_NAMES[1:])}", "tools")
     return GENERIC
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longdraft.errors import UsageError
-from longdraft.request.structured import Structure, escaped
+from longdraft.request.structured import MAX_STRUCTURE, Structure, escaped
 from longdraft.request.tools import Tool, ToolRequest, closed_schema
 from longdraft.sampling.grammar import embedded
 from longdraft.text.thinking import AnswerFormat, ThinkingTags
@@ -154,6 +154,7 @@ class _Rules:
     texts: Sequence[str]
     markers: dict[str, int] = field(init=False)
     lines: list[str] = field(default_factory=list)
+    length: int = 0  # characters of all rules
     names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,6 +170,10 @@ class _Rules:
         return "\n".join([*self.lines, ""])
 
     def add(self, name: str, body: str) -> None:
+        self.length += len(body)
+        if self.length > MAX_STRUCTURE:
+            raise UsageError(f"tools: the grammar of the functions has more than {MAX_STRUCTURE:,} characters; give "
+                             "fewer functions, or smaller schemas", "tools")
         self.lines.append(f"{name}: {body}")
 
     def rule(self, body: str) -> str:

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 from longdraft.request.events import Event
-from longdraft.request.tools import Tool, ToolRequest
+from longdraft.request.tools import ToolRequest
 from longdraft.text.harmony import ChannelText, Harmony
 from longdraft.text.stream import TokenMarker
 from longdraft.text.thinking import AnswerFormat, AnswerReader, ThinkingTags
@@ -120,8 +120,7 @@ class ToolAnswers:
         elif isinstance(thinking, ThinkingTags):
             thinking = thinking._replace(marks={**thinking.marks, **self._marks})
         inner: AnswerReader = thinking.reader(prompt, begun) if thinking else _MarkedReader(self.tokenizer, self._marks)
-        tools = {tool.name: tool for tool in self.tools.callable} if self.tools else {}
-        parser = _CallParser(self._form, tools) if tools else None
+        parser = _CallParser(self._form, self.tools) if self.tools and self.tools.callable else None
         return ToolReader(inner, parser, _Ids(prompt, seed, is_short=self.form.has_short_ids))
 
     def whole(self, prompt: Sequence[int], tokens: Sequence[int], pieces: Sequence[str], seed: int | None = 0
@@ -195,20 +194,16 @@ class ToolReader:
         self._num_calls = 0
 
     def push(self, tokens: Sequence[int], text: str) -> list[Part]:
-        """The new parts. text: what the stream returned for these tokens, one at a time for parts in exact order"""
+        """The new parts. text: what the stream returned for these tokens, one at a time for the order of the parts"""
         self._ids.push(tokens)
         return self._parts(self._inner.push(tokens, text))
 
     def read(self, events: Sequence[Event], *, is_end: bool) -> list[Part]:
         """The parts of new events. is_end: the answer ends with them"""
         parts: list[Part] = []
-        if self._parser is None:
-            parts += self.push([token for event in events for token in event.tokens],
-                               "".join(event.text for event in events))
-        else:
-            for event in events:
-                for token, piece in zip(event.tokens, event.pieces, strict=True):
-                    parts += self.push([token], piece)
+        for event in events:
+            for token, piece in zip(event.tokens, event.pieces, strict=True):
+                parts += self.push([token], piece)
         return joined(parts + (self.finish() if is_end else []))
 
     def finish(self) -> list[Part]:
@@ -245,8 +240,10 @@ class _Converter(Protocol):
 class _CallParser:
     """Divides the content of an answer into text and calls. form: with marks for its silent markers"""
 
-    def __init__(self, form: ToolForm, tools: Mapping[str, Tool]) -> None:
-        self._form, self._tools = form, tools
+    def __init__(self, form: ToolForm, tools: ToolRequest) -> None:
+        self._form = form
+        self._tools = {tool.name: tool for tool in tools.callable}
+        self._has_text = not tools.is_required
         self._held = ""
         self._state: Literal["text", "opening", "name", "arguments", "behind"] = "text"
         self._is_start = True  # nothing of the content was shown
@@ -262,7 +259,7 @@ class _CallParser:
     def finish(self) -> list[Part]:
         """The text that was held back. What is held of a call is not complete and is left out."""
         held, self._held = self._held, ""
-        return [Part("text", held)] if self._state == "text" and held else []
+        return [Part("text", held)] if self._state == "text" and self._has_text and held else []
 
     def _step(self, parts: list[Part]) -> bool:
         """Read what is certain; False where more text is needed."""
