@@ -27,7 +27,7 @@ from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import has_space, prompt_excerpt
 from longdraft.server.logs import log_event
-from longdraft.server.replies import Reply, ReplyBuilder, ResponseOptions
+from longdraft.server.replies import NewReply, ReplyBuilder, ResponseOptions
 from longdraft.server.schemas import (
     ChatMessage,
     ChatRequest,
@@ -39,7 +39,6 @@ from longdraft.server.schemas import (
 )
 from longdraft.server.settings import ServerSettings
 from longdraft.text.thinking import AnswerFormat, find_format
-from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.forms import GENERIC, ToolForm, find_form, template_messages
 from longdraft.text.tools.grammar import ToolGrammar
 from longdraft.text.tools.reader import ToolAnswers
@@ -61,7 +60,7 @@ class PreparedRequest(NamedTuple):
     options: ResponseOptions
     events: EventQueue
     check_grammar: Callable[[], object] | None = None  # raises ApiError; takes up to seconds. None: it is known
-    new_reply: Callable[[ResponseOptions, str, Tokenizer, list[GenerationJob]], Reply] = ReplyBuilder
+    new_reply: NewReply = ReplyBuilder
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,17 @@ class Preparer:
             has_prompt_progress=request.return_progress)
         return PreparedRequest(jobs, options, events, check_grammar)
 
-    def chat(self, request: ChatRequest, events: EventQueue) -> PreparedRequest:
+    def chat(self, request: ChatRequest, events: EventQueue, *, clamps: bool = False,
+             prefix: str = "chatcmpl-") -> PreparedRequest:
+        """clamps: a text that has no room in the context for max_tokens is shorter; prefix: of the request's id"""
         self._require_few(request.n, "n")
-        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        request_id = f"{prefix}{secrets.token_hex(12)}"
         tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
         ids = self._encode_chat(request.messages, request.chat_template_kwargs or {}, request.continue_final_message,
                                 request.add_generation_prompt, tools)
         room = max(1, self.context_limit - len(ids))
+        if clamps and request.settings.get("max_tokens", 0) > room:
+            request = request.model_copy(update={"max_tokens": room})
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs, check_grammar = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id,
                                          logprobs, events, tools)
@@ -142,6 +145,17 @@ class Preparer:
         options = ResponseOptions("text_completion", folder.name, prompt_tokens, request.stream,
                                   request.includes_usage, details=request.details)
         return PreparedRequest([job], options, events)
+
+    def count(self, request: ChatRequest) -> int:
+        """The number of tokens of a chat's prompt."""
+        tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
+        return len(self._encode_chat(request.messages, request.chat_template_kwargs or {}, False, None, tools))
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables of the chat template that a request may set."""
+        template = self.engine.tokenizer.chat_template
+        return frozenset(template.options if template else ())
 
     def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         self.require_model(request.model)

@@ -72,12 +72,20 @@ class Choice:
     reader: ToolReader | None
     parts: list[Part] = field(default_factory=list)  # of a whole reply
     num_calls: int = 0  # so far
+    num_thoughts: int = 0  # tokens of thinking so far
     calls_reason: str = "tool_calls"  # the reason for the end of an answer with calls
+    end: str | None = None  # why the text ended, by longdraft's name
     num_sent: int = 0  # characters sent so far
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stats: dict[str, Any] | None = None  # of the finished text
     prompt_done: int = 0  # tokens in the last chunk with `prompt_progress`
+
+    @classmethod
+    def of(cls, options: ResponseOptions, job: GenerationJob) -> Choice:
+        reader = options.new_reader(seed=job.params.seed) if options.new_reader else None
+        is_legacy = options.tools is not None and options.tools.is_legacy
+        return cls(job, reader, calls_reason="function_call" if is_legacy else "tool_calls")
 
     def read(self, events: list[Event]) -> list[Part]:
         """The parts of new events. Notes the end of the text."""
@@ -86,9 +94,10 @@ class Choice:
             parts = [Part("text", "".join(event.text for event in events))]
         else:
             parts = self.reader.read(events, is_end=reason is not None)
+            self.num_thoughts = self.reader.num_thoughts
         self.num_calls += sum(part.kind == "call" for part in parts)
         if reason:
-            self.finish_reason = _FINISH_REASONS[reason]
+            self.end, self.finish_reason = reason, _FINISH_REASONS[reason]
             if self.num_calls and self.finish_reason == "stop":
                 self.finish_reason = self.calls_reason
         self.stats = events[-1].stats
@@ -124,6 +133,10 @@ class Reply(Protocol):
         """The reply of a request without a stream, in pieces of limited size."""
 
 
+NewReply = Callable[[ResponseOptions, str, Tokenizer, list[GenerationJob]], Reply]
+"""Makes the reply of a request from its options, the model's name, the tokenizer and the texts."""
+
+
 class ReplyBuilder:
     """Replies of completions and chats, in OpenAI's format."""
 
@@ -132,9 +145,7 @@ class ReplyBuilder:
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        reason = "function_call" if options.tools and options.tools.is_legacy else "tool_calls"
-        self._choices = {job: Choice(job, options.new_reader(seed=job.params.seed)
-                                     if options.new_reader else None, calls_reason=reason) for job in jobs}
+        self._choices = {job: Choice.of(options, job) for job in jobs}
         self._echo = dict(zip(jobs, options.echo, strict=True)) if options.echo else {}
 
     @property
@@ -297,7 +308,9 @@ class ReplyBuilder:
                      for start in range(0, len(jobs), self._options.n))
         return {"prompt_tokens": self._options.prompt_tokens, "completion_tokens": written,
                 "total_tokens": self._options.prompt_tokens + written,
-                "prompt_tokens_details": {"cached_tokens": cached}}
+                "prompt_tokens_details": {"cached_tokens": cached},
+                "completion_tokens_details": {"reasoning_tokens": sum(
+                    choice.num_thoughts for choice in self._choices.values())}}
 
     def _envelope(self, suffix: str) -> dict[str, Any]:
         object_type = self._options.object_type + (suffix if self._is_chat else "")

@@ -6,7 +6,7 @@ costs no more than a good one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -286,6 +286,11 @@ def parse_body(model: type[Model], body: bytes | bytearray, on_unknown: Callable
         content = parse_json(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    return validated(model, content, on_unknown)
+
+
+def validated(model: type[Model], content: Any, on_unknown: Callable[[str], None] | None = None) -> Model:
+    """The request of a body that is parsed. Raises ApiError as `parse_body` does."""
     try:
         return model.model_validate(content, context=on_unknown)
     except ValidationError as error:
@@ -299,7 +304,8 @@ def body_reference(model: type[StrictModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def body_schemas() -> dict[str, Any]:
-    """The JSON schemas of all bodies and their parts, by name."""
-    _, found = models_json_schema([(model, "validation") for model in BODIES], ref_template=_SCHEMAS + "{model}")
+def body_schemas(others: Iterable[type[StrictModel]] = ()) -> dict[str, Any]:
+    """The JSON schemas of all bodies and their parts, by name. others: bodies of other APIs"""
+    bodies: list[type[StrictModel]] = [*BODIES, *others]
+    _, found = models_json_schema([(model, "validation") for model in bodies], ref_template=_SCHEMAS + "{model}")
     return dict(found["$defs"])

@@ -104,8 +104,13 @@ class ChatTemplate:
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         if not self._knows_developer:
             plain = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in plain]
-        return self._run({**self._tokens, **options, "messages": plain, "add_generation_prompt": add_generation_prompt,
-                          **dict.fromkeys(_TOOLS, tools), "documents": None})
+        rest = {"add_generation_prompt": add_generation_prompt, **dict.fromkeys(_TOOLS, tools), "documents": None}
+        try:
+            return self._run({**self._tokens, **options, "messages": plain, **rest})
+        except UsageError:
+            if (simpler := _with_one_system(plain)) == plain:
+                raise
+            return self._run({**self._tokens, **options, "messages": simpler, **rest})
 
     def _run(self, variables: dict[str, Any] | None) -> str:
         """What the child process returns. ModelError if the template fails or goes beyond a limit."""
@@ -131,6 +136,26 @@ class ChatTemplate:
             raise UsageError("the model's chat template does not show the last message once, so it cannot be "
                              "continued; send the prompt to /v1/completions")
         return prompt
+
+
+def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for templates that want one message of the system, at the beginning: those that lead are joined,
+    and a later one is a reminder in the user's turn before it."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if message.get("role") not in ("system", "developer"):
+            joined.append(message)
+        elif not joined or (last["role"] == "system" and len(joined) == 1):
+            text = f"{last['content']}\n\n{message['content']}" if joined else message["content"]
+            joined = [{**message, "role": "system", "content": text}]
+        else:
+            reminder = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+            if last["role"] == "user":
+                joined[-1] = {**last, "content": f"{last['content']}\n{reminder}"}
+            else:
+                joined.append({"role": "user", "content": reminder})
+    return joined
 
 
 def parse_option(text: str) -> Any:

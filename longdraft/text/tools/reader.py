@@ -192,6 +192,7 @@ class ToolReader:
     def __init__(self, inner: AnswerReader, parser: _CallParser | None, ids: _Ids) -> None:
         self._inner, self._parser, self._ids = inner, parser, ids
         self._num_calls = 0
+        self.num_thoughts = 0  # tokens that added to the thinking
 
     def push(self, tokens: Sequence[int], text: str) -> list[Part]:
         """The new parts. text: what the stream returned for these tokens, one at a time for the order of the parts"""
@@ -203,7 +204,9 @@ class ToolReader:
         parts: list[Part] = []
         for event in events:
             for token, piece in zip(event.tokens, event.pieces, strict=True):
-                parts += self.push([token], piece)
+                new = self.push([token], piece)
+                self.num_thoughts += any(part.kind == "thought" for part in new)
+                parts += new
         return joined(parts + (self.finish() if is_end else []))
 
     def finish(self) -> list[Part]:
