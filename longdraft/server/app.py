@@ -98,6 +98,7 @@ class App:
         finally:
             for chore in chores:
                 chore.cancel()
+            self.service.detached.close()
             await asyncio.to_thread(self.service.scheduler.close)
 
     async def _prune_journals(self) -> None:

@@ -61,6 +61,7 @@ class PreparedRequest(NamedTuple):
     events: EventQueue
     check_grammar: Callable[[], object] | None = None  # raises ApiError; takes up to seconds. None: it is known
     new_reply: NewReply = ReplyBuilder
+    is_detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Preparer:
             "text_completion", request_id, sum(map(len, encoded)), request.stream, request.includes_usage,
             echo=echo, logprobs=request.logprobs is not None, details=request.longdraft.details, n=request.n,
             has_prompt_progress=request.return_progress)
-        return PreparedRequest(jobs, options, events, check_grammar)
+        return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
 
     def chat(self, request: ChatRequest, events: EventQueue, *, clamps: bool = False,
              prefix: str = "chatcmpl-") -> PreparedRequest:
@@ -119,7 +120,7 @@ class Preparer:
                                   has_prompt_progress=request.return_progress,
                                   new_reader=partial(answers.reader, ids, begun),
                                   tools=tools)
-        return PreparedRequest(jobs, options, events, check_grammar)
+        return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
 
     @cached_property
     def _tool_form(self) -> ToolForm:

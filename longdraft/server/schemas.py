@@ -77,6 +77,8 @@ class LongdraftOptions(ExtensionSettings):
     cache: bool = Field(default=True, description="Take keys and values of earlier texts that begin alike, and give "
                                                   "this text's. Does not change the text.")
     details: bool = Field(default=False, description="Chunks have each token, its drafter, and the speed.")
+    detach: bool = Field(default=False, description="The text goes on if its client leaves, for the server's --detach, "
+                                                    "and any client with its key can read on.")
 
 
 class StreamOptions(StrictModel):

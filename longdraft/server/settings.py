@@ -90,6 +90,8 @@ class ServerSettings:
     timeout_s: float = _limit(0.0, "Time limit of a request in seconds; 0: none.", Range(0), option="timeout")
     stall_s: float = _limit(60.0, "Seconds for a client to read the next part of a stream, or to send a body.",
                             _INTERVAL, option="stall")
+    detach_s: float = _limit(600.0, "Seconds that a detached text goes on, and is kept, without a reader.", _INTERVAL,
+                             option="detach")
     drain_s: float = _limit(30.0, "Seconds that running texts get after SIGTERM.", Range(0), option="drain")
     journal_from: int = _limit(1024, "Texts of at least this many tokens always have a journal.", Range(1))
     keep_finished: int = _limit(200, "Number of finished journals to keep.", Range(0))

@@ -10,13 +10,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from longdraft.server.body_types import StrictModel
+from longdraft.server.detached import DetachedText
 from longdraft.server.doors import messages, responses
 from longdraft.server.doors.blocks import Conversion
+from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.jobs import EventQueue
 from longdraft.server.prepare import PreparedRequest, Preparer
-from longdraft.server.replies import NewReply
+from longdraft.server.replies import NewReply, ReplyBuilder
 from longdraft.server.schemas import ChatRequest, body_reference, validated
-from longdraft.server.service import ServiceDependency
+from longdraft.server.service import Service, ServiceDependency
 
 router = APIRouter()
 BODIES = (messages.CountRequest, messages.MessagesRequest, responses.InputTokensRequest, responses.ResponsesRequest)
@@ -72,3 +74,35 @@ async def create_response(request: Request, service: ServiceDependency) -> Respo
 async def count_response_tokens(request: Request, service: ServiceDependency) -> Response:
     return await service.admission.prepare(request, responses.InputTokensRequest, partial(
         _count, service.preparer, responses.to_chat, {"object": "response.input_tokens"}))
+
+
+_DOORS: dict[str, NewReply] = {"chat": ReplyBuilder, "messages": messages.MessagesReply}
+
+
+@router.get("/v1/longdraft/generations/{name}/events",
+            summary="Read on a detached text: what comes behind `from` tokens, or behind Last-Event-ID.")
+async def read_on(name: str, request: Request, service: ServiceDependency) -> Response:
+    given = request.headers.get("last-event-id", "").rpartition(":")[2] or request.query_params.get("from", "0")
+    if not given.isdigit() or len(given) > 12:
+        raise ApiError(400, f"from is {given[:80]!r}; allowed: a number of tokens", param="from", code="invalid_value")
+    door = request.query_params.get("door")
+    if door is not None and door not in _DOORS:
+        raise ApiError(400, f"door is {door[:80]!r}; allowed: {', '.join(_DOORS)}, or none for the request's own",
+                       param="door", code="invalid_value")
+    return service.read_on(_detached(request, service, name), int(given), _DOORS[door] if door else None)
+
+
+@router.post("/v1/responses/{name}/cancel", summary="Cancel a detached response.")
+async def cancel_response(name: str, request: Request, service: ServiceDependency) -> Response:
+    text = _detached(request, service, name)
+    service.scheduler.cancel(text.job, Cancelled(keeps_journal=True))
+    return JSONResponse({"id": text.job.id, "object": "response", "status": "cancelled"})
+
+
+def _detached(request: Request, service: Service, name: str) -> DetachedText:
+    """A text by its id or conversation. Raises ApiError (404) if there is none for the key of the request."""
+    text = service.detached.find(name, getattr(request.state, "key_label", None))
+    if text is None:
+        raise ApiError(404, f"no detached text {name[:100]!r} exists; it may be too long ago", param="name",
+                       code="not_found")
+    return text
