@@ -153,6 +153,11 @@ class Preparer:
         return len(self._encode_chat(request.messages, request.chat_template_kwargs or {}, False, None, tools))
 
     @property
+    def shows_thinking(self) -> bool:
+        """Whether the model's answers have thinking that is apart."""
+        return self._answer_format is not None
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """The variables of the chat template that a request may set."""
         template = self.engine.tokenizer.chat_template

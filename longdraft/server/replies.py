@@ -21,8 +21,9 @@ from longdraft.request.tools import ToolRequest
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
 from longdraft.text.tokenizer import Tokenizer
-from longdraft.text.tools.reader import Part, ToolReader, chat_message, put_together
+from longdraft.text.tools.reader import Part, ToolReader, WholeAnswer, chat_message, put_together
 
+EVENTS = "text/event-stream"
 _LARGE = 8192  # tokens of a reply, or entries of its log-probabilities
 _LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token costs, about
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
@@ -81,6 +82,11 @@ class Choice:
     stats: dict[str, Any] | None = None  # of the finished text
     prompt_done: int = 0  # tokens in the last chunk with `prompt_progress`
 
+    @property
+    def answer(self) -> WholeAnswer:
+        """The whole answer, of the parts that were collected."""
+        return put_together(self.parts)
+
     @classmethod
     def of(cls, options: ResponseOptions, job: GenerationJob) -> Choice:
         reader = options.new_reader(seed=job.params.seed) if options.new_reader else None
@@ -111,6 +117,10 @@ class Reply(Protocol):
     def is_large(self) -> bool:
         """Whether encoding the whole reply would keep the event loop from other requests."""
 
+    @property
+    def media_type(self) -> str:
+        """Of a stream. Only events have comments with the progress between them."""
+
     def begin(self) -> Iterator[bytes]:
         """The pieces before any token."""
 
@@ -139,6 +149,8 @@ NewReply = Callable[[ResponseOptions, str, Tokenizer, list[GenerationJob]], Repl
 
 class ReplyBuilder:
     """Replies of completions and chats, in OpenAI's format."""
+
+    media_type = EVENTS
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob]) -> None:
         self._options = options
@@ -287,7 +299,7 @@ class ReplyBuilder:
         """The reply, with `mark` in the place of log-probabilities."""
         choices = []
         for job, choice in self._choices.items():
-            answer = put_together(choice.parts)
+            answer = choice.answer
             content: dict[str, Any] = {"text": self._echo.get(job, "") + answer.content}
             if self._is_chat:
                 content = {"message": chat_message(answer, self._options.tools)}
@@ -379,9 +391,9 @@ def progress_comment(content: dict[str, Any]) -> bytes:
 
 
 def event_stream(pieces: AsyncIterator[bytes], stall_s: float, on_close: Callable[[], None],
-                 headers: dict[str, str]) -> TimedStream:
-    """A response of server-sent events."""
-    return TimedStream(pieces, stall_s, on_close, "text/event-stream",
+                 headers: dict[str, str], media_type: str = EVENTS) -> TimedStream:
+    """A response of server-sent events, or of another type in pieces."""
+    return TimedStream(pieces, stall_s, on_close, media_type,
                        {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
 
 

@@ -25,7 +25,7 @@ from longdraft.server.journals import JournalFolder
 from longdraft.server.keys import KeyRing
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.prepare import PreparedRequest, Preparer
-from longdraft.server.replies import NewReply, Reply, TimedStream, event_stream, progress_comment
+from longdraft.server.replies import EVENTS, NewReply, Reply, TimedStream, event_stream, progress_comment
 from longdraft.server.scheduler import Scheduler
 from longdraft.server.schemas import ExportRequest
 from longdraft.server.settings import ServerSettings
@@ -90,7 +90,7 @@ class Service:
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
             return event_stream(self._stream(prepared, reply), self.settings.stall_s, lambda: self._close(prepared),
-                                {"X-Generation-Id": jobs[0].id})
+                                {"X-Generation-Id": jobs[0].id}, reply.media_type)
         try:
             return await self._whole(request, prepared, reply)
         finally:
@@ -125,7 +125,11 @@ class Service:
 
     def read_on(self, text: DetachedText, num_seen: int, other: NewReply | None = None) -> Response:
         """A stream of what comes behind `num_seen` tokens. other: a format in place of the request's own"""
-        pieces = text.stream(text.make_reply(other), num_seen, self.settings.progress_s, self.api_error)
+        reply = text.make_reply(other)
+        if reply.media_type != EVENTS:
+            raise ApiError(400, "a detached text is read as events; give door=chat or door=messages", param="door",
+                           code="invalid_value")
+        pieces = text.stream(reply, num_seen, self.settings.progress_s, self.api_error)
         return event_stream(pieces, self.settings.stall_s, lambda: None, {"X-Generation-Id": text.job.id})
 
     async def export(self, request: Request) -> Response:
@@ -179,7 +183,9 @@ class Service:
     async def _stream(self, prepared: PreparedRequest, reply: Reply) -> AsyncIterator[bytes]:
         for piece in reply.begin():
             yield piece
-        yield self._progress(prepared.jobs[0])
+        has_comments = reply.media_type == EVENTS
+        if has_comments:
+            yield self._progress(prepared.jobs[0])
         pending, last_progress = set(prepared.jobs), time.monotonic()
         while pending:
             next_progress = last_progress + self.settings.progress_s
@@ -203,7 +209,7 @@ class Service:
                     return
             if time.monotonic() >= next_progress:
                 last_progress = time.monotonic()
-                for job in pending:
+                for job in pending if has_comments else ():
                     yield self._progress(job)
             if pending:
                 await asyncio.sleep(_CHUNK_INTERVAL_S)

@@ -29,7 +29,7 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError, anthropic_error
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import Choice, ResponseOptions
+from longdraft.server.replies import EVENTS, Choice, ResponseOptions
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import StopText, Tokenizer
 from longdraft.text.tools.reader import Part, put_together
@@ -148,6 +148,9 @@ def _tools(tools: Any, choice: Any) -> dict[str, Any]:
 class MessagesReply:
     """The reply to one request of Anthropic's messages."""
 
+    media_type = EVENTS
+    is_large = False
+
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  hides_thinking: bool = False, context_limit: int = 0) -> None:
         """hides_thinking: thoughts are carried in signatures only; context_limit: tokens of prompt and text."""
@@ -160,10 +163,6 @@ class MessagesReply:
         self._index = -1
         self._thought = ""  # of the block that is open
         self._tail = ""  # text in which a stop text is searched
-
-    @property
-    def is_large(self) -> bool:
-        return False
 
     def begin(self) -> Iterator[bytes]:
         """Nothing yet: the first event says how much of the prompt was cached."""

@@ -29,7 +29,7 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import Choice, ResponseOptions
+from longdraft.server.replies import EVENTS, Choice, ResponseOptions
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Part
@@ -161,6 +161,9 @@ def _function(tool: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 class ResponsesReply:
     """The reply to one request of OpenAI's responses."""
 
+    media_type = EVENTS
+    is_large = False
+
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  body: ResponsesRequest) -> None:
         self._options, self._model, self._body = options, model, body
@@ -171,10 +174,6 @@ class ResponsesReply:
         self._items: list[dict[str, Any]] = []  # that are complete
         self._item: dict[str, Any] | None = None  # that is open
         self._text = ""  # of the open item
-
-    @property
-    def is_large(self) -> bool:
-        return False
 
     def begin(self) -> Iterator[bytes]:
         for name in ("created", "in_progress"):

@@ -11,17 +11,18 @@ from fastapi.responses import JSONResponse, Response
 
 from longdraft.server.body_types import StrictModel
 from longdraft.server.detached import DetachedText
-from longdraft.server.doors import messages, responses
+from longdraft.server.doors import messages, ollama, responses
 from longdraft.server.doors.blocks import Conversion
 from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.jobs import EventQueue
 from longdraft.server.prepare import PreparedRequest, Preparer
 from longdraft.server.replies import NewReply, ReplyBuilder
-from longdraft.server.schemas import ChatRequest, body_reference, validated
+from longdraft.server.schemas import ChatRequest, CompletionRequest, body_reference, validated
 from longdraft.server.service import Service, ServiceDependency
 
 router = APIRouter()
-BODIES = (messages.CountRequest, messages.MessagesRequest, responses.InputTokensRequest, responses.ResponsesRequest)
+BODIES = (messages.CountRequest, messages.MessagesRequest, responses.InputTokensRequest, responses.ResponsesRequest,
+          ollama.ChatBody, ollama.GenerateBody, ollama.ShowBody)
 Body = TypeVar("Body", bound=StrictModel)
 
 
@@ -74,6 +75,54 @@ async def create_response(request: Request, service: ServiceDependency) -> Respo
 async def count_response_tokens(request: Request, service: ServiceDependency) -> Response:
     return await service.admission.prepare(request, responses.InputTokensRequest, partial(
         _count, service.preparer, responses.to_chat, {"object": "response.input_tokens"}))
+
+
+# Ollama
+
+
+@router.get("/api/version", summary="The version of Ollama's API.")
+async def ollama_version() -> dict[str, str]:
+    return {"version": ollama.VERSION}
+
+
+@router.get("/api/tags", summary="The served model, in Ollama's format.")
+@router.get("/api/ps", summary="The served model, in Ollama's format.")
+async def ollama_models(service: ServiceDependency) -> dict[str, Any]:
+    return {"models": [ollama.model_object(service.settings.model_name, service.engine, service.started)]}
+
+
+@router.post("/api/show", summary="What the model can do, in Ollama's format.",
+             openapi_extra=body_reference(ollama.ShowBody))
+async def ollama_show(request: Request, service: ServiceDependency) -> Response:
+    def show(body: ollama.ShowBody) -> Response:
+        name = body.model or body.name
+        service.preparer.require_model(name.removesuffix(":latest") if name else None)
+        preparer = service.preparer
+        return JSONResponse(ollama.shown_model(service.engine, preparer.context_limit, preparer.shows_thinking))
+
+    return await service.admission.prepare(request, ollama.ShowBody, show)
+
+
+@router.post("/api/chat", summary="Answer a conversation, in Ollama's format.",
+             openapi_extra=body_reference(ollama.ChatBody))
+async def ollama_chat(request: Request, service: ServiceDependency) -> Response:
+    return await service.respond(request, ollama.ChatBody, partial(
+        _prepare, service.preparer, ollama.chat_of, lambda body: ollama.OllamaReply, "ollama-"))
+
+
+@router.post("/api/generate", summary="Answer or continue a prompt, in Ollama's format.",
+             openapi_extra=body_reference(ollama.GenerateBody))
+async def ollama_generate(request: Request, service: ServiceDependency) -> Response:
+    new_reply: NewReply = partial(ollama.OllamaReply, is_chat=False)
+
+    def prepare(body: ollama.GenerateBody, events: EventQueue) -> PreparedRequest:
+        preparer = service.preparer
+        if body.raw or not preparer.engine.tokenizer.chat_template:
+            completion = validated(CompletionRequest, ollama.completion_of(body))
+            return preparer.completion(completion, events)._replace(new_reply=new_reply)
+        return _prepare(preparer, ollama.generate_chat_of, lambda _: new_reply, "ollama-", body, events)
+
+    return await service.respond(request, ollama.GenerateBody, prepare)
 
 
 _DOORS: dict[str, NewReply] = {"chat": ReplyBuilder, "messages": messages.MessagesReply}
