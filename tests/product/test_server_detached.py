@@ -62,7 +62,7 @@ def test_a_reader_who_left_at_any_event_reads_the_rest(server, whole):
         assert shown == content(whole) if seen == 0 else len(shown) < len(content(whole))
     pieces = re.split(r"\n\n", whole)
     for position in range(1, len(pieces) - 2, 5):
-        last = [line for line in ids("\n".join(pieces[:position]))][-1]
+        last = ids("\n".join(pieces[:position]))[-1]
         before = content("\n\n".join([*pieces[:position], "data: [DONE]"]))
         assert before + content(read_on(server, name, **{"Last-Event-ID": last}).text) == content(whole)
 
