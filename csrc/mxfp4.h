@@ -26,6 +26,9 @@ inline Floats numbers(const uint8_t* codes, bool high, Floats powers) {
     code = _mm_and_si128(high ? _mm_srli_epi16(code, 4) : code, _mm_set1_epi8(15));
     const __m128i found = _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(TWICE)), code);
     std::memcpy(whole, &found, sizeof found);
+#elif defined(__ARM_NEON)
+    const uint8x16_t both = vld1q_u8(codes), code = high ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+    vst1q_s8(whole, vqtbl1q_s8(vld1q_s8(TWICE), code));
 #else
     for (int i = 0; i < LANES; i++) whole[i] = TWICE[high ? codes[i] >> 4 : codes[i] & 15];
 #endif
@@ -66,6 +69,38 @@ template <> inline void unpack_in_group<BF16>(const uint8_t* group, long step, l
             const __m512i found = _mm512_permutexvar_epi16(codes, table);
             const __m512i made = _mm512_mask_add_epi16(found, _mm512_test_epi16_mask(codes, magnitude), found, powers);
             _mm512_storeu_si512(words + s * COLUMNS + v, made);
+        }
+    }
+}
+#elif defined(__ARM_NEON)
+// The same for bfloat16: tables of the two bytes of the 16 numbers, whose exponent bits the group's exponent is added to.
+template <> inline void unpack_in_group<BF16>(const uint8_t* group, long step, long count, uint32_t* words) {
+    alignas(16) static constexpr uint8_t LOW[16] = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
+    alignas(16) static constexpr uint8_t HIGH[16] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,
+                                                     0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
+    const uint8x16_t low = vld1q_u8(LOW), high = vld1q_u8(HIGH);
+    for (long v = 0; v < COLUMNS; v += LANES) {
+        const uint8x16_t exponents = vld1q_u8(group + v);
+        auto power = [](uint8x8_t exponent) { return vshlq_n_u16(vsubq_u16(vmovl_u8(exponent), vdupq_n_u16(127)), 7); };
+        const uint16x8_t powers[2] = {power(vget_low_u8(exponents)), power(vget_high_u8(exponents))};
+        auto numbers = [&](uint8x16_t codes, uint16x8_t* to) {
+            const uint8x16_t lower = vqtbl1q_u8(low, codes), upper = vqtbl1q_u8(high, codes);
+            const uint8x16_t bytes[2] = {vzip1q_u8(lower, upper), vzip2q_u8(lower, upper)};
+            UNROLLED for (int i = 0; i < 2; i++) {
+                const uint16x8_t found = vreinterpretq_u16_u8(bytes[i]);
+                to[i] = vaddq_u16(found, vandq_u16(powers[i], vtstq_u16(found, vdupq_n_u16(0x7fff))));  // of 0, nothing
+            }
+        };
+        for (long s = 0; s < count; s++) {
+            const uint8x16_t both = vld1q_u8(group + (1 + step + s) * COLUMNS + v);
+            uint16x8_t first[2], second[2];
+            numbers(vandq_u8(both, vdupq_n_u8(15)), first);
+            numbers(vshrq_n_u8(both, 4), second);
+            auto* to = reinterpret_cast<uint16_t*>(words + s * COLUMNS + v);
+            UNROLLED for (int i = 0; i < 2; i++) {
+                vst1q_u16(to + 16 * i, vzip1q_u16(first[i], second[i]));
+                vst1q_u16(to + 16 * i + 8, vzip2q_u16(first[i], second[i]));
+            }
         }
     }
 }

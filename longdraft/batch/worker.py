@@ -25,7 +25,6 @@ from longdraft.journal.writer import is_being_written, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.stream import TextStream
-from longdraft.text.thinking import AnswerFormat, find_format
 from longdraft.text.tools.forms import GENERIC, ToolForm, find_form, template_messages
 from longdraft.text.tools.grammar import ToolGrammar
 from longdraft.text.tools.reader import ToolAnswers, WholeAnswer, put_together
@@ -185,16 +184,12 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         if request.kind != "chat":
             return WholeAnswer("", text, [])
         tokenizer = self._engine.tokenizer
-        answers = ToolAnswers(self._tool_form if request.tools else GENERIC, tokenizer, self._answer_format,
-                              request.tools)
+        answers = ToolAnswers(self._tool_form if request.tools else GENERIC, tokenizer,
+                              self._engine.loaded.answer_format, request.tools)
         tokens = generation.tokens.tolist()
         stream = TextStream(tokenizer, generation.params, self._engine.model.config.eos_token_ids)
         pieces = stream.push(tokens).pieces
         return put_together(answers.whole(generation.prompt, tokens, pieces, generation.params.seed))
-
-    @cached_property
-    def _answer_format(self) -> AnswerFormat | None:
-        return find_format(self._engine.tokenizer)
 
     @cached_property
     def _tool_form(self) -> ToolForm:
@@ -203,18 +198,20 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
     def _checked(self, request: BatchRequest) -> tuple[list[int], SamplingParams]:
         """The row's token ids and settings, checked against the model."""
         engine = self._engine
+        params = engine.params(**{**self._job.defaults, **request.settings})
         prompt, tools = request.prompt, request.tools
         if request.is_chat:
+            effort = engine.effort(params, request.chat_options)
             if tools or any(message.get("tool_calls") for message in prompt):
                 prompt = template_messages(self._tool_form, prompt, tools)
-            prompt = engine.chat(prompt, request.chat_options, tools=tools.definitions if tools else None)
-        params = engine.params(**{**self._job.defaults, **request.settings})
+            prompt = engine.chat(prompt, effort.variables, tools=tools.definitions if tools else None)
+            params = effort.applied(params)
         if tools:
-            grammar = ToolGrammar.of(self._tool_form, engine.tokenizer, self._answer_format)
+            grammar = ToolGrammar.of(self._tool_form, engine.tokenizer, self._engine.loaded.answer_format)
             params = replace(params, structured_outputs=grammar.structure(tools, params.structured_outputs))
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))
-        return engine.check_request(prompt, params), params
+        return engine.check_request(prompt, params), engine.loaded.with_closing(params)
 
     def _generation(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
         """Start the text or resume its journal. The row's previous worker may still be exiting."""
@@ -235,8 +232,8 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         fsync = self._job.fsync
         if journal_exists(folder):
             try:
-                header = read_journal(folder).header
-                if header.prompt == ids and header.params == params:
+                content = read_journal(folder)
+                if content.header.prompt == ids and content.params == params:
                     return self._engine.resume(folder, fsync=fsync, snapshot="never")
                 reason = "its journal has another prompt or other settings"
             except UnusableJournalError as error:

@@ -38,7 +38,7 @@ from longdraft.server.schemas import (
     TokenizeRequest,
 )
 from longdraft.server.settings import ServerSettings
-from longdraft.text.thinking import AnswerFormat, find_format
+from longdraft.text.effort import Effort
 from longdraft.text.tools.forms import GENERIC, ToolForm, find_form, template_messages
 from longdraft.text.tools.grammar import ToolGrammar
 from longdraft.text.tools.reader import ToolAnswers
@@ -103,39 +103,47 @@ class Preparer:
         self._require_few(request.n, "n")
         request_id = f"{prefix}{secrets.token_hex(12)}"
         tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
-        ids = self._encode_chat(request.messages, request.chat_template_kwargs or {}, request.continue_final_message,
+        effort = self._effort(request)
+        ids = self._encode_chat(request.messages, effort.variables, request.continue_final_message,
                                 request.add_generation_prompt, tools)
         room = max(1, self.context_limit - len(ids))
         if clamps and request.settings.get("max_tokens", 0) > room:
             request = request.model_copy(update={"max_tokens": room})
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs, check_grammar = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id,
-                                         logprobs, events, tools)
+                                         logprobs, events, effort, tools)
         divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
         answers = ToolAnswers(self._tool_form if tools else GENERIC, self.engine.tokenizer,
-                              self._answer_format if divides or tools else None, tools)
-        begun = request.messages[-1].for_template()["content"] if request.continue_final_message else ""
+                              self.engine.loaded.answer_format if divides or tools else None, tools)
+        last = request.messages[-1].for_template() if request.continue_final_message else {}
+        begun, thought = last.get("content", ""), last.get("reasoning_content", "")
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
-                                  new_reader=partial(answers.reader, ids, begun),
-                                  tools=tools)
+                                  new_reader=partial(answers.reader, ids, begun, thought),
+                                  tools=tools,
+                                  sends_reasoning=not (request.reasoning and request.reasoning.exclude))
         return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
 
     @cached_property
     def _tool_form(self) -> ToolForm:
         return find_form(self.engine.tokenizer.chat_template, self.settings.tool_form)
 
-    @cached_property
-    def _answer_format(self) -> AnswerFormat | None:
-        return find_format(self.engine.tokenizer)
+    def _effort(self, request: ChatRequest) -> Effort:
+        """What the request asks of the model's thinking, before its other settings are read."""
+        given = self._settings_of(request, 1)
+        names = [name for name in given if ALIASES[name] in ("reasoning_effort", "thinking_budget")]
+        with _spelled(given, request.longdraft.model_fields_set):
+            params = SamplingParams.from_names({name: given[name] for name in names})
+            return self.engine.effort(params, request.chat_template_kwargs or {}, turns_on=request.turns_thinking_on)
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""
-        header = read_journal(folder).header
+        content = read_journal(folder)
+        header = content.header
         engine = self._engine_with(request.drafter, request.drafter_options)
         try:
-            params, prompt_tokens = header.params, len(header.prompt)
+            params, prompt_tokens = content.params, len(header.prompt)
             job = GenerationJob(
                 folder.name, 0, events, partial(engine.resume, folder, **self._snapshot), params, prompt_tokens,
                 self._num_bytes(engine, prompt_tokens + params.max_new_tokens),
@@ -155,7 +163,7 @@ class Preparer:
     @property
     def shows_thinking(self) -> bool:
         """Whether the model's answers have thinking that is apart."""
-        return self._answer_format is not None
+        return self.engine.loaded.answer_format is not None
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -232,7 +240,8 @@ class Preparer:
                            f"{self.settings.max_choices}; send several requests", param=param, code="invalid_value")
 
     def _jobs(self, request: SamplingRequest, prompts: list[list[int]], default_tokens: int, request_id: str,
-              logprobs: int | None, events: EventQueue, tools: ToolRequest | None = None
+              logprobs: int | None, events: EventQueue, effort: Effort | None = None,
+              tools: ToolRequest | None = None
               ) -> tuple[list[GenerationJob], Callable[[], object] | None]:
         """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i. And the check of the
         grammar, as in `PreparedRequest`."""
@@ -241,10 +250,14 @@ class Preparer:
         loaded, spelled = self.engine.loaded, partial(_spelled, given, request.longdraft.model_fields_set)
         with spelled():
             params = self.engine.params(**given)
+            params = effort.applied(params) if effort else params
             if tools is not None:
-                grammar = ToolGrammar.of(self._tool_form, self.engine.tokenizer, self._answer_format)
+                grammar = ToolGrammar.of(self._tool_form, self.engine.tokenizer, loaded.answer_format)
                 params = replace(params, structured_outputs=grammar.structure(tools, params.structured_outputs))
             loaded.check_settings(params)
+            for prompt in prompts:
+                loaded.thought_rules(params, prompt)
+            params = loaded.with_closing(params)
 
         def check_grammar() -> None:
             with spelled():

@@ -29,10 +29,6 @@ _LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token cos
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
 ObjectType = Literal["text_completion", "chat.completion"]
 _FINISH_REASONS = {"length": "length", "eos": "stop", "stop": "stop", "loop": "loop"}
-# GPT-2's byte-level alphabet: printable bytes are written as themselves, all other bytes as characters from 256 on.
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)}
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,7 @@ class ResponseOptions:
     has_prompt_progress  send chunks with `prompt_progress` while prompts are read
     new_reader     divides an answer into thinking, text and calls; takes the seed. None: all of it is text
     tools          of the request
+    sends_reasoning  replies have the thinking, too
     """
 
     object_type: ObjectType
@@ -63,6 +60,7 @@ class ResponseOptions:
     has_prompt_progress: bool = False
     new_reader: Callable[..., ToolReader] | None = None
     tools: ToolRequest | None = None
+    sends_reasoning: bool = True
 
 
 @dataclass
@@ -73,7 +71,7 @@ class Choice:
     reader: ToolReader | None
     parts: list[Part] = field(default_factory=list)  # of a whole reply
     num_calls: int = 0  # so far
-    num_thoughts: int = 0  # tokens of thinking so far
+    sends_reasoning: bool = True
     calls_reason: str = "tool_calls"  # the reason for the end of an answer with calls
     end: str | None = None  # why the text ended, by longdraft's name
     num_sent: int = 0  # characters sent so far
@@ -91,7 +89,8 @@ class Choice:
     def of(cls, options: ResponseOptions, job: GenerationJob) -> Choice:
         reader = options.new_reader(seed=job.params.seed) if options.new_reader else None
         is_legacy = options.tools is not None and options.tools.is_legacy
-        return cls(job, reader, calls_reason="function_call" if is_legacy else "tool_calls")
+        return cls(job, reader, calls_reason="function_call" if is_legacy else "tool_calls",
+                   sends_reasoning=options.sends_reasoning)
 
     def read(self, events: list[Event]) -> list[Part]:
         """The parts of new events. Notes the end of the text."""
@@ -100,7 +99,8 @@ class Choice:
             parts = [Part("text", "".join(event.text for event in events))]
         else:
             parts = self.reader.read(events, is_end=reason is not None)
-            self.num_thoughts = self.reader.num_thoughts
+        if not self.sends_reasoning:
+            parts = [part for part in parts if part.kind != "thought"]
         self.num_calls += sum(part.kind == "call" for part in parts)
         if reason:
             self.end, self.finish_reason = reason, _FINISH_REASONS[reason]
@@ -321,8 +321,7 @@ class ReplyBuilder:
         return {"prompt_tokens": self._options.prompt_tokens, "completion_tokens": written,
                 "total_tokens": self._options.prompt_tokens + written,
                 "prompt_tokens_details": {"cached_tokens": cached},
-                "completion_tokens_details": {"reasoning_tokens": sum(
-                    choice.num_thoughts for choice in self._choices.values())}}
+                "completion_tokens_details": {"reasoning_tokens": sum(job.reasoning_tokens for job in jobs)}}
 
     def _envelope(self, suffix: str) -> dict[str, Any]:
         object_type = self._options.object_type + (suffix if self._is_chat else "")
@@ -366,16 +365,7 @@ class ReplyBuilder:
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": self._bytes(token, text)}
-
-    def _bytes(self, token: int, text: str) -> list[int] | None:
-        """A token's bytes, also where they are part of a character; None if the tokenizer does not reveal them."""
-        if "\ufffd" not in text:
-            return list(text.encode())
-        letters = self._tokenizer.letters(token)
-        if token in self._tokenizer.byte_fallbacks:
-            return [int(letters[3:5], 16)]  # <0xE2>
-        return [_BYTE_OF[letter] for letter in letters] if all(letter in _BYTE_OF for letter in letters) else None
+        return {"token": text, "logprob": logprob, "bytes": self._tokenizer.bytes_of(token, text)}
 
 
 DONE = b"data: [DONE]\n\n"

@@ -42,7 +42,7 @@ class Accepted(NamedTuple):
     tokens    the new tokens: the accepted drafted ones, then the one that the target adds
     rows      nodes of the tree that became text, root first; len(rows) == len(tokens)
     sources   the drafter of each of tokens[:-1]
-    verified  the target's rows along `rows`; None where a device computed the token ahead, in plain decoding
+    verified  the target's rows along `rows`; None where the token was computed ahead, in plain decoding
     drafted   number of drafted tokens in the tree
     depth     depth of the tree
     logprobs  of each token, if the request asked for them
@@ -75,6 +75,15 @@ class Drafter(Protocol):
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         """A step is done: `context` ends with `accepted.tokens`, and the cache holds all but the last of them."""
+
+
+@runtime_checkable
+class DecodesPlainly(Protocol):
+    """A drafter that knows how many of the next steps are plain decoding, whatever their outcome."""
+
+    @property
+    def plain_steps(self) -> int:
+        """Number of these steps. Their tokens may be computed ahead, and `observe` then gets no `Accepted.verified`."""
 
 
 @runtime_checkable
@@ -121,6 +130,11 @@ class ReadsStates(Protocol):
     def follow(self, is_wanted: bool) -> None:
         """Whether forwards copy these states from now on. After a gap the drafter reads on after it, and drafts nothing
         before the state of the text's last row is known."""
+
+
+def plain_steps_of(drafter: Drafter) -> int:
+    """How many of the next steps are plain decoding for certain."""
+    return drafter.plain_steps if isinstance(drafter, DecodesPlainly) else 0
 
 
 def memory_of(drafter: Drafter) -> int:

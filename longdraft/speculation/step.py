@@ -23,7 +23,7 @@ from longdraft.request.context import Context
 from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.ahead import PlainAhead
-from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.drafter import Accepted, Drafter, Verified, plain_steps_of
 from longdraft.speculation.logprobs import path_logprobs
 from longdraft.speculation.reuse import PREFILL_CHUNK
 from longdraft.speculation.routine import Routine
@@ -60,8 +60,9 @@ class Step(NamedTuple):
     """The common data of the steps of one request.
 
     num_logprobs  likeliest tokens to report beside each accepted one; None: no log-probabilities
-    drafts_forced  draft the tokens that a grammar forces, whatever the drafter proposes; not in plain decoding
-    ahead   tokens of plain decoding that a device computes ahead; None: each step computes its own
+    drafts_forced  draft the tokens that a grammar or a thought's closing forces, whatever the drafter proposes; not in
+                   plain decoding
+    ahead   tokens of plain decoding that are computed ahead; None: each step computes its own
     """
 
     model: Transformer
@@ -82,22 +83,25 @@ class Step(NamedTuple):
         """
         context, timings = self.context, self.timings
         began = clock()
-        if self.ahead and (accepted := self.ahead.step(context, max_tokens)):
-            self.tally.steps += 1
+        max_tokens = min(max_tokens, self.sampler.quiet_for(context))
+        if self.ahead and (accepted := self.ahead.step(context, min(max_tokens, plain_steps_of(self.drafter)))):
             timings.verify += clock() - began
+            self.drafter.observe(context, accepted)
+            self._count((), ())
             return accepted
         tree = yield from self._propose(max_tokens - 1)
         drafted = clock()
-        device = self.sampler.on_device
+        sampler = self.sampler.for_tree(tree, context)
+        device = sampler.on_device
         choice = device.tree_choice(tree, context) if device and self.num_logprobs is None else None
         result = yield ForwardRequest(self.model, tree_rows(tree, len(context) - 1), self.cache, len(tree),
                                       choice=choice)
         verified = clock()
-        path, tokens = verify(self.sampler, result, tree, context, self.cache)
+        path, tokens = verify(sampler, result, tree, context, self.cache)
         if NO_TOKEN in tokens:
             raise NumericalError("the model's logits are not finite; its weights may be damaged")
         logprobs = () if self.num_logprobs is None else path_logprobs(
-            self.sampler, result.logits, tree, path, tokens, context, self.num_logprobs)
+            sampler, result.logits, tree, path, tokens, context, self.num_logprobs)
         chosen = clock()
         self.cache.commit(path)
         context.extend(tokens)
@@ -109,10 +113,14 @@ class Step(NamedTuple):
         timings.verify += verified - drafted
         timings.sample += chosen - verified
         timings.commit += committed - chosen
-        if not self.tally.steps and len(context) > PREFILL_CHUNK:
-            return_free_memory()  # of the prompt's chunks: what follows needs less
-        self.tally.add(tree.sources[1:], accepted.sources)
+        self._count(tree.sources[1:], accepted.sources)
         return accepted
+
+    def _count(self, drafted: Iterable[str], accepted: Iterable[str]) -> None:
+        """Count a step. Both name the drafter of each token."""
+        if not self.tally.steps and len(self.context) > PREFILL_CHUNK:
+            return_free_memory()  # of the prompt's chunks: what follows needs less
+        self.tally.add(drafted, accepted)
 
     def _propose(self, max_depth: int) -> Routine[Tree]:
         """The drafter's tree without hopeless guesses, and with the tokens that a grammar forces."""

@@ -68,13 +68,26 @@ class AnswerReader(Protocol):
 class AnswerFormat(Protocol):
     """How the answers of a model show which part of them is thinking."""
 
-    def reader(self, prompt: Sequence[int], begun: str = "") -> AnswerReader:
-        """A reader for the answer to a prompt. begun: the answer's beginning, if the prompt ends with one"""
+    def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "") -> AnswerReader:
+        """A reader for the answer to a prompt.
+
+        begun, thought  the beginning of the answer's content, or of its thinking, if the prompt ends with one
+        """
 
 
 def find_format(tokenizer: Tokenizer) -> AnswerFormat | None:
     """The format of a model's answers; None if its tokenizer and chat template show no thinking."""
     return Harmony.find(tokenizer) or ThinkingTags.find(tokenizer)
+
+
+def divide(form: AnswerFormat | None, prompt: Sequence[int], tokens: Sequence[int], text: str) -> ChannelText:
+    """The parts of a complete answer."""
+    if form is None:
+        return ChannelText("", text)
+    reader = form.reader(prompt)
+    shown = reader.push(tokens, text)
+    held = reader.finish()
+    return ChannelText(shown.reasoning + held.reasoning, shown.content + held.content)
 
 
 class ThinkingTags(NamedTuple):
@@ -111,12 +124,13 @@ class ThinkingTags(NamedTuple):
                             for text in (self.opening, self.closing))
         return opening, closing
 
-    def reader(self, prompt: Sequence[int], begun: str = "") -> ThinkingReader:
+    def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "") -> ThinkingReader:
         """A reader for the answer to a prompt, which may end within the thinking."""
         end = marked_text(self.tokenizer, self.marks, prompt[-TAG_TOKENS:])
-        reader = ThinkingReader(self, is_open=not begun and end.rstrip().endswith(self.opening))
+        reader = ThinkingReader(self, is_open=not (begun or thought) and end.rstrip().endswith(self.opening))
         for token, mark in self.marks.items():
             begun = begun.replace(self.tokenizer.letters(token), mark)
+        begun = begun or (self.opening + thought if thought else "")
         if begun:
             reader.skip(begun)
         return reader

@@ -21,8 +21,10 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from typing import Any, NamedTuple
@@ -50,6 +52,7 @@ HONEST: Body = {"prompt": "The ship", "max_tokens": 200, "stream": False,
 SEEDS = 4
 PROBED = ("/health", "/ready", "/metrics")  # in turn
 PROBE_S = 0.01  # between two requests
+MAX_ALONE_S = 10.0  # of the honest client before an attack
 PAUSE_S = 0.2  # of an attacker between an answer and its next request; Retry-After says 5 s
 
 
@@ -64,6 +67,7 @@ class HonestText(NamedTuple):
 def probe(url: str, ends: Event, results: Connection) -> None:
     """Send (path, seconds) of requests for PROBED."""
     seconds: list[tuple[str, float]] = []
+    results.send("started")
     for path in itertools.cycle(PROBED):
         if ends.is_set():
             break
@@ -76,6 +80,7 @@ def honest(url: str, ends: Event, results: Connection) -> None:
     """Ask for texts, one after the other, and send them."""
     texts: list[HonestText] = []
     with httpx.Client(timeout=60) as client:
+        results.send("started")
         while not ends.is_set():
             seed = len(texts) % SEEDS
             began = time.perf_counter()
@@ -92,7 +97,8 @@ Work = Callable[[str, Event, Connection], None]
 
 @contextlib.contextmanager
 def beside(work: Work, url: str) -> Iterator[list[Any]]:
-    """Run `work` in another process until the block ends. Yields a list that has its result then."""
+    """Run `work` in another process until the block ends, which begins when that process has sent that it has started.
+    Yields a list that has its result then."""
     context = multiprocessing.get_context("spawn")
     ends = context.Event()
     ours, theirs = context.Pipe(False)
@@ -100,6 +106,7 @@ def beside(work: Work, url: str) -> Iterator[list[Any]]:
     child = context.Process(target=work, args=(url, ends, theirs), daemon=True)
     child.start()
     try:
+        ours.recv()
         yield result
     finally:
         ends.set()
@@ -229,10 +236,17 @@ ATTACKS: dict[str, Callable[[str, float], Coroutine[Any, Any, dict[str, int]]]] 
     "letters": letters, "chunks": chunks, "exports": exports}
 
 
+@cache
+def expected_texts() -> list[str]:
+    """The honest client's texts by the library, by seed."""
+    engine = load("novelist", drafter="plain")
+    return [library_text(engine, HONEST | {"seed": seed}) for seed in range(SEEDS)]
+
+
 def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Record:
     """The figures of one attack of so many seconds."""
     with beside(honest, url) as alone:
-        time.sleep(seconds / 2)
+        time.sleep(min(seconds / 2, MAX_ALONE_S))
     peak_mib = 0.0
 
     async def attack() -> dict[str, int]:
@@ -244,21 +258,20 @@ def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Rec
         return await task
 
     with beside(honest, url) as texts, beside(probe, url) as probed:
-        time.sleep(1.5)  # both processes have started
         statuses = asyncio.run(attack())
     time.sleep(1)
     began = time.perf_counter()
     after = httpx.post(url + COMPLETIONS, json=HONEST | {"seed": 0}, timeout=60)
     seconds_after = time.perf_counter() - began
     load_after = left_over(url)
-    engine = load("novelist", drafter="plain")
-    expected = [library_text(engine, HONEST | {"seed": seed}) for seed in range(SEEDS)]
+    expected = expected_texts()
     latencies = {path: sorted(1e3 * taken for of, taken in probed if of == path) for path in PROBED}
     return {
         "attack": name, "answers": statuses, "probes": len(probed),
         **{f"{path[1:]}_ms_median": taken[len(taken) // 2] for path, taken in latencies.items()},
         **{f"{path[1:]}_ms_worst": taken[-1] for path, taken in latencies.items()},
-        "honest_texts": len(texts), "honest_equal": sum(text.text == expected[text.seed] for text in texts),
+        "honest_texts": len(texts), "honest_seconds": sum(text.seconds for text in texts),
+        "load_average": os.getloadavg()[0], "honest_equal": sum(text.text == expected[text.seed] for text in texts),
         "honest_share_of_speed": _texts_per_second(texts) / _texts_per_second(alone), "peak_mib": peak_mib,
         "status_after": after.status_code, "seconds_after": seconds_after,
         "resident_mib_after": process.memory_info().rss / 2**20, **load_after}

@@ -60,8 +60,9 @@ from longdraft.speculation.routine import CostClock, Routine, run_alone
 class AutoOptions(DrafterOptions):
     """Options of `auto`.
 
-    draft_weights     as for `tokenswift`: weights that its self-drafting candidates draft with
-    draft_vocabulary  as for `tokenswift`: tokens that they can guess
+    draft_weights     as for `tokenswift`: weights that its self-drafting candidates draft with; those of a block head's
+                      layers as well
+    draft_vocabulary  as for `tokenswift`: tokens that they, and a block head, can guess
     """
 
     draft_weights: str = AUTO_WEIGHTS
@@ -73,6 +74,10 @@ class AutoOptions(DrafterOptions):
 
     @property
     def copy_weights(self) -> str:
+        return self.draft_weights
+
+    @property
+    def head_weights(self) -> str:
         return self.draft_weights
 
     @property
@@ -162,6 +167,10 @@ class AutoDrafter:
     def nbytes(self) -> int:
         shared = self._partial.nbytes if self._partial else 0
         return shared + sum(memory_of(drafter) for drafter in self._drafters.values())
+
+    @property
+    def plain_steps(self) -> int:
+        return self._plain.at_rest
 
     def read_prompt(self, context: Context) -> Routine[None]:
         for drafter in self._drafters.values():
@@ -297,7 +306,8 @@ class AutoDrafter:
         """Count the steps of plain decoding since the latest step that was timed. now: by the clock"""
         run = self._plain
         if run.latest is not None and self._num_steps - run.steps >= AUTO_SETTINGS.untypical_steps:
-            forwards = run.steps * (now - run.latest)
+            # Steps that are computed ahead are faster than the latest one.
+            forwards = min(run.steps * (now - run.latest), now - self._ended)
             self.policy.observe(Observation(run.tokens, 1, forwards, now - self._ended - forwards, run.steps))
         self._report_plain()
         self._plain = PlainRun()

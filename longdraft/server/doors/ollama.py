@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.engine.engine import Engine
 from longdraft.request.events import Event
@@ -23,7 +24,6 @@ from longdraft.server.jobs import GenerationJob
 from longdraft.server.replies import Choice, ResponseOptions
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
-from longdraft.text.tokenizer_config import read_settings
 from longdraft.text.tools.reader import Call, Part
 
 VERSION = "0.6.4"  # of Ollama's API: clients ask for this one or a later one
@@ -245,7 +245,7 @@ def _details(engine: Engine) -> dict[str, Any]:
     folder = engine.loaded.files.folder
     is_gguf = folder.is_file()
     family = str(open_gguf(folder).values.get("general.architecture") if is_gguf else
-                 read_settings(folder / "config.json").get("model_type") or "unknown")
+                 read_json(folder / "config.json").get("model_type") or "unknown")
     return {"parent_model": "", "format": "gguf" if is_gguf else "safetensors",
             "family": family, "families": [family], "parameter_size": "",
             "quantization_level": engine.model.weights.quantize}

@@ -279,7 +279,7 @@ class ResponsesReply:
     def _usage(self) -> dict[str, Any]:
         read, written = self._options.prompt_tokens, self._job.num_tokens
         return {"input_tokens": read, "input_tokens_details": {"cached_tokens": self._job.cached_tokens},
-                "output_tokens": written, "output_tokens_details": {"reasoning_tokens": self._choice.num_thoughts},
+                "output_tokens": written, "output_tokens_details": {"reasoning_tokens": self._job.reasoning_tokens},
                 "total_tokens": read + written}
 
 

@@ -111,15 +111,16 @@ class ToolAnswers:
     thinking: AnswerFormat | None
     tools: ToolRequest | None
 
-    def reader(self, prompt: Sequence[int], begun: str = "", seed: int | None = 0) -> ToolReader:
-        """A reader for the answer to a prompt. seed: of the text; begun: the answer's beginning, if the prompt has one
-        """
+    def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "", seed: int | None = 0) -> ToolReader:
+        """A reader for the answer to a prompt. seed: of the text; begun, thought: the beginnings of the answer and of
+        its thinking, if the prompt has one"""
         thinking = self.thinking
         if self.tools is not None and isinstance(thinking, Harmony):
             thinking = thinking._replace(shows_calls=True)
         elif isinstance(thinking, ThinkingTags):
             thinking = thinking._replace(marks={**thinking.marks, **self._marks})
-        inner: AnswerReader = thinking.reader(prompt, begun) if thinking else _MarkedReader(self.tokenizer, self._marks)
+        inner: AnswerReader = (thinking.reader(prompt, begun, thought) if thinking else
+                               _MarkedReader(self.tokenizer, self._marks))
         parser = _CallParser(self._form, self.tools) if self.tools and self.tools.callable else None
         return ToolReader(inner, parser, _Ids(prompt, seed, is_short=self.form.has_short_ids))
 
@@ -192,7 +193,6 @@ class ToolReader:
     def __init__(self, inner: AnswerReader, parser: _CallParser | None, ids: _Ids) -> None:
         self._inner, self._parser, self._ids = inner, parser, ids
         self._num_calls = 0
-        self.num_thoughts = 0  # tokens that added to the thinking
 
     def push(self, tokens: Sequence[int], text: str) -> list[Part]:
         """The new parts. text: what the stream returned for these tokens, one at a time for the order of the parts"""
@@ -204,9 +204,7 @@ class ToolReader:
         parts: list[Part] = []
         for event in events:
             for token, piece in zip(event.tokens, event.pieces, strict=True):
-                new = self.push([token], piece)
-                self.num_thoughts += any(part.kind == "thought" for part in new)
-                parts += new
+                parts += self.push([token], piece)
         return joined(parts + (self.finish() if is_end else []))
 
     def finish(self) -> list[Part]:
