@@ -83,7 +83,7 @@ class RequestMiddleware:
             try:
                 self._require_access(scope, headers)
             except ApiError as refusal:
-                await refusal.response(scope, receive, send_with_headers)
+                await refusal.response_at(scope["path"])(scope, receive, send_with_headers)
             else:
                 await self._app(scope, receive_to_the_end, send_with_headers)
         finally:
