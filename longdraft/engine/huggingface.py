@@ -183,6 +183,10 @@ class _NoTokenizer(Tokenizer):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise UsageError("a text needs a tokenizer: longdraft.from_transformers(model, tokenizer)")
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        return None
+
     def is_silent(self, token: int) -> bool:
         return True
 
