@@ -175,6 +175,7 @@ def chosen_heads(heads: str | None, model: str, config: ModelConfig, needs: str,
             hub.resolve(head.repository, options)
         except ModelError as error:
             errors.append(error)
+            log.warning("--heads auto: passed over %s: %s", head.repository, error)
             continue
         why = "name" if targets[0].is_named(hub.from_anywhere(model)) else "architecture and sizes"
         others = "; ".join(str(each) for each in known if each != head)

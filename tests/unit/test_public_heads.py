@@ -113,6 +113,16 @@ def test_a_model_is_recognised_by_its_architecture_and_sizes_and_then_by_its_nam
     assert names_of(model, sizes) == expected
 
 
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.sizes], ids=lambda target: target.repository)
+def test_every_target_with_known_sizes_is_recognised_without_its_name_and_not_as_another_architecture(target):
+    layers, hidden, vocabulary = target.sizes
+    sizes = dict(num_hidden_layers=layers, hidden_size=hidden, vocab_size=vocabulary, intermediate_size=64,
+                 num_attention_heads=16, num_key_value_heads=8, head_dim=64)
+    assert target.repository in names_of("mine", sizes | {"model_type": target.family})
+    assert names_of(target.repository, sizes | {"model_type": target.family}) == [target.repository]
+    assert names_of(target.repository, sizes | {"model_type": "olmo2"}) == []
+
+
 @pytest.mark.parametrize("heads, drafter, taken", [
     ((BLOCK, EAGLE), "auto", "owner/block"), ((EAGLE, BLOCK), "auto", "owner/eagle"),
     ((BLOCK, EAGLE), "eagle", "owner/eagle"), ((LATER, BLOCK), "block", "owner/block"),
@@ -142,11 +152,12 @@ def test_a_text_with_auto_is_plain_text_and_its_journal_names_the_head(stub, tin
     assert read_journal(tmp_path / "journal").header.heads == "owner/block"
 
 
-def test_a_head_that_is_not_in_the_cache_is_passed_over(stub, tiny, tmp_path, monkeypatch):
+def test_a_head_that_is_not_in_the_cache_is_passed_over_with_a_line(stub, tiny, tmp_path, monkeypatch, caplog):
     know(monkeypatch, BLOCK, EAGLE)
     make_eagle(tmp_path / "owner/eagle")
     engine = longdraft.load(str(tiny["gqa"]), heads="auto", offline=True)
     assert engine.loaded.heads_name == "owner/eagle" and stub.asked[:2] == ["owner/block", "owner/eagle"]
+    assert "--heads auto: passed over owner/block: 'owner/block' is not complete" in caplog.text
 
 
 @pytest.mark.parametrize("heads, drafter, error, message", [
