@@ -175,8 +175,9 @@ def chosen_heads(heads: str | None, model: str, config: ModelConfig, needs: str,
             hub.resolve(head.repository, options)
         except ModelError as error:
             errors.append(error)
-            log.warning("--heads auto: passed over %s: %s", head.repository, error)
             continue
+        for passed in errors:
+            log.warning("--heads auto: passed over a head: %s", passed)
         why = "name" if targets[0].is_named(hub.from_anywhere(model)) else "architecture and sizes"
         others = "; ".join(str(each) for each in known if each != head)
         log.warning("--heads auto: %s, because %s has the %s of %s%s", head, model, why, names,

@@ -157,21 +157,22 @@ def test_a_head_that_is_not_in_the_cache_is_passed_over_with_a_line(stub, tiny, 
     make_eagle(tmp_path / "owner/eagle")
     engine = longdraft.load(str(tiny["gqa"]), heads="auto", offline=True)
     assert engine.loaded.heads_name == "owner/eagle" and stub.asked[:2] == ["owner/block", "owner/eagle"]
-    assert "--heads auto: passed over owner/block: 'owner/block' is not complete" in caplog.text
+    assert "--heads auto: passed over a head: 'owner/block' is not complete" in caplog.text
 
 
 @pytest.mark.parametrize("heads, drafter, error, message", [
-    ((BLOCK,), "auto", ModelError, "no head for owner/small can be downloaded: 'owner/block' is not complete in .*"
+    ((BLOCK, EAGLE), "auto", ModelError, "no head for owner/small can be downloaded: 'owner/block' is not complete in .*"
                                    "offline nothing is downloaded; run once without --offline"),
     ((LATER,), "auto", UsageError, "can use none: owner/later .peagle, not supported: rows of masks.; name a head"),
     ((PublicHead("", "mtp"),), "auto", UsageError, "can use none: in the files of the model itself .mtp.; name a head"),
     ((BLOCK,), "medusa", UsageError, "this drafter can use none: owner/block .dflash, MIT.; name a head"),
     ((BLOCK,), "plain", UsageError, "drafter 'plain' uses no heads")])
-def test_without_a_usable_head_there_is_one_line_with_a_cure(stub, tiny, monkeypatch, heads, drafter, error, message):
+def test_without_a_usable_head_there_is_one_line_with_a_cure(stub, tiny, monkeypatch, caplog, heads, drafter, error,
+                                                             message):
     know(monkeypatch, *heads)
     with pytest.raises(error, match=message) as raised:
         longdraft.load(str(tiny["gqa"]), drafter=drafter, heads="auto", offline=True)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value) and "--heads auto" not in caplog.text
 
 
 def test_an_unknown_model_and_one_of_several_of_one_size_are_refused():
