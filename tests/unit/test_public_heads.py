@@ -161,7 +161,7 @@ def test_a_head_that_is_not_in_the_cache_is_passed_over_with_a_line(stub, tiny, 
 
 
 @pytest.mark.parametrize("heads, drafter, error, message", [
-    ((BLOCK, EAGLE), "auto", ModelError, "no head for owner/small can be downloaded: 'owner/block' is not complete in .*"
+    ((BLOCK, EAGLE), "auto", ModelError, "no head for owner/small can be downloaded: .owner/block' is not complete .*"
                                    "offline nothing is downloaded; run once without --offline"),
     ((LATER,), "auto", UsageError, "can use none: owner/later .peagle, not supported: rows of masks.; name a head"),
     ((PublicHead("", "mtp"),), "auto", UsageError, "can use none: in the files of the model itself .mtp.; name a head"),
