@@ -158,7 +158,7 @@ class Preparer:
     def count(self, request: ChatRequest) -> int:
         """The number of tokens of a chat's prompt."""
         tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
-        return len(self._encode_chat(request.messages, request.chat_template_kwargs or {}, False, None, tools))
+        return len(self._encode_chat(request.messages, self._effort(request).variables, False, None, tools))
 
     @property
     def shows_thinking(self) -> bool:
