@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -253,7 +253,7 @@ class Preparer:
             params = effort.applied(params) if effort else params
             if tools is not None:
                 grammar = ToolGrammar.of(self._tool_form, self.engine.tokenizer, loaded.answer_format)
-                params = replace(params, structured_outputs=grammar.structure(tools, params.structured_outputs))
+                params = grammar.applied(params, tools)
             loaded.check_settings(params)
             for prompt in prompts:
                 loaded.thought_rules(params, prompt)

@@ -88,16 +88,18 @@ def with_closing(form: AnswerFormat, params: SamplingParams) -> SamplingParams:
 
 
 def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...]:
-    """Message, closing marker, and what the chat template writes behind it."""
+    """Message, closing marker, and what the chat template writes behind it. With tools, a grammar has the rest of
+    gpt-oss's headers, which name the final channel or a function."""
     assert isinstance(form, ThinkingTags | Harmony)
     tokenizer, message = form.tokenizer, params.thinking_message if params.thinking_budget else ""
     if isinstance(form, Harmony):
         message_ids = _following(tokenizer, message)
         ids = tokenizer.vocabulary()
         start, channel, text, end = (ids[name] for name in MARKS)
-        tail = (end, start, *tokenizer.encode("assistant", add_special_tokens=False), channel,
-                *tokenizer.encode("final", add_special_tokens=False), text)
-        closed = (*message_ids, *tail)
+        closed = (*message_ids, end)
+        if not params.steers_thoughts or params.structured_outputs[:1] != ("tools",):
+            closed += (start, *tokenizer.encode("assistant", add_special_tokens=False), channel,
+                       *tokenizer.encode("final", add_special_tokens=False), text)
     else:
         letters = {mark: tokenizer.letters(token) for token, mark in form.marks.items()}
         closing = letters.get(form.closing, form.closing)
