@@ -308,6 +308,12 @@ class LoadedModel:
         """Whether `grammar_rules` answers at once."""
         return not params.structured_outputs or self._grammars.is_known(*self._grammar_key(params, prompt))
 
+    def grammar_warnings(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[str, ...]:
+        """What a grammar that is known leaves out of the schemas of functions."""
+        if not params.structured_outputs or not self.knows_grammar(params, prompt):
+            return ()
+        return self._grammars.rules(*self._grammar_key(params, prompt)).warnings
+
     @property
     def _grammars(self) -> GrammarCompiler:
         config = self.target.config

@@ -5,6 +5,7 @@ This runs in a thread of its own, outside the event loop. Errors are ApiErrors t
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -122,6 +123,7 @@ class Preparer:
                                   has_prompt_progress=request.return_progress,
                                   new_reader=partial(answers.reader, ids, begun, thought),
                                   tools=tools,
+                                  warnings=partial(self.engine.loaded.grammar_warnings, jobs[0].params, ids),
                                   sends_reasoning=not (request.reasoning and request.reasoning.exclude))
         return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
 
@@ -263,6 +265,8 @@ class Preparer:
             with spelled():
                 for prompt in prompts:
                     loaded.grammar_rules(params, prompt)
+                    if warnings := loaded.grammar_warnings(params, prompt):
+                        log_event("left_out", level=logging.WARNING, what="schemas", names="; ".join(warnings)[:1000])
 
         longest = max(len(ids) for ids in prompts)
         if longest + params.max_new_tokens > self.context_limit:
