@@ -208,7 +208,7 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
             params = effort.applied(params)
         if tools:
             grammar = ToolGrammar.of(self._tool_form, engine.tokenizer, self._engine.loaded.answer_format)
-            params = grammar.applied(params, tools)
+            params = grammar.applied(params, tools, engine.encode(prompt))
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))
         return engine.check_request(prompt, params), engine.loaded.with_closing(params)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from longdraft.engine.engine import Engine
     from longdraft.engine.generation import Generation
     from longdraft.request.events import Event
+    from longdraft.text.tools.grammar import ToolGrammar
     from longdraft.text.tools.reader import Call, Part, ToolAnswers, ToolReader
 
 _HELP = """\
@@ -74,13 +75,14 @@ def chat(
     params = engine.params(**sampling)
     effort = engine.effort(params, chat_options)
     params = effort.applied(params)
-    thinking, form = engine.loaded.answer_format, GENERIC
+    thinking, form, grammar = engine.loaded.answer_format, GENERIC, None
     if request is not None:
         form = find_form(engine.tokenizer.chat_template, tool_form)
-        params = ToolGrammar.of(form, engine.tokenizer, thinking).applied(params, request)
+        grammar = ToolGrammar.of(form, engine.tokenizer, thinking)
     answers = ToolAnswers(form, engine.tokenizer, thinking if reasoning_format == "auto" or request else None, request)
-    conversation = Conversation(engine, params, system, effort.variables, answers)
-    conversation.prompt(_user("Hello"))  # fail before the first message without a template, or for an unknown option
+    conversation = Conversation(engine, params, system, effort.variables, answers, grammar)
+    first = conversation.prompt(_user("Hello"))  # fail before the first message without a template, an unknown option
+    conversation.settings(engine.encode(first))
     options.print_model_defaults(params, quiet=quiet)
     replace_unencodable()
     return _loop(conversation, stats or sys.stdin.isatty(), quiet)
@@ -109,6 +111,7 @@ class Conversation:
     """The messages so far, and the generation of the next answer.
 
     answers  how answers show their thinking and calls
+    grammar  of answers with calls, if the model has tools
     waiting  calls without a result
     """
 
@@ -117,6 +120,7 @@ class Conversation:
     system: str | None
     options: dict[str, Any]
     answers: ToolAnswers
+    grammar: ToolGrammar | None
     turns: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)  # of the other calls of the last answer
@@ -157,8 +161,13 @@ class Conversation:
         if room < 1:
             raise UsageError(f"the conversation has {len(ids)} tokens, the model's context limit is "
                              f"{self.engine.model.config.max_positions}; /reset starts again")
-        params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
+        params = replace(self.settings(ids), max_new_tokens=min(self.params.max_new_tokens, room))
         return self.engine.generate(ids, params, on_prefill=on_prefill)
+
+    def settings(self, prompt: Sequence[int]) -> SamplingParams:
+        """The settings of an answer to a prompt, with the grammar of calls."""
+        tools = self.answers.tools
+        return self.grammar.applied(self.params, tools, prompt) if self.grammar and tools else self.params
 
     def _ids(self, prompt: str) -> list[int]:
         """The prompt's token ids. What the model wrote keeps its ids, so its rows are found in the prefix tree: the

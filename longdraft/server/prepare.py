@@ -255,7 +255,7 @@ class Preparer:
             params = effort.applied(params) if effort else params
             if tools is not None:
                 grammar = ToolGrammar.of(self._tool_form, self.engine.tokenizer, loaded.answer_format)
-                params = grammar.applied(params, tools)
+                params = grammar.applied(params, tools, prompts[0])
             loaded.check_settings(params)
             for prompt in prompts:
                 loaded.thought_rules(params, prompt)

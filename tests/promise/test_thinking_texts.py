@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -290,6 +291,41 @@ def caller(request, tmp_path_factory) -> tuple[longdraft.Engine, ToolGrammar]:
     return engine, ToolGrammar.of(form, engine.tokenizer, engine.loaded.answer_format)
 
 
+@pytest.mark.parametrize("rule", [{}, dict(thinking_budget=500)])
+def test_a_thought_before_calls_is_closed_on_request_or_the_request_is_refused(caller, rule):
+    """Refused, the text goes on as it was."""
+    pytest.importorskip("llguidance")
+    engine, grammar = caller
+    tools = parse_tools({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
+    ids, marks = engine.tokenizer.vocabulary(), grammar.form.name == "harmony"
+    never = tuple((ids[name], -100.0) for name in ("</s>", *(MARKS if marks else ("<think>", "</think>"))))
+    params = grammar.applied(params_of(**(dict(max_new_tokens=100, thinking_budget=-1, ignore_eos=False,
+                                               logit_bias=never) | rule)), tools, engine.chat(HELLO))
+    prompt = engine.chat(HELLO)
+    if marks:
+        header = engine.tokenizer.encode("analysis", add_special_tokens=False)
+        prompt = [*prompt, ids["<|channel|>"], *header, ids["<|message|>"]]
+    generation = engine.generate(prompt, params)
+    if marks and not rule:
+        with pytest.raises(UsageError, match="beside tools, unless the request has a rule"):
+            generation.answer_now()
+        with pytest.raises(UsageError, match="beside tools"):
+            engine.generate(prompt, replace(params, thinking_close_at=9))
+        assert text_of(generation)[0] == write_from(engine.with_drafter("plain"), prompt, params)
+        return
+    shown = [token for _ in range(9) for token in next(generation).tokens]
+    generation.answer_now()
+    whole = shown + text_of(generation)[0][len(shown) :]
+    place = generation.stats()["sampling"]["thinking_close_at"]
+    assert generation.stats()["thinking"]["closed_by"] == "request" and generation.finish_reason == "eos"
+    closed = replace(params, thinking_close_at=place)
+    assert write_from(engine.with_drafter("plain"), prompt, closed) == whole
+
+
+def write_from(engine, prompt, params) -> list[int]:
+    return text_of(engine.generate(prompt, params))[0]
+
+
 @pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("closed_by", ["budget", "reserve", "model"])
 def test_calls_come_after_a_thought_that_is_closed(caller, tmp_path, choice, closed_by):
@@ -303,7 +339,7 @@ def test_calls_come_after_a_thought_that_is_closed(caller, tmp_path, choice, clo
              "model": dict(thinking_budget=60, min_thinking_tokens=5)}[closed_by]
     bias = ((opening, -100.0 if marks else 9.0), (close, 20.0 if closed_by == "model" else -100.0))
     params = grammar.applied(params_of(**(dict(max_new_tokens=180, thinking_budget=-1, ignore_eos=False,
-                                               logit_bias=bias) | rules)), tools)
+                                               logit_bias=bias) | rules)), tools, engine.chat(HELLO))
     prompt = engine.chat(HELLO)
     if marks:
         header = engine.tokenizer.encode("analysis", add_special_tokens=False)

@@ -7,7 +7,7 @@
     answer: calls                             "required"
     answer: TEXT?                             "none"
 
-Where rules end the thought, the grammar begins behind it, and has no thought.
+Where the prompt opens the thought, or rules end it, the grammar begins behind it, and has no thought.
 
 A marker that is one token ends a text by itself. A marker of several tokens is text; it ends the text where it is
 complete, so that no answer has a part of a call.
@@ -26,7 +26,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.structured import MAX_STRUCTURE, Structure, escaped
 from longdraft.request.tools import Tool, ToolRequest, closed_schema
 from longdraft.sampling.grammar import embedded
-from longdraft.text.thinking import AnswerFormat, ThinkingTags
+from longdraft.text.thinking import TAG_TOKENS, AnswerFormat, ThinkingTags, closed_thinking
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.forms import GEMMA_QUOTE, HARMONY, ToolForm
 
@@ -50,9 +50,10 @@ class ToolGrammar:
     def of(cls, form: ToolForm, tokenizer: Tokenizer, thinking: AnswerFormat | None) -> ToolGrammar:
         return cls(form, tokenizer, thinking if isinstance(thinking, ThinkingTags) else None)
 
-    def applied(self, params: SamplingParams, tools: ToolRequest) -> SamplingParams:
-        """The settings of a chat with these tools."""
-        structure = self.structure(tools, params.structured_outputs, is_behind=params.steers_thoughts)
+    def applied(self, params: SamplingParams, tools: ToolRequest, prompt: Sequence[int]) -> SamplingParams:
+        """The settings of a chat with these tools, whose prompt may open the thought."""
+        is_opened = bool(closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:])))
+        structure = self.structure(tools, params.structured_outputs, is_behind=is_opened or params.steers_thoughts)
         return replace(params, structured_outputs=structure)
 
     def structure(self, tools: ToolRequest, answer: Structure | tuple[str, ...] = (), *, is_behind: bool = False
@@ -60,7 +61,8 @@ class ToolGrammar:
         """The grammar of an answer.
 
         answer     what a text must match, if it is not free
-        is_behind  the grammar begins behind the thought, which is under rules (longdraft/sampling/thought.py)
+        is_behind  the grammar begins behind the thought, which the prompt opens, or which is under rules
+                   (longdraft/sampling/thought.py)
         """
         rules = _Rules(self.tokenizer, self.form.markers)
         if answer and answer[0] != "json":  # the other notations are translated in a process with limits
