@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -46,6 +46,7 @@ class ResponseOptions:
     new_reader     divides an answer into thinking, text and calls; takes the seed. None: all of it is text
     tools          of the request
     sends_reasoning  replies have the thinking, too
+    warnings       returns what of the request could not be honoured
     """
 
     object_type: ObjectType
@@ -61,6 +62,7 @@ class ResponseOptions:
     new_reader: Callable[..., ToolReader] | None = None
     tools: ToolRequest | None = None
     sends_reasoning: bool = True
+    warnings: Callable[[], Sequence[str]] = tuple
 
 
 @dataclass
@@ -332,8 +334,10 @@ class ReplyBuilder:
         return self._envelope(".chunk") | {"choices": [{"index": job.index, **content}]}
 
     def _summary(self, job: GenerationJob) -> dict[str, Any]:
+        warnings = list(self._options.warnings())
         return {"id": job.id, "seed": job.params.seed, "journal": job.resume_id if job.keeps_journal else None,
-                "finish_reason": job.finish_reason, "stats": self._choices[job].stats}
+                "finish_reason": job.finish_reason, "stats": self._choices[job].stats,
+                **({"warnings": warnings} if warnings else {})}
 
     def _details(self, job: GenerationJob, events: list[Event]) -> dict[str, Any]:
         return {"id": job.id, "seed": job.params.seed,

@@ -88,16 +88,20 @@ def with_closing(form: AnswerFormat, params: SamplingParams) -> SamplingParams:
 
 
 def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...]:
-    """Message, closing marker, and what the chat template writes behind it."""
+    """Message, closing marker, and what the chat template writes behind it. With tools, a grammar has the rest of
+    gpt-oss's headers, which name the final channel or a function."""
     assert isinstance(form, ThinkingTags | Harmony)
     tokenizer, message = form.tokenizer, params.thinking_message if params.thinking_budget else ""
     if isinstance(form, Harmony):
         message_ids = _following(tokenizer, message)
         ids = tokenizer.vocabulary()
         start, channel, text, end = (ids[name] for name in MARKS)
-        tail = (end, start, *tokenizer.encode("assistant", add_special_tokens=False), channel,
-                *tokenizer.encode("final", add_special_tokens=False), text)
-        closed = (*message_ids, *tail)
+        closed = (*message_ids, end)
+        if params.structured_outputs[:1] == ("tools",):
+            require_rules_for_tools(form, params)
+        else:
+            closed += (start, *tokenizer.encode("assistant", add_special_tokens=False), channel,
+                       *tokenizer.encode("final", add_special_tokens=False), text)
     else:
         letters = {mark: tokenizer.letters(token) for token, mark in form.marks.items()}
         closing = letters.get(form.closing, form.closing)
@@ -121,6 +125,15 @@ def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...
     if phases[-1] != AFTER or AFTER in phases[: max(0, len(message_ids) - 1)]:
         raise UsageError("thinking_message holds a marker of the model's thoughts; leave it out", "thinking_message")
     return closed
+
+
+def require_rules_for_tools(form: AnswerFormat, params: SamplingParams) -> None:
+    """UsageError where a thought cannot be closed on request: gpt-oss writes a header behind it, which the grammar of
+    calls has only where rules were set from the beginning."""
+    if isinstance(form, Harmony) and params.structured_outputs[:1] == ("tools",) and not params.steers_thoughts:
+        raise UsageError("a thought of this model cannot be closed on request beside tools, unless the request has a "
+                         "rule for it from the beginning; set thinking_budget, to max_tokens if it shall be free",
+                         "thinking_close_at")
 
 
 def _around_closing(template: ChatTemplate | None, closing: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from longdraft.request.sampling_params import EFFORTS
 from longdraft.server.errors import ApiError
 from longdraft.server.logs import log_event
 
@@ -66,6 +67,13 @@ def carried(text: object) -> str:
         return data.decode() if unpacker.eof else ""
     except (binascii.Error, zlib.error, ValueError):
         return ""
+
+
+def effort_of(value: object, place: str) -> str | None:
+    """A level of thinking. Raises ApiError for a word that is none."""
+    if value is None or (isinstance(value, str) and value in EFFORTS):
+        return value
+    raise refused(place, value, ", ".join(EFFORTS))
 
 
 def template_options(known: Iterable[str], thinks: bool | None) -> dict[str, Any]:
