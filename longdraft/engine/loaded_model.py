@@ -323,7 +323,7 @@ class LoadedModel:
         """The grammar, and the text after which it begins."""
         kind, text = params.structured_outputs
         if params.steers_thoughts and not params.structured_after and self.answer_format is not None:
-            # The sampler knows where the thought ends. The grammar of tools has its own beginning.
+            # The sampler finds the end of the thought. The grammar of tools has its own beginning.
             return (kind, text), "" if kind == "tools" else grammar.GAP
         return (kind, text), params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
 

@@ -130,7 +130,7 @@ class Reply(Protocol):
         """The pieces for all the events that arrived together."""
 
     def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
-        """How much of a prompt is read, if the client wants to know and anything is new."""
+        """How much of a prompt is read, if the client requested it and anything is new."""
 
     def end(self) -> Iterator[bytes]:
         """The pieces after all texts."""

@@ -147,7 +147,7 @@ def _around_closing(template: ChatTemplate | None, closing: str) -> tuple[str, s
     for conversation, options in ((messages, {}), (messages[:1], off)):
         try:
             text = template.render(conversation, options, add_generation_prompt=conversation is not messages)
-        except LongdraftError:  # the template wants other messages
+        except LongdraftError:  # the template refuses these messages
             continue
         text = text.partition(_THOUGHT)[2].partition(_ANSWER)[0] if conversation is messages else text
         before, tag, after = text.rpartition(closing)
