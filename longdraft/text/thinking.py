@@ -101,17 +101,18 @@ class ThinkingTags(NamedTuple):
     @classmethod
     def find(cls, tokenizer: Tokenizer) -> ThinkingTags | None:
         """The tags that are tokens of the model, or that its chat template looks for in answers; None without any."""
-        ids = tokenizer.vocabulary()
         template = tokenizer.chat_template
         for tag in _TAGS:
-            is_tokens = tag.opening in ids and tag.closing in ids
+            ids = {text: tokenizer.token_id(text) for text in (tag.opening, tag.closing)}
+            is_tokens = None not in ids.values()
             if not is_tokens and (template is None or tag.closing not in template.source):
                 continue
             marks: dict[int, str] = {}
             texts = []
-            for text, mark in ((tag.opening, _OPENING_MARK), (tag.closing, _CLOSING_MARK)):
-                is_special = text in ids and tokenizer.is_silent(ids[text])
-                marks |= {ids[text]: mark} if is_special else {}
+            for (text, token), mark in zip(ids.items(), (_OPENING_MARK, _CLOSING_MARK), strict=True):
+                is_special = token is not None and tokenizer.is_silent(token)
+                if token is not None and is_special:
+                    marks[token] = mark
                 texts.append(mark if is_special else text)
             return cls(tokenizer, texts[0] + tag.name, texts[1], marks)
         return None
