@@ -191,7 +191,7 @@ class ThinkingReader:
             return before.rstrip()
         shown = len(text)
         if not is_end:
-            shown -= _begun_length(text, self._tags.closing)
+            shown -= begun_length(text, self._tags.closing)
             num_words = len(text[:shown].rstrip())
             shown = num_words if shown - num_words <= _MAX_HELD else shown
         self._held = text[shown:]
@@ -209,6 +209,6 @@ class ThinkingReader:
         return text
 
 
-def _begun_length(text: str, tag: str) -> int:
+def begun_length(text: str, tag: str) -> int:
     """The length of the longest beginning of a tag, less than the whole, that a text ends with."""
     return next((count for count in range(len(tag) - 1, 0, -1) if text.endswith(tag[:count])), 0)

@@ -19,7 +19,7 @@ from typing import Any
 from longdraft.errors import LongdraftError, UsageError, check
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.thought import AFTER, BEFORE, INSIDE, NEVER, Markers, Thought, ThoughtRules
-from longdraft.text.chat_template import ChatTemplate
+from longdraft.text.chat_template import THINKING_SWITCHES, ChatTemplate
 from longdraft.text.harmony import Harmony
 from longdraft.text.thinking import AnswerFormat, ThinkingTags, find_format
 from longdraft.text.tokenizer import Tokenizer
@@ -142,7 +142,7 @@ def _around_closing(template: ChatTemplate | None, closing: str) -> tuple[str, s
         return usual
     messages = [{"role": "user", "content": "Hello"},
                 {"role": "assistant", "reasoning_content": _THOUGHT, "content": _ANSWER}]
-    off: dict[str, Any] = {name: False for name in ("enable_thinking", "thinking") if name in template.options}
+    off: dict[str, Any] = {name: False for name in THINKING_SWITCHES if name in template.options}
     for conversation, options in ((messages, {}), (messages[:1], off)):
         try:
             text = template.render(conversation, options, add_generation_prompt=conversation is not messages)

@@ -15,7 +15,6 @@ from pydantic import Field
 from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StopString, StrictModel
 from longdraft.server.doors.blocks import (
-    as_json,
     carried,
     carry,
     effort_of,
@@ -30,7 +29,7 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError, anthropic_error
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import EVENTS, Choice, ResponseOptions
+from longdraft.server.replies import EVENTS, Choice, ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import StopText, Tokenizer
 from longdraft.text.tools.reader import Part, put_together

@@ -19,7 +19,6 @@ from longdraft.engine.engine import Engine
 from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text
 from longdraft.server.doors.blocks import (
-    as_json,
     effort_of,
     is_object,
     objects,
@@ -29,7 +28,7 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import Choice, ResponseOptions
+from longdraft.server.replies import Choice, ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Call, Part
