@@ -103,7 +103,7 @@ class Preparer:
         """clamps: a text that has no room in the context for max_tokens is shorter; prefix: of the request's id"""
         self._require_few(request.n, "n")
         request_id = f"{prefix}{secrets.token_hex(12)}"
-        tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
+        tools = _tools_of(request)
         effort = self._effort(request)
         ids = self._encode_chat(request.messages, effort.variables, request.continue_final_message,
                                 request.add_generation_prompt, tools)
@@ -159,7 +159,7 @@ class Preparer:
 
     def count(self, request: ChatRequest) -> int:
         """The number of tokens of a chat's prompt."""
-        tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
+        tools = _tools_of(request)
         return len(self._encode_chat(request.messages, self._effort(request).variables, False, None, tools))
 
     @property
@@ -373,6 +373,11 @@ class Preparer:
 def logprob_bytes(tokens: int, logprobs: int | None) -> int:
     """Upper bound of the memory for the log-probabilities of a text, which wait for the client."""
     return 0 if logprobs is None else tokens * (_LOGPROB_BYTES + logprobs * _TOP_LOGPROB_BYTES)
+
+
+def _tools_of(request: ChatRequest) -> ToolRequest | None:
+    """The functions that a chat may call; None: it has none. UsageError if they cannot be used."""
+    return parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
 
 
 @contextmanager
