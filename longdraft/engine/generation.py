@@ -336,10 +336,9 @@ class Generation(Iterator[Event]):
         """Close the thought from the next token on, if the text is in one. The journal has the place first."""
         self._is_asked_to_answer = False
         context, model, prompt = self.step.context, self.model, self.prompt
-        rules = model.thought_rules(self.params, prompt)
-        if rules is None or rules.close_at <= context.num_new:
+        if self.stream.thought is None or self.stream.thought.rules.close_at <= context.num_new:
             return
-        thought = Thought(rules)  # the tokens that are held, too, which the stream has not seen
+        thought = Thought(self.stream.thought.rules)  # the tokens that are held, too, which the stream has not seen
         for token in context.slice(context.prompt_length, len(context)).tolist():
             thought.push(token)
         if thought.state.phase != INSIDE:
@@ -347,8 +346,7 @@ class Generation(Iterator[Event]):
         params = model.with_closing(replace(self.params, thinking_close_at=context.num_new))
         self._record(lambda journal: journal.close_thought(Closing(context.num_new, list(params.thinking_close))))
         self.params = self.statistics.params = params
-        rules = model.thought_rules(params, prompt)
-        assert rules is not None and self.stream.thought is not None
+        rules = replace(thought.rules, forced=params.thinking_close, close_at=context.num_new)
         self.stream.thought.replace_rules(rules)
         sampler = new_sampler(model, self.step.model, params, prompt, rules)
         self.step = self.step._replace(sampler=sampler, drafts_forced=self.choice.name != "plain", ahead=None)

@@ -49,7 +49,7 @@ from longdraft.sampling.sampler import MarkedTokens
 from longdraft.sampling.thought import Markers, ThoughtRules
 from longdraft.speculation.drafter import Drafter
 from longdraft.text.thinking import TAG_TOKENS, AnswerFormat, closed_thinking, find_format
-from longdraft.text.thought_rules import thought_markers, thought_rules, with_closing
+from longdraft.text.thought_rules import check_thought_rules, thought_markers, thought_rules, with_closing
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
 
@@ -235,7 +235,6 @@ class LoadedModel:
                              f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
         self.check_settings(params)
         self.grammar_rules(params, ids)
-        self.thought_rules(params, ids)
         return ids
 
     def check_settings(self, params: SamplingParams) -> None:
@@ -250,6 +249,8 @@ class LoadedModel:
         if params.thought_rule and self.answer_format is None:
             raise UsageError(f"{params.thought_rule} needs a model that marks its thinking, which this one does not; "
                              "leave it out", params.thought_rule)
+        if self.answer_format is not None:
+            check_thought_rules(self.answer_format, self._markers, params)
         if params.dry_multiplier:
             unknown = next((text for text in params.dry_sequence_breakers
                             if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)

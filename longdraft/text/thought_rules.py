@@ -163,23 +163,30 @@ def _following(tokenizer: Tokenizer, text: str) -> list[int]:
     return both[len(first) :] if both[: len(first)] == first else tokenizer.encode(text, add_special_tokens=False)
 
 
-def thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams, prompt: Sequence[int]) -> ThoughtRules:
-    """The rules of a request, whose settings have the tokens that close a thought if they can be needed.
-
-    UsageError for rules that the model cannot follow.
-    """
-    begun = _begun(form, markers, prompt)
-    wait_token = -1
+def check_thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams) -> None:
+    """UsageError for rules that the model cannot follow, whatever the prompt is."""
     if params.thinking_wait:
-        assert isinstance(form, ThinkingTags | Harmony)
-        words = _following(form.tokenizer, WAIT)
-        is_possible = len(words) == 1 and len(markers.completing(markers.closing, 0)) == 1
+        is_possible = (len(_following(_tokenizer_of(form), WAIT)) == 1
+                       and len(markers.completing(markers.closing, 0)) == 1)
         check(is_possible, "thinking_wait", params.thinking_wait, "0 for this model",
               f"its tokenizer has no token {WAIT!r}, or writes the end of a thought in several tokens")
-        wait_token = words[0]
     if isinstance(form, Harmony) and params.thinking_budget == 0:
         raise UsageError("thinking_budget is 0; allowed: 1 or more for this model, whose thinking cannot be turned "
                          "off; reasoning_effort low makes it short", "thinking_budget")
+
+
+def _tokenizer_of(form: AnswerFormat) -> Tokenizer:
+    assert isinstance(form, ThinkingTags | Harmony)
+    return form.tokenizer
+
+
+def thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams, prompt: Sequence[int]) -> ThoughtRules:
+    """The rules of a request, whose settings have the tokens that close a thought if they can be needed.
+
+    UsageError for rules that the model cannot follow: see `check_thought_rules`.
+    """
+    check_thought_rules(form, markers, params)
+    begun = _begun(form, markers, prompt)
     budget = NEVER if params.thinking_budget < 0 else params.thinking_budget
     last = params.max_new_tokens - len(params.thinking_close) - params.thinking_reserve
     return ThoughtRules(
@@ -188,7 +195,8 @@ def thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams, 
         close_at=NEVER if params.thinking_close_at is None else params.thinking_close_at,
         minimum=params.min_thinking_tokens,
         soft_from=int(params.thinking_soft * budget) if params.thinking_soft else NEVER,
-        wait_token=wait_token, max_waits=params.thinking_wait, bans_ends=params.steers_thoughts,
+        wait_token=_following(_tokenizer_of(form), WAIT)[0] if params.thinking_wait else -1,
+        max_waits=params.thinking_wait, bans_ends=params.steers_thoughts,
         closes_loops=params.on_loop == "answer",
         opens_first=params.steers_thoughts and bool(params.structured_outputs))
 

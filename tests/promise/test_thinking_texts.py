@@ -17,9 +17,8 @@ from longdraft.journal.format import read_journal
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tools import parse_tools
 from longdraft.text.harmony import MARKS
-from longdraft.text.tools.forms import FORMS
-from longdraft.text.tools.grammar import ToolGrammar
-from longdraft.text.tools.reader import ToolAnswers, put_together
+from longdraft.text.tools.model_tools import ModelTools
+from longdraft.text.tools.reader import put_together
 
 HELLO = "Hi"
 PARAMS = dict(max_new_tokens=70, seed=5, temperature=1.0, min_p=0.02, thinking_budget=25, ignore_eos=True)
@@ -282,25 +281,24 @@ CALLERS = {  # form of calls, template, special tokens
 
 @pytest.fixture(scope="module", params=[
     pytest.param(name, marks=() if name in ("hermes", "harmony") else pytest.mark.full) for name in CALLERS])
-def caller(request, tmp_path_factory) -> tuple[longdraft.Engine, ToolGrammar]:
-    """A model that thinks, and the grammar of its calls."""
+def caller(request, tmp_path_factory) -> tuple[longdraft.Engine, ModelTools]:
+    """A model that thinks, and how it calls functions."""
     template, special = CALLERS[request.param]
     folder = make_thinker(tmp_path_factory.mktemp("caller"), template, special)
     engine = longdraft.load(str(folder), drafter="suffix", threads=1)
-    form = next(each for each in FORMS if each.name == request.param)
-    return engine, ToolGrammar.of(form, engine.tokenizer, engine.loaded.answer_format)
+    return engine, ModelTools(engine.tokenizer, engine.loaded.answer_format, request.param)
 
 
 @pytest.mark.parametrize("rule", [{}, dict(thinking_budget=500)])
 def test_a_thought_before_calls_is_closed_on_request_or_the_request_is_refused(caller, rule):
     """Refused, the text goes on as it was."""
     pytest.importorskip("llguidance")
-    engine, grammar = caller
+    engine, model = caller
     tools = parse_tools({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
-    ids, marks = engine.tokenizer.vocabulary(), grammar.form.name == "harmony"
+    ids, marks = engine.tokenizer.vocabulary(), model.form.name == "harmony"
     never = tuple((ids[name], -100.0) for name in ("</s>", *(MARKS if marks else ("<think>", "</think>"))))
-    params = grammar.applied(params_of(**(dict(max_new_tokens=100, thinking_budget=-1, ignore_eos=False,
-                                               logit_bias=never) | rule)), tools, engine.chat(HELLO))
+    params = model.applied(params_of(**(dict(max_new_tokens=100, thinking_budget=-1, ignore_eos=False,
+                                             logit_bias=never) | rule)), tools, engine.chat(HELLO))
     prompt = engine.chat(HELLO)
     if marks:
         header = engine.tokenizer.encode("analysis", add_special_tokens=False)
@@ -331,15 +329,15 @@ def write_from(engine, prompt, params) -> list[int]:
 def test_calls_come_after_a_thought_that_is_closed(caller, tmp_path, choice, closed_by):
     """One thought, then what the grammar allows: no second thought, though the model is drawn to it."""
     pytest.importorskip("llguidance")
-    engine, grammar = caller
+    engine, model = caller
     tools = parse_tools({"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False})
-    ids, marks = engine.tokenizer.vocabulary(), grammar.form.name == "harmony"
+    ids, marks = engine.tokenizer.vocabulary(), model.form.name == "harmony"
     close, opening = (ids["<|end|>"], ids["<|channel|>"]) if marks else (ids["</think>"], ids["<think>"])
     rules = {"budget": dict(thinking_budget=9), "reserve": dict(thinking_reserve=150),
              "model": dict(thinking_budget=60, min_thinking_tokens=5)}[closed_by]
     bias = ((opening, -100.0 if marks else 9.0), (close, 20.0 if closed_by == "model" else -100.0))
-    params = grammar.applied(params_of(**(dict(max_new_tokens=180, thinking_budget=-1, ignore_eos=False,
-                                               logit_bias=bias) | rules)), tools, engine.chat(HELLO))
+    params = model.applied(params_of(**(dict(max_new_tokens=180, thinking_budget=-1, ignore_eos=False,
+                                             logit_bias=bias) | rules)), tools, engine.chat(HELLO))
     prompt = engine.chat(HELLO)
     if marks:
         header = engine.tokenizer.encode("analysis", add_special_tokens=False)
@@ -349,8 +347,7 @@ def test_calls_come_after_a_thought_that_is_closed(caller, tmp_path, choice, clo
     events = list(generation)
     tokens = generation.tokens.tolist()
     assert generation.stats()["thinking"]["closed_by"] == closed_by
-    answers = ToolAnswers(grammar.form, engine.tokenizer, engine.loaded.answer_format, tools)
-    answer = put_together(answers.reader(prompt).read(events, is_end=True))
+    answer = put_together(model.answers(tools).reader(prompt).read(events, is_end=True))
     assert answer.reasoning
     if choice == "required":
         assert generation.finish_reason == "eos" and not answer.content
