@@ -34,12 +34,14 @@ class DetachedText:
     def __init__(self, prepared: PreparedRequest, make_reply: Callable[[NewReply | None], Reply], detach_s: float,
                  cancel: Callable[[GenerationJob, BaseException], None]) -> None:
         self.job, = prepared.jobs
+        self.is_stream = prepared.options.is_stream
         self.make_reply = make_reply
         self.key_label = prepared.events.key_label
         self.error: BaseException | None = None
         self.is_ended = False
         self._prepared, self._detach_s, self._cancel = prepared, detach_s, cancel
         self._events: list[Event] = []
+        self._told: tuple[Reply, int] | None = None  # the reply of `so_far`, and the number of events that it has
         self._changed = asyncio.Event()
         self._num_readers = 0
         self._unread_since = time.monotonic()
@@ -58,6 +60,15 @@ class DetachedText:
                                                 code="detached"))
         self._prepared.events.close()
         await asyncio.sleep(self._detach_s)
+
+    def so_far(self) -> Reply:
+        """The reply in the request's format with all events so far. A client that asks for it is a reader."""
+        self._unread_since = time.monotonic()
+        reply, told = self._told or (self.make_reply(None), 0)
+        if new := self._events[told:]:
+            reply.add(self.job, new)
+        self._told = reply, len(self._events)
+        return reply
 
     async def batches(self, interval_s: float) -> AsyncIterator[list[Event]]:
         """All events, from the first one on, as they come; an empty list after `interval_s` seconds without any."""
@@ -88,18 +99,27 @@ class DetachedText:
             if not batch:
                 yield progress_comment({"id": self.job.id, **self.job.progress()})
             seen, new = _split(batch, max(0, num_seen - count))
-            if seen:
-                for _ in reply.news(self.job, seen):  # the client has them
-                    pass
-            count += sum(len(event.tokens) for event in batch)
-            if new:
-                for piece in reply.news(self.job, new):
-                    yield self._named(piece, count)
+            for events, is_new in ((seen, False), (new, True)):
+                # Numbered pieces must not depend on how many steps a reader gets together.
+                for step in [[event] for event in events] if reply.is_numbered else [events] if events else []:
+                    count += sum(len(event.tokens) for event in step)
+                    for piece in reply.news(self.job, step):
+                        if is_new:
+                            yield self._named(piece, count)
         for piece in reply.failure(to_error(self.error)) if self.error else reply.end():
             yield self._named(piece, count)
 
     def _named(self, piece: bytes, count: int) -> bytes:
         return f"id: {self.job.id}:{count}\n".encode() + piece
+
+
+async def behind(pieces: AsyncIterator[bytes], count: int) -> AsyncIterator[bytes]:
+    """The pieces of a stream without the first `count` of them. Comments do not count."""
+    async for piece in pieces:
+        if count and not piece.startswith(b":"):
+            count -= 1
+        else:
+            yield piece
 
 
 def _split(events: list[Event], count: int) -> tuple[list[Event], list[Event]]:
