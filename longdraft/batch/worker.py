@@ -204,7 +204,9 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
             params = self._tools.applied(effort.applied(params), tools, prompt)
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))
-        return engine.check_request(prompt, params), engine.loaded.with_closing(params)
+        ids = engine.encode(prompt)
+        params = engine.loaded.completed(params, ids)
+        return engine.check_request(ids, params), params
 
     def _generation(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
         """Start the text or resume its journal. The row's previous worker may still be exiting."""

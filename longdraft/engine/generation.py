@@ -127,7 +127,9 @@ class Generation(Iterator[Event]):
         snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
         params = model.settings(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        ids, params = model.check_request(prompt, params), model.with_closing(params).with_seed(seed)
+        ids = model.encode(prompt)
+        params = model.completed(params, ids).with_seed(seed)
+        model.check_request(ids, params)
         interval, vocabulary = parse_fsync(fsync), model.target.config.vocab_size
         check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)

@@ -166,8 +166,9 @@ def _no_route(request: Request) -> ApiError:
         allowed = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
         return ApiError(405, f"{request.method[:_MAX_PATH]} is not allowed for {path}; allowed: {allowed}",
                         code="method_not_allowed", headers={"Allow": allowed})
-    known = dict.fromkeys(route.path_format for route in known_routes if route.include_in_schema)
-    return ApiError(404, f"no route {path} exists; routes: {', '.join(known)}", code="not_found")
+    own = dict.fromkeys(route.path_format for route in routes.router.routes if isinstance(route, Route))
+    return ApiError(404, f"no route {path} exists; routes: {', '.join(own)}; and those of other APIs, which "
+                    "/openapi.json lists", code="not_found")
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

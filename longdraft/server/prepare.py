@@ -285,13 +285,13 @@ class Preparer:
             params = effort.applied(params) if effort else params
             params = self._tools.applied(params, tools, prompts[0])
             loaded.check_settings(params)
-            params = loaded.with_closing(params)
+            whole = [(loaded.completed(params, prompt), prompt) for prompt in prompts]
 
         def check_grammar() -> None:
             with spelled():
-                for prompt in prompts:
-                    loaded.grammar_rules(params, prompt)
-                    if warnings := loaded.grammar_warnings(params, prompt):
+                for own, prompt in whole:
+                    loaded.grammar_rules(own, prompt)
+                    if warnings := loaded.grammar_warnings(own, prompt):
                         log_event("left_out", level=logging.WARNING, what="schemas", names="; ".join(warnings)[:1000])
 
         longest = max(len(ids) for ids in prompts)
@@ -306,7 +306,8 @@ class Preparer:
         count, deadline = len(prompts) * request.n, self._deadline(extension.timeout)
         jobs = []
         for i in range(count):
-            ids, own = prompts[i // request.n], params.with_seed((seed + i % request.n) % (MAX_SEED + 1))
+            own, ids = whole[i // request.n]
+            own = own.with_seed((seed + i % request.n) % (MAX_SEED + 1))
             job_id = request_id if count == 1 else f"{request_id}-{i}"
             journal = self._journal(extension.journal, job_id, own, count)
             jobs.append(GenerationJob(
@@ -319,7 +320,7 @@ class Preparer:
                 times_plain=extension.details, deadline=deadline,
                 user=request.user, cache_salt=request.cache_salt if extension.cache else None,
                 begins_apart=bool(own.structured_outputs or own.banned_strings)))
-        return jobs, None if all(loaded.knows_grammar(params, prompt) for prompt in prompts) else check_grammar
+        return jobs, None if all(loaded.knows_grammar(*each) for each in whole) else check_grammar
 
     def _settings_of(self, request: SamplingRequest, default_tokens: int) -> dict[str, Any]:
         """The sampling settings of a request, by the names that it gives."""

@@ -20,7 +20,7 @@ from longdraft.errors import LongdraftError, UsageError, check
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.thought import AFTER, BEFORE, INSIDE, NEVER, Markers, Thought, ThoughtRules
 from longdraft.text.chat_template import THINKING_SWITCHES, ChatTemplate
-from longdraft.text.harmony import Harmony
+from longdraft.text.harmony import ANSWER_HEADER, Harmony
 from longdraft.text.thinking import AnswerFormat, ThinkingTags, find_format
 from longdraft.text.tokenizer import Tokenizer
 
@@ -88,8 +88,8 @@ def with_closing(form: AnswerFormat, params: SamplingParams) -> SamplingParams:
 
 
 def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...]:
-    """Message, closing marker, and what the chat template writes behind it. With tools, a grammar has the rest of
-    gpt-oss's headers, which name the final channel or a function."""
+    """Message, closing marker, and what the chat template writes behind it. Where a grammar begins there, it has the
+    rest of gpt-oss's headers, which name the final channel or a function."""
     assert isinstance(form, ThinkingTags | Harmony)
     tokenizer, message = form.tokenizer, params.thinking_message if params.thinking_budget else ""
     if isinstance(form, Harmony):
@@ -98,7 +98,7 @@ def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...
         closed = (*message_ids, end)
         if params.structured_outputs[:1] == ("tools",):
             require_rules_for_tools(form, params)
-        else:
+        elif not (params.steers_thoughts and params.structured_after == ANSWER_HEADER):
             closed += (start, *tokenizer.encode("assistant", add_special_tokens=False), channel,
                        *tokenizer.encode("final", add_special_tokens=False), text)
     else:

@@ -11,6 +11,7 @@ import pytest
 
 import longdraft
 from helpers.thinkers import OPENING_TEMPLATE, TOKENS, make_thinker
+from longdraft.engine.loaded_model import LoadedModel
 from longdraft.errors import UsageError
 from longdraft.journal import format as form
 from longdraft.journal.format import read_journal
@@ -272,11 +273,95 @@ def test_a_text_that_begins_with_no_thought_matches_its_structure(engine):
     assert text == "a" + 20 * "b" + "c"
 
 
+HARMONY = ("{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+           "<|start|>assistant")
+STRUCTURES = {"json": json.dumps(SCHEMA), "regex": "ab{9}c", "grammar": 'start: "yes" | "no"'}
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> longdraft.Engine:
+    """A random model with the channels of gpt-oss."""
+    pytest.importorskip("llguidance")
+    folder = make_thinker(tmp_path_factory.mktemp("channels"), HARMONY, (*MARKS, "<|constrain|>", "<|call|>"))
+    return longdraft.load(str(folder), drafter="suffix", threads=1)
+
+
+def structured(channels: longdraft.Engine, kind: str, **changes) -> SamplingParams:
+    """Settings with which thoughts are short."""
+    end = channels.tokenizer.vocabulary()["<|end|>"]
+    return params_of(**(dict(structured_outputs=(kind, STRUCTURES[kind]), max_new_tokens=600, ignore_eos=False,
+                             thinking_budget=-1, logit_bias=((end, 9.0),)) | changes))
+
+
+def answer_of(engine: longdraft.Engine, tokens: list[int]) -> str:
+    """The text behind the last header, which is that of the final channel."""
+    whole = engine.tokenizer._tokenizer.decode(tokens, skip_special_tokens=False)
+    head, _, answer = whole.rpartition("<|message|>")
+    assert head.endswith("<|channel|>final"), whole
+    return answer.removesuffix("</s>")
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("rules", [{}, dict(thinking_budget=3, logit_bias=()), dict(thinking_budget=30)])
+def test_a_structured_answer_of_gpt_oss_has_its_header(channels, tmp_path, kind, rules):
+    """Also behind a thought that the model ended, or a rule."""
+    prompt, params = channels.chat(HELLO), structured(channels, kind, **rules)
+    plain = channels.with_drafter("plain")
+    generation = plain.generate(prompt, params)
+    events = list(generation)
+    tokens = generation.tokens.tolist()
+    assert generation.finish_reason == "eos"
+    answer = answer_of(channels, tokens)
+    if kind == "json":
+        assert json.loads(answer) in ({"a": "x"}, {"a": "yz"})
+    else:
+        assert answer in {"regex": ("ab" + 8 * "b" + "c",), "grammar": ("yes", "no")}[kind]
+    reader = ModelTools(channels.tokenizer, channels.loaded.answer_format).answers(None).reader(prompt)
+    assert put_together(reader.read(events, is_end=True)).content == answer
+    assert text_of(channels.generate(prompt, params))[0] == tokens
+    for after in (2, 9):
+        folder = tmp_path / str(after)
+        with plain.generate(prompt, params, journal=folder) as cut:
+            for _ in range(after):
+                next(cut)
+        resumed = channels.resume(folder)
+        list(resumed)
+        assert resumed.tokens.tolist() == tokens, after
+
+
+def test_answer_now_leads_to_the_structured_answer_of_gpt_oss(channels):
+    ids = channels.tokenizer.vocabulary()
+    never = tuple((ids[name], -100.0) for name in ("<|end|>", "f", "c"))  # a thought without end
+    params = structured(channels, "regex", logit_bias=never, structured_outputs=("regex", "ab{9}d"))
+    prompt = channels.chat(HELLO)
+    generation = channels.generate(prompt, params)
+    shown: list[int] = []
+    while len(shown) < 20:
+        shown += next(generation).tokens
+    generation.answer_now()
+    tokens = shown + text_of(generation)[0][len(shown) :]
+    assert answer_of(channels, tokens) == "ab" + 8 * "b" + "d"
+    closed = replace(params, thinking_close_at=generation.stats()["sampling"]["thinking_close_at"])
+    assert text_of(channels.with_drafter("plain").generate(prompt, closed))[0] == tokens
+
+
+def test_a_journal_from_before_headers_is_resumed_as_it_was(channels, tmp_path, monkeypatch):
+    prompt, params = channels.chat(HELLO), structured(channels, "regex")
+    with monkeypatch.context() as before:
+        before.setattr(LoadedModel, "completed", lambda self, params, prompt: self.with_closing(params))
+        whole = text_of(channels.generate(prompt, params))[0]
+        with channels.with_drafter("plain").generate(prompt, params, journal=tmp_path) as cut:
+            for _ in range(4):
+                next(cut)
+    resumed = channels.resume(tmp_path)
+    list(resumed)
+    assert resumed.tokens.tolist() == whole and channels.tokenizer.decode(whole) == "ab" + 8 * "b" + "c"
+
+
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
 CALLERS = {  # form of calls, template, special tokens
     "hermes": (OPENING_TEMPLATE, TOKENS), "qwen-xml": (OPENING_TEMPLATE, TOKENS), "glm": (OPENING_TEMPLATE, TOKENS),
-    "harmony": ("{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-                "<|start|>assistant", (*MARKS, "<|constrain|>", "<|call|>"))}
+    "harmony": (HARMONY, (*MARKS, "<|constrain|>", "<|call|>"))}
 
 
 @pytest.fixture(scope="module", params=[
