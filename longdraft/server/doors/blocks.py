@@ -149,13 +149,13 @@ class StopSearch:
     """Which stop text ended a text."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, sorted(stops, key=len, reverse=True)
+        self._decoder, self._stops = tokenizer.stream(), sorted(stops, key=len, reverse=True)
         self._tail = ""  # the end of the text, stop text included
 
     def add(self, events: Iterable[Event]) -> None:
         if self._stops:
-            tokens = [token for event in events for token in event.tokens]
-            self._tail = (self._tail + self._tokenizer.decode(tokens))[-2 * len(self._stops[0]) - 64 :]
+            new = "".join(self._decoder.push(token) for event in events for token in event.tokens)
+            self._tail = (self._tail + new)[-2 * len(self._stops[0]) - 64 :]
 
     @property
     def stop(self) -> str | None:
