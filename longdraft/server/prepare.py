@@ -46,6 +46,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
 # Largest values of drafter options in requests: they take memory and rows of forwards from all texts.
 _MOST = {"": {"capacity": 262_144}, "suffix": {"capacity": 262_144, "budget": 64}}
+_RECOGNISED = 32  # characters at the beginning of a message by which it is found in its prompt
 _FILE_OPTIONS = ("corpus", "model")  # drafter options that name files, which clients may not choose
 _SCRATCH_BYTES = 32 << 20  # memory of a text besides caches: scratch buffers, n-gram tables
 _LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 320, 160  # of a token in an event, and of each likeliest token beside it
@@ -129,10 +130,20 @@ class Preparer:
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
                                   new_reader=partial(answers.reader, ids, begun, thought),
-                                  tools=tools,
+                                  tools=tools, message_at=partial(self._message_at, request.messages, ids),
                                   warnings=partial(self.engine.loaded.grammar_warnings, jobs[0].params, ids),
                                   sends_reasoning=not (request.reasoning and request.reasoning.exclude))
         return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
+
+    def _message_at(self, messages: list[ChatMessage], ids: list[int], position: int) -> int:
+        """The index of the last message whose content begins before the token at `position` of the prompt `ids`."""
+        begun, end, found = self.engine.tokenizer.decode(ids[: position + 1]), 0, 0
+        for index, message in enumerate(messages):
+            content = str(message.for_template()["content"]).strip()[:_RECOGNISED]
+            if (start := begun.find(content, end)) < 0 or not content:
+                continue
+            end, found = start + len(content), index
+        return found
 
     @cached_property
     def _tools(self) -> ModelTools:
