@@ -122,6 +122,8 @@ class Preparer:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs, check_grammar = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id,
                                          logprobs, events, effort, tools)
+        for job in jobs:
+            job.message_at = partial(self._message_at, request.messages, ids)
         divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
         answers = self._tools.answers(tools, shows_thinking=divides)
         last = request.messages[-1].for_template() if request.continue_final_message else {}
@@ -130,7 +132,7 @@ class Preparer:
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
                                   new_reader=partial(answers.reader, ids, begun, thought),
-                                  tools=tools, message_at=partial(self._message_at, request.messages, ids),
+                                  tools=tools,
                                   warnings=partial(self.engine.loaded.grammar_warnings, jobs[0].params, ids),
                                   sends_reasoning=not (request.reasoning and request.reasoning.exclude))
         return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)

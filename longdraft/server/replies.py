@@ -47,7 +47,6 @@ class ResponseOptions:
     tools          of the request
     sends_reasoning  replies have the thinking, too
     warnings       returns what of the request could not be honoured
-    message_at     returns the index of the message at a token of a chat's prompt
     """
 
     object_type: ObjectType
@@ -64,7 +63,6 @@ class ResponseOptions:
     tools: ToolRequest | None = None
     sends_reasoning: bool = True
     warnings: Callable[[], Sequence[str]] = tuple
-    message_at: Callable[[int], int] | None = None
 
 
 @dataclass
@@ -340,12 +338,9 @@ class ReplyBuilder:
         return self._envelope(".chunk") | {"choices": [{"index": job.index, **content}]}
 
     def _summary(self, job: GenerationJob) -> dict[str, Any]:
-        warnings, stats = list(self._options.warnings()), self._choices[job].stats
-        prefix, message_at = (stats or {}).get("prefix"), self._options.message_at
-        if stats and prefix and prefix["parted_at"] is not None and message_at:
-            stats = stats | {"prefix": prefix | {"message": message_at(prefix["parted_at"])}}
+        warnings = list(self._options.warnings())
         return {"id": job.id, "seed": job.params.seed, "journal": job.resume_id if job.keeps_journal else None,
-                "finish_reason": job.finish_reason, "stats": stats,
+                "finish_reason": job.finish_reason, "stats": self._choices[job].stats,
                 **({"warnings": warnings} if warnings else {})}
 
     def _details(self, job: GenerationJob, events: list[Event]) -> dict[str, Any]:

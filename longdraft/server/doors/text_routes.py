@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -88,14 +89,14 @@ async def _kobold(request: Request, service: Service, *, is_stream: bool) -> Res
 
 @router.get("/api/extra/generate/check", summary="The latest running text of KoboldCpp's API, so far.")
 async def kobold_check_latest(request: Request, service: ServiceDependency) -> dict[str, Any]:
-    return _so_far(service, _kobold_job(request, service, None))
+    return await asyncio.to_thread(_so_far, service, _kobold_job(request, service, None))
 
 
 @router.post("/api/extra/generate/check", summary="A running text of KoboldCpp's API, so far.",
              openapi_extra=body_reference(kobold.KeyBody))
 async def kobold_check(request: Request, service: ServiceDependency) -> dict[str, Any]:
     body = await service.admission.prepare(request, kobold.KeyBody, lambda body: body)
-    return _so_far(service, _kobold_job(request, service, body.genkey))
+    return await asyncio.to_thread(_so_far, service, _kobold_job(request, service, body.genkey))
 
 
 @router.post("/api/extra/abort", summary="End a running text of KoboldCpp's API.",
@@ -116,6 +117,7 @@ def _kobold_job(request: Request, service: Service, name: str | None) -> Generat
 
 
 def _so_far(service: Service, job: GenerationJob | None) -> dict[str, Any]:
+    """The text of a job, which may take a while to decode."""
     generation = job.generation if job else None
     text = service.engine.tokenizer.decode(generation.tokens.tolist()) if generation else ""
     return {"results": [{"text": text}]}
