@@ -115,6 +115,8 @@ class Service:
             raise ApiError(400, f"a detached request has one text, and this one asks for {len(prepared.jobs)}; send "
                            "several requests", param="longdraft.detach", code="invalid_value")
         self.detached.require_room()
+        if prepared.options.is_stream:
+            _require_events(self._new_reply(prepared))
         text = DetachedText(prepared, partial(self._new_reply, prepared), self.settings.detach_s, self.scheduler.cancel)
         self.scheduler.submit(prepared.jobs)
         self.detached.add(text, request.headers.get("x-conversation-id", "")[:_MAX_CONVERSATION])
@@ -140,9 +142,7 @@ class Service:
         """A stream of what comes behind `num_seen` tokens, or behind `num_pieces` pieces. other: a format in place of
         the request's own"""
         reply = text.make_reply(other)
-        if reply.media_type != EVENTS:
-            raise ApiError(400, "a detached text is read as events; give door=chat or door=messages", param="door",
-                           code="invalid_value")
+        _require_events(reply)
         pieces = behind(text.stream(reply, num_seen, self.settings.progress_s, self.api_error), num_pieces)
         return event_stream(pieces, self.settings.stall_s, lambda: None, {"X-Generation-Id": text.job.id})
 
@@ -233,6 +233,13 @@ class Service:
     def _progress(self, job: GenerationJob) -> bytes:
         position = {"position": self.scheduler.position(job)} if job.state == "queued" else {}
         return progress_comment({"id": job.id, **job.progress(), **position})
+
+
+def _require_events(reply: Reply) -> None:
+    """Raise ApiError for a reply whose stream has no place for ids."""
+    if reply.media_type != EVENTS:
+        raise ApiError(400, "a detached text is read as events; give door=chat or door=messages, or stream false",
+                       param="door", code="invalid_value")
 
 
 async def _service_of(request: Request) -> Service:

@@ -102,6 +102,14 @@ def test_a_whole_reply_is_detached_too_and_a_text_can_be_cancelled(server, whole
         assert cancelled.json()["status"] == "cancelled" and '"cancelled"' in reply.read().decode()
 
 
+def test_a_stream_that_is_no_stream_of_events_is_not_detached(server):
+    body = {"model": "novelist", "messages": BODY["messages"], "options": {"num_predict": 3}}
+    replies = [httpx.post(server.url + "/api/chat", json=body | {"stream": is_stream}, timeout=60,
+                          headers=key(**{"X-Conversation-Id": "lines"})) for is_stream in (True, False)]
+    assert [reply.status_code for reply in replies] == [400, 200]
+    assert read_on(server, "lines", "?door=chat").status_code == 200 and server.scheduler.num_jobs == 0
+
+
 # OpenAI's responses in the background
 
 RESPONSE: dict[str, Any] = {"input": "Hi", "max_output_tokens": 60, "seed": 3, "longdraft": {"min_p": 0.1},

@@ -118,6 +118,17 @@ def test_the_next_turn_reuses_the_rows_of_the_call(engine, post, required):
     assert second["prompt_tokens_details"]["cached_tokens"] >= tokens - 160, (first, second)
 
 
+def test_without_a_grammar_for_all_calls_it_is_on_where_one_is_required_or_strict(engine):
+    strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
+    with serving.running(engine, tool_grammar="strict") as found:
+        own = serving.poster(found)
+        for changes, is_on in (({}, False), ({"tool_choice": "required"}, True), ({"tools": [strict, NOW]}, True),
+                               ({"tool_choice": "none"}, False)):
+            reply = chat(own, **changes, max_tokens=20).json()
+            assert bool(reply["longdraft"]["stats"]["sampling"]["structured_outputs"]) == is_on, changes
+        assert reply["choices"][0]["message"]["content"]
+
+
 def test_the_statistics_say_where_a_prompt_parts_from_earlier_ones(post):
     turns = [{"role": role, "content": f"{role} says something that is long enough, as number {number}"}
              for number, role in enumerate(("system", "user", "assistant", "user"))]

@@ -176,7 +176,7 @@ def test_wrong_rules_are_refused_by_every_api(server, path, body, words):
     ("/v1/messages", {"thinking": {"type": "adaptive"}}), ("/api/chat", {"think": True})])
 @pytest.mark.parametrize("ends_thoughts", [True, False])
 def test_stop_texts_in_a_thought_mean_the_same_in_every_api(server, path, thinks, ends_thoughts):
-    thought, answer = thought_of(ask(server, thinking_budget=20))
+    thought, _ = thought_of(ask(server, thinking_budget=20))
     stop = thought[8:11]
     rule = {"thinking_budget": 20, "stop_in_thinking": ends_thoughts}
     chat = ask(server, stop=[stop], **rule)
