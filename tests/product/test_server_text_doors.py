@@ -78,6 +78,7 @@ def test_other_spellings_of_llama_cpp_mean_what_they_mean_there(post, text):
     assert unpenalised.json()["content"] == completion(post, repetition_penalty=1)
     biased = post("/completion", LLAMA | {"logit_bias": [[300, False], [301, 2.5]]}).json()["content"]
     assert biased == completion(post, logit_bias={"300": -100, "301": 2.5})
+    assert len(post("/completion", LLAMA | {"logprobs": 1, "n_predict": 2}).json()["completion_probabilities"]) == 2
     drawn = post("/completion", LLAMA | {"seed": -1, "cache_prompt": False}).json()
     assert drawn["generation_settings"]["seed"] >= 0 and drawn["tokens_cached"] == 0
 
@@ -97,7 +98,8 @@ def test_clients_of_llama_cpp_find_the_model_and_its_tokens(server, post, engine
 
 
 @pytest.mark.parametrize("changes, param", [
-    ({"mirostat": 1}, "mirostat"), ({"prompt": ["a", "b"]}, "prompt"), ({"n_probs": 99}, "n_probs"),
+    ({"mirostat": 1}, "mirostat"), ({"echo": True}, "echo"), ({"n": 2}, "n"),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options"), ({"prompt": ["a", "b"]}, "prompt"), ({"n_probs": 99}, "n_probs"),
     ({"logit_bias": [["a", 1]]}, "logit_bias"), ({"mumble": 1}, "mumble"), ({"lora": [{"id": 0}]}, "lora"),
     ({"temperature": -1}, "temperature")])
 def test_what_llama_cpp_has_and_longdraft_has_not_is_refused_by_name(post, changes, param):

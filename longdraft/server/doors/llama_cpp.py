@@ -23,12 +23,13 @@ from longdraft.version import __version__
 
 _SETTINGS = SettingNames(
     {name: own if own == "penalty_window" else name for name, own in ALIASES.items()} | {
-        name: name for name in ("prompt", "model", "stream", "user", "longdraft")} | {
+        name: name for name in ("prompt", "model", "stream", "user", "longdraft", "cache_salt", "return_progress",
+                                "logprobs")} | {
         "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_probs": "logprobs"},
     # How llama.cpp runs a model. None of these changes a text here.
     idle=("id_slot", "n_keep", "n_discard", "post_sampling_probs", "timings_per_token", "mirostat_tau", "mirostat_eta"),
     off={"mirostat": (0,), "t_max_predict_ms": (0,), "n_indent": (0,), "min_keep": (0, 1), "lora": ([],),
-         "response_fields": ([],)})
+         "response_fields": ([],), "n": (1,), "echo": (False,), "stream_options": ({"include_usage": False},)})
 
 
 class _Completion(CompletionRequest):
@@ -46,10 +47,9 @@ else:
 
 def completion_of(body: CompletionBody) -> dict[str, Any]:
     """The same request as a completion. Raises ApiError for what cannot be one."""
-    given = body.model_dump(exclude_unset=True, exclude={"cache_prompt", "return_tokens", "logit_bias", "n", "echo",
-                                                         "logprobs", "stream_options"})
-    if len(body.prompts) > 1 or body.n > 1:
-        raise refused("prompt" if body.n == 1 else "n", len(body.prompts) * body.n, "one text; send several requests")
+    given = body.model_dump(exclude_unset=True, exclude={"cache_prompt", "return_tokens", "logit_bias"})
+    if len(body.prompts) > 1:
+        raise refused("prompt", body.prompt, "one prompt; send several requests")
     extension = given.get("longdraft", {}) | ({} if body.cache_prompt else {"cache": False})
     completion = _SETTINGS.read(given) | {"longdraft": extension or None, "logit_bias": _bias(body.logit_bias)}
     probs = completion.get("logprobs")
