@@ -21,6 +21,7 @@ from longdraft.server.prepare import PreparedRequest
 from longdraft.server.replies import NewReply, Reply, progress_comment
 
 _MAX_KEPT = 64  # texts; each holds its tokens and their text
+_MAX_EVENTS = 256  # steps that a reply is given in one turn of the event loop: reading a token takes microseconds
 _POLL_S = 0.5  # how often a text is asked whether a client still reads it
 
 
@@ -41,7 +42,9 @@ class DetachedText:
         self.is_ended = False
         self._prepared, self._detach_s, self._cancel = prepared, detach_s, cancel
         self._events: list[Event] = []
-        self._told: tuple[Reply, int] | None = None  # the reply of `so_far`, and the number of events that it has
+        self._reply: Reply | None = None  # of `so_far`
+        self._num_told = 0  # events that it has
+        self._telling = asyncio.Lock()
         self._changed = asyncio.Event()
         self._num_readers = 0
         self._unread_since = time.monotonic()
@@ -61,14 +64,16 @@ class DetachedText:
         self._prepared.events.close()
         await asyncio.sleep(self._detach_s)
 
-    def so_far(self) -> Reply:
+    async def so_far(self) -> Reply:
         """The reply in the request's format with all events so far. A client that asks for it is a reader."""
         self._unread_since = time.monotonic()
-        reply, told = self._told or (self.make_reply(None), 0)
-        if new := self._events[told:]:
-            reply.add(self.job, new)
-        self._told = reply, len(self._events)
-        return reply
+        async with self._telling:
+            self._reply = self._reply or self.make_reply(None)
+            while new := self._events[self._num_told : self._num_told + _MAX_EVENTS]:
+                self._num_told += len(new)
+                self._reply.add(self.job, new)
+                await asyncio.sleep(0)
+        return self._reply
 
     async def batches(self, interval_s: float) -> AsyncIterator[list[Event]]:
         """All events, from the first one on, as they come; an empty list after `interval_s` seconds without any."""
@@ -81,9 +86,11 @@ class DetachedText:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(interval_s):
                             await changed.wait()
-                batch, position = self._events[position:], len(self._events)
+                batch = self._events[position : position + _MAX_EVENTS]
+                position += len(batch)
                 if batch or not self.is_ended:
                     yield batch
+                await asyncio.sleep(0)
         finally:
             self._num_readers -= 1
             self._unread_since = time.monotonic()

@@ -72,7 +72,7 @@ async def create_response(request: Request, service: ServiceDependency) -> Respo
 
     prepared = await service.prepare(request, responses.ResponsesRequest, prepare)
     if prepared.is_background:
-        return JSONResponse(_response_so_far(service, service.detach(request, prepared)))
+        return JSONResponse(await _response_so_far(service, service.detach(request, prepared)))
     return await service.answer(request, prepared)
 
 
@@ -151,7 +151,7 @@ async def read_on(name: str, request: Request, service: ServiceDependency) -> Re
                                             "events, behind starting_after=N.")
 async def read_response(name: str, request: Request, service: ServiceDependency) -> Response:
     text, query = _detached(request, service, name), request.query_params
-    so_far = _response_so_far(service, text)
+    so_far = await _response_so_far(service, text)
     if query.get("stream", "false").lower() != "true":
         return JSONResponse(so_far)
     num_pieces = _number(query["starting_after"], "starting_after") + 1 if "starting_after" in query else 0
@@ -162,14 +162,14 @@ async def read_response(name: str, request: Request, service: ServiceDependency)
 async def cancel_response(name: str, request: Request, service: ServiceDependency) -> Response:
     text = _detached(request, service, name)
     service.scheduler.cancel(text.job, Cancelled(keeps_journal=True))
-    is_response = isinstance(text.so_far(), responses.ResponsesReply)
-    content = _response_so_far(service, text) if is_response else {"id": text.job.id, "object": "response"}
+    is_response = isinstance(text.make_reply(None), responses.ResponsesReply)
+    content = await _response_so_far(service, text) if is_response else {"id": text.job.id, "object": "response"}
     return JSONResponse(content if text.is_ended and is_response else content | {"status": "cancelled"})
 
 
-def _response_so_far(service: Service, text: DetachedText) -> dict[str, Any]:
+async def _response_so_far(service: Service, text: DetachedText) -> dict[str, Any]:
     """A detached text as a response. Raises ApiError (404) for a text of another API."""
-    reply = text.so_far()
+    reply = await text.so_far()
     if not isinstance(reply, responses.ResponsesReply):
         raise _no_text(text.job.id)
     return reply.so_far(service.api_error(text.error) if text.error else None)
