@@ -12,6 +12,9 @@ import pytest
 
 from helpers import serving
 from helpers.processes import wait_for
+from longdraft.errors import UsageError
+from longdraft.server.run import require_usable
+from longdraft.server.settings import ServerSettings
 
 SETTINGS: dict[str, Any] = {"temperature": 0.8, "seed": 3, "min_p": 0.1}
 LLAMA = SETTINGS | {"prompt": "It was", "n_predict": 40, "repeat_penalty": 1.1, "repeat_last_n": 64,
@@ -99,7 +102,8 @@ def test_clients_of_llama_cpp_find_the_model_and_its_tokens(server, post, engine
 
 @pytest.mark.parametrize("changes, param", [
     ({"mirostat": 1}, "mirostat"), ({"echo": True}, "echo"), ({"n": 2}, "n"),
-    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options"), ({"prompt": ["a", "b"]}, "prompt"), ({"n_probs": 99}, "n_probs"),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": ["a", "b"]}, "prompt"), ({"n_probs": 99}, "n_probs"),
     ({"logit_bias": [["a", 1]]}, "logit_bias"), ({"mumble": 1}, "mumble"), ({"lora": [{"id": 0}]}, "lora"),
     ({"temperature": -1}, "temperature")])
 def test_what_llama_cpp_has_and_longdraft_has_not_is_refused_by_name(post, changes, param):
@@ -183,3 +187,5 @@ def test_a_second_port_serves_the_same(engine):
     with serving.running(engine, ollama_port=port) as found:
         models = [httpx.get(url + "/api/tags").json() for url in (found.url, f"http://127.0.0.1:{port}")]
     assert models[0] == models[1] and models[0]["models"]
+    with pytest.raises(UsageError, match=f"--ollama-port is {port}; allowed: another port than --port"):
+        require_usable(ServerSettings(port=port, ollama_port=port))
