@@ -48,16 +48,17 @@ def test_idle_connections_give_way_to_new_ones(server):
         assert all(is_closed(each) for each in idle[:32])
 
 
-def test_slow_requests_leave_room_for_health(server):
+def test_slow_requests_leave_room_for_health(engine):
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
-    with contextlib.ExitStack() as stack:
-        for _ in range(12):
-            stack.enter_context(connect(server)).sendall(head)
-        for path in ("/health", "/ready", "/metrics"):
-            assert httpx.get(server.url + path).status_code == 200
-        refused = httpx.get(server.url + "/version")
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
-    serving.wait_for(lambda: httpx.get(server.url + "/version").status_code == 200)
+    with serving.running(engine, max_connections_per_address=8, stall_s=30) as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(12):
+                stack.enter_context(connect(server)).sendall(head)
+            for path in ("/health", "/ready", "/metrics"):
+                assert httpx.get(server.url + path).status_code == 200
+            refused = httpx.get(server.url + "/version")
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
+        serving.wait_for(lambda: httpx.get(server.url + "/version").status_code == 200)
 
 
 def trickle(server, first: bytes, seconds: float) -> tuple[bytes, float]:

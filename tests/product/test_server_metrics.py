@@ -25,7 +25,7 @@ def test_models_tokenize_detokenize_version(client, server, engine, post):
     assert client.models.retrieve("novelist").model_extra["max_model_len"] == 131072
     found = post("/tokenize", {"prompt": "It was"}).json()
     assert found == {"tokens": engine.encode("It was"), "count": 2, "max_model_len": 131072}
-    assert post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "It was"}
+    assert post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "It was", "content": "It was"}
     assert post("/detokenize", {"tokens": [10**9]}).status_code == 400
     assert post("/tokenize", {"messages": [{"role": "user", "content": "a"}]}).json()["count"] > 1
     assert httpx.get(server.url + "/version").json()["version"]
