@@ -36,7 +36,6 @@ from longdraft.kernels.cuda import (
     jit_linear,
     jit_remainder,
     jit_rows,
-    jit_shared_choice,
     jit_support,
 )
 
@@ -110,70 +109,46 @@ def kernels():
             yield (jit_kv_store.copy_rows_kernel,
                    dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32", run_start="i32"),
                    dict(KV_HEADS=8, DIM=128, PADDED=128, BLOCK=32, IS_RUN=is_run, **scaled), {})
-    window = dict(found=I32, values=F32, window="i32", logits=F32) | VOCABULARY
-    yield (jit_choice.read_window_kernel, window | dict(text=I32, tokens=I32, path=I32, depths=I32, scalars=I64,
-                                                 path_stride="i32"), dict(BLOCK=1024), {})
-    yield jit_choice.penalise_kernel, window | dict(penalty="fp32"), dict(BLOCK=1024), UNFUSED
-    yield (jit_choice.ban_kernel, dict(logits=F32, banned=I32, depths=I32, scalars=I64, num_banned="i32") | VOCABULARY,
-           dict(BLOCK=16), {})
-    blocks = dict(logits=F32, bests=F32, ids=I32, num_blocks="i32")
-    yield jit_choice.block_maxima_kernel, blocks | VOCABULARY, dict(BLOCK=1024), {}
-    yield (jit_choice.noisy_block_maxima_kernel,
-           blocks | LIMITS | dict(depths=I32, scalars=I64, scores=F64) | VOCABULARY, IN_BLOCKS | FILTERS, UNFUSED)
-    yield (jit_choice.add_bias_kernel, dict(logits=F32, biased=I32, values=F32, num_biased="i32") | VOCABULARY,
-           dict(BLOCK=1024), UNFUSED)
-    yield (jit_choice.choose_tokens_kernel, dict(bests=F32, scores=F64, ids=I32, choices=I32, num_blocks="i32"),
-           dict(BLOCKS=128), {})
-    yield (jit_choice.walk_tree_kernel, dict(choices=I32, tokens=I32, parents=I32, where=I64, path=I32, targets=I64,
-                                             outcome=I32, num_rows="i32", num_nodes="i32"),
-           dict(BLOCK=64), dict(num_warps=1))
-
 
 def choices_of_texts():
     rows = dict(logits=F32, entries=I64, numbers=F64, texts=I32, depths=I32)
     window = rows | dict(found=I32, values=F32, window="i32", tokens=I32, path=I32, path_stride="i32") | VOCABULARY
     blocks = rows | dict(bests=F32, scores=F64, ids=I32, num_blocks="i32") | VOCABULARY
-    yield jit_shared_choice.append_tokens_kernel, dict(entries=I64, fresh=I32), dict(BLOCK=16), dict(num_warps=1)
-    yield jit_shared_choice.read_windows_kernel, window, dict(BLOCK=1024), UNFUSED
-    yield jit_shared_choice.penalise_texts_kernel, window, dict(BLOCK=1024), UNFUSED
-    yield jit_shared_choice.ban_texts_kernel, rows | VOCABULARY, dict(BLOCK=16), UNFUSED
-    yield jit_shared_choice.add_biases_kernel, rows | VOCABULARY, dict(BLOCK=1024), UNFUSED
-    yield (jit_shared_choice.read_filters_kernel, rows | dict(settings=F64, most=I64, fewest=I64), {},
-           dict(num_warps=1))
+    yield jit_choice.append_tokens_kernel, dict(entries=I64, fresh=I32), dict(BLOCK=16), dict(num_warps=1)
+    yield jit_choice.read_window_kernel, window, dict(BLOCK=1024), UNFUSED
+    yield jit_choice.penalise_kernel, window, dict(BLOCK=1024), UNFUSED
+    yield jit_choice.ban_kernel, rows | VOCABULARY, dict(BLOCK=16), UNFUSED
+    yield jit_choice.add_bias_kernel, rows | VOCABULARY, dict(BLOCK=1024), UNFUSED
+    yield jit_choice.read_filters_kernel, rows | dict(settings=F64, most=I64, fewest=I64), {}, dict(num_warps=1)
+    yield jit_choice.block_maxima_kernel, blocks, dict(BLOCK=1024), {}
     for filters in (FILTERS, dict.fromkeys(FILTERS, False) | dict(HAS_MIN_P=True)):
-        yield (jit_shared_choice.noisy_maxima_of_texts_kernel, blocks | LIMITS, IN_BLOCKS | filters, UNFUSED,
-               8)  # with Triton 3.7
-    yield (jit_shared_choice.walk_trees_kernel, dict(choices=I32, tokens=I32, parents=I32, entries=I64, path=I32,
-                                                     targets=I64, outcome=I32, num_rows="i32"),
+        yield jit_choice.noisy_block_maxima_kernel, blocks | LIMITS, IN_BLOCKS | filters, UNFUSED, 8  # with Triton 3.7
+    yield jit_choice.choose_tokens_kernel, blocks | dict(choices=I32), dict(BLOCKS=128), {}
+    yield (jit_choice.walk_trees_kernel, dict(choices=I32, tokens=I32, parents=I32, entries=I64, path=I32, targets=I64,
+                                              outcome=I32, num_rows="i32"),
            dict(BLOCK=64), dict(num_warps=1))
 
 
 def drafting():
-    state = dict(state=I64, settings=F64, scores=F64, ids=I32)
-    for stride in (0, jit_shared_choice.ENTRY.value):  # of a single text, and of several
-        yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | state | VOCABULARY,
-               IN_BLOCKS | FILTERS | dict(WIDTH=2, STRIDE=stride, HAS_NOISE=True), UNFUSED)
-        yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32") | state,
-               dict(BLOCKS=128, CANDIDATES=256, WIDTH=2, STRIDE=stride), UNFUSED)
-        yield (jit_drafting.begin_place_kernel,
-               dict(text=I32, state=I64, table="*i8", scale=F32, rotations=F32, x=BF16, cos=F32, sin=F32,
-                    factor="fp32"),
-               dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, STRIDE=stride, HAS_SCALE=True, HAS_FACTOR=True),
-               UNFUSED)
-        yield (jit_drafting.end_place_kernel, dict(text=I32, state=I64, where=I64, outcome=I64), dict(STRIDE=stride),
-               dict(num_warps=1))
+    texts = dict(entries=I64, numbers=F64, scores=F64, ids=I32)
+    yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | texts | VOCABULARY,
+           IN_BLOCKS | FILTERS | dict(WIDTH=2, HAS_NOISE=True), UNFUSED)
+    yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32") | texts,
+           dict(BLOCKS=128, CANDIDATES=256, WIDTH=2), UNFUSED)
+    yield (jit_drafting.begin_place_kernel,
+           dict(entries=I64, table="*i8", scale=F32, rotations=F32, x=BF16, cos=F32, sin=F32, factor="fp32"),
+           dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
+    yield jit_drafting.end_place_kernel, dict(entries=I64, where=I64, outcome=I64), {}, dict(num_warps=1)
 
 
 def support():
     rows = dict(logits=F32, goals=I64, keys=I64, before=I64, sums=I64) | LIMITS | VOCABULARY
-    for stride in (0, 6):  # of rows that have the same settings, and settings of their own
-        search = IN_BLOCKS | dict(BY_MASS=True, HAS_CUT=True, STRIDE=stride)
-        filters = IN_BLOCKS | FILTERS | dict(STRIDE=stride)
-        yield jit_support.search_level_kernel, rows, search | dict(LEVEL=3), UNFUSED
-        yield jit_support.end_search_kernel, rows | dict(found=I64), search, UNFUSED
-        yield jit_support.support_sums_kernel, rows, filters | dict(DIVISOR=2), UNFUSED
-        yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128, STRIDE=stride), UNFUSED
-        yield jit_support.eta_kernel, rows, dict(BLOCKS=128, STRIDE=stride), UNFUSED
+    search, filters = IN_BLOCKS | dict(BY_MASS=True, HAS_CUT=True), IN_BLOCKS | FILTERS
+    yield jit_support.search_level_kernel, rows, search | dict(LEVEL=3), UNFUSED
+    yield jit_support.end_search_kernel, rows | dict(found=I64), search, UNFUSED
+    yield jit_support.support_sums_kernel, rows, filters | dict(DIVISOR=2), UNFUSED
+    yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128), UNFUSED
+    yield jit_support.eta_kernel, rows, dict(BLOCKS=128), UNFUSED
     yield jit_support.support_orders_kernel, rows | dict(orders=I64), filters, UNFUSED
 
 

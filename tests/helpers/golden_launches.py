@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from longdraft.kernels.cuda.choice import ChosenTokens
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
@@ -29,7 +30,6 @@ from helpers.golden_texts import text_hash
 from helpers.recorded_graphs import RecordedGraphs
 from longdraft.kernels import launched
 from longdraft.kernels.cuda import shared_choice
-from longdraft.kernels.cuda.choice import ChosenTokens
 from longdraft.request.sampling_params import SamplingParams
 
 KERNELS = "triton-16"

@@ -24,7 +24,7 @@ from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
-from longdraft.kernels.cuda.choice import ChosenTokens
+from longdraft.kernels.cuda.choices import Chosen
 from longdraft.model.transformer import Forward, Transformer, chain_rows, tree_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -174,16 +174,16 @@ def test_a_plain_step_is_two_graphs_one_launch_and_one_wait(model, prompt, monke
         replays.append(key)
         del launches[before:]
 
-    launch, read = interpreter.GridExecutor.__call__, ChosenTokens.read
+    launch, read = interpreter.GridExecutor.__call__, Chosen.read
     monkeypatch.setattr(graphs, "run", replay)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__",
                         lambda self, *args, **named: (launches.append(self.fn.__name__), launch(self, *args, **named)))
-    monkeypatch.setattr(ChosenTokens, "read", lambda self: waits.append(1) or read(self))
+    monkeypatch.setattr(Chosen, "read", lambda self: waits.append(1) or read(self))
     for _ in range(2):
         run_alone(step.run(1))
     cache.truncate(length)
     assert launches == ["scatter_rows_kernel"] * 2 and len(waits) == 2
-    assert len(replays) == 4 and replays[:2] == replays[2:] and replays[1][0] == "choice"
+    assert len(replays) == 4 and replays[:2] == replays[2:] and replays[1][0] == "choices"
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")

@@ -24,7 +24,7 @@ from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.chain_plan import Ranked
 from longdraft.kernels.cuda import layerwise
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
-from longdraft.kernels.cuda.shared_chain import SharedChains
+from longdraft.kernels.cuda.model_chain import ModelChains
 from longdraft.kernels.launched import finished, read_together
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.request.context import Context
@@ -138,13 +138,13 @@ def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(mo
     """Of unlike lengths, shuffled, and when one leaves and one without a remainder comes: guesses, leads, keys, values
     and states, to the bit. One launch and one wait for all."""
     together, waits, ran = list[int](), list[int](), list[Any]()
-    launch, honest, run = SharedChains._launch, launched.copied_to_host, model.kernels.graphs.run
+    launch, honest, run = ModelChains._launch, launched.copied_to_host, model.kernels.graphs.run
     alone = []
     for length, count in zip(LENGTHS, COUNTS, strict=True):
         text = Drafting(model, length)
         alone.append([text.draft(count), text.rows])
     texts = [Drafting(model, length) for length in LENGTHS]
-    monkeypatch.setattr(SharedChains, "_launch", lambda self, parts: (
+    monkeypatch.setattr(ModelChains, "_launch", lambda self, parts: (
         together.append(len(parts)), launch(self, parts))[1])
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), run(key, work)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import Splits
-from longdraft.kernels.cuda.choice import LogitsSource
+from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
 from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
 from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
