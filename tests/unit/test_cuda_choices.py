@@ -179,9 +179,9 @@ def test_trees_of_unlike_sizes_are_walked_as_alone(model, most, monkeypatch):
     monkeypatch.setattr(choices, "_MAX_ROWS", 8 if most == 4 else most)
     laws, waits = ["paper", "greedy", "not ended early"], []
     read = choices._read
-    monkeypatch.setattr(choices, "_read", lambda outcome: waits.append(1) or read(outcome))
     together, alone = texts_of(model, laws), texts_of(model, laws)
     trees = true_trees(model, together)
+    monkeypatch.setattr(choices, "_read", lambda outcome: waits.append(1) or read(outcome))
     results = model.forward_batch(list(requests_of(model, together, trees)))
     found = [walk(*each) for each in zip(together, [model] * 3, results, trees, strict=True)]
     assert len(waits) == 1
