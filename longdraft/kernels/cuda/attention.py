@@ -20,6 +20,7 @@ _SHORTEST = 128  # positions of a split: a multiple of every block
 _SHORT_BY_HEAD = 32  # positions of a short split for each KV head: 256 programs read 8,192 positions of 8 heads
 _SHORT_UP_TO = 8192  # positions that short splits cover
 _LONG_TO_SHORT = 4
+_THREE_STAGES = 100 << 10  # bytes of shared memory of a program with heads of 256; GeForce cards have 99 KiB
 
 
 class Splits(NamedTuple):
@@ -55,6 +56,7 @@ class AttentionPlan(NamedTuple):
     dim: int
     splits: Splits
     is_float: bool  # float32
+    shared: int  # bytes of shared memory that a program can have
 
     @property
     def lanes(self) -> int:
@@ -67,8 +69,9 @@ class AttentionPlan(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Blocks that a program holds, whose loads run ahead."""
-        return 2 if self.is_float or self.dim > 256 else 3
+        """Blocks that a program holds, whose loads run ahead. Their number changes no result."""
+        has_room = self.dim <= 128 or self.shared >= _THREE_STAGES
+        return 3 if has_room and not self.is_float and self.dim <= 256 else 2
 
     @property
     def warps(self) -> int:

@@ -216,9 +216,12 @@ def noisy_scores(logit, token, row, position, bests, seed, settings, cuts, floor
     best = best_score_of(bests, row, settings, num_blocks, BLOCKS)
     is_inside = is_in_support(logit, token, row, best, cuts, floors, leasts, settings, HAS_CUT, HAS_MIN_P, HAS_ETA,
                               HAS_FLOOR)
-    mixed = tl.load(seed).to(tl.uint64, bitcast=True)
-    noise = gumbel_from_bits(noise_bits(mixed, position.to(tl.int64), token.to(tl.int64)))
-    return tl.where(is_inside, logit.to(tl.float64) / tl.load(settings) + noise, float("-inf"))
+    total = tl.where(is_inside, 0.0, float("-inf")).to(tl.float64)
+    if tl.max(is_inside.to(tl.int32), 0) > 0:  # logarithms in float64 are slow on GeForce cards
+        mixed = tl.load(seed).to(tl.uint64, bitcast=True)
+        noise = gumbel_from_bits(noise_bits(mixed, position.to(tl.int64), token.to(tl.int64)))
+        total = tl.where(is_inside, logit.to(tl.float64) / tl.load(settings) + noise, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])

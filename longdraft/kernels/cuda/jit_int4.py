@@ -86,7 +86,7 @@ def few_rows_int4_kernel(x, words, scales, parts, num_rows, OUT: tl.constexpr, I
     first = part * EACH
     if IS_CHAINED:
         line = tl.arange(0, COLUMNS)  # of the first two blocks: 64 bytes of words for each column
-        ahead = (tile * BLOCKS + tl.minimum(first, BLOCKS - 2)).to(tl.int64) * COLUMNS * 16
+        ahead = (tile * BLOCKS + tl.minimum(first, BLOCKS - 2 if BLOCKS > 1 else 0)).to(tl.int64) * COLUMNS * 16
         prefetch(words + ahead + line * 32)
     wait_for_inputs(IS_CHAINED)
     total = sums_of_blocks(x, words, scales, tile, row.to(tl.int64), is_row, first, tl.minimum(first + EACH, BLOCKS),

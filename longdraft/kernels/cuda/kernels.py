@@ -134,7 +134,11 @@ class CudaKernels(CudaOperations):
         if self.device.type != "cuda":
             return None
         free: int = torch.cuda.mem_get_info(self.device)[0]
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        index = self.device.index or 0
+        # What PyTorch holds for graphs (pools of their own) can be used by those graphs only.
+        held = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index
+                and segment.get("segment_pool_id", (0, 0)) == (0, 0)]
+        return free + sum(segment["total_size"] - segment["allocated_size"] for segment in held)
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Positions, start: int) -> None:
         copy_rows(cuda_stores(sources), cuda_stores(targets), positions, start)
