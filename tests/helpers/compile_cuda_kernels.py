@@ -260,8 +260,9 @@ def products_and_reductions(code: str) -> list[str]:
 
 def main() -> None:
     architecture = int(sys.argv[1])
-    for kernel, types, constants, options, *allowed in (*kernels(SHARED[architecture]), *choices_of_texts(), *drafting(), *support(),
-                                                        *hybrid(), *mixtures(), *remainders(), *selections()):
+    forms = (*kernels(SHARED[architecture]), *choices_of_texts(), *drafting(), *support(), *hybrid(), *mixtures(),
+             *remainders(), *selections())
+    for kernel, types, constants, options, *allowed in forms:
         has_fp8 = FP8 in types.values() or tl.float8e4nv in constants.values()
         if has_fp8 and architecture < 89:  # where such caches are refused
             continue

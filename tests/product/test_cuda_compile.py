@@ -99,8 +99,8 @@ def compiled(version, architecture, folder):
             pytest.skip(f"no {place}: `make test` without network leaves Triton {version} out")
         environment["PYTHONPATH"] = str(place)
     script = ROOT / "tests" / "helpers" / "compile_cuda_kernels.py"
-    done = subprocess.run([sys.executable, str(script), str(architecture)], cwd=ROOT, check=False, capture_output=True, text=True,
-                          env={**environment, "TRITON_CACHE_DIR": str(folder)})
+    done = subprocess.run([sys.executable, str(script), str(architecture)], cwd=ROOT, check=False, capture_output=True,
+                          text=True, env={**environment, "TRITON_CACHE_DIR": str(folder)})
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {each["triton"] for each in found} == {version}

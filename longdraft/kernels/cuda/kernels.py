@@ -138,7 +138,8 @@ class CudaKernels(CudaOperations):
         # What PyTorch holds for graphs (pools of their own) can be used by those graphs only.
         held = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index
                 and segment.get("segment_pool_id", (0, 0)) == (0, 0)]
-        return free + sum(segment["total_size"] - segment["allocated_size"] for segment in held)
+        unused: int = sum(segment["total_size"] - segment["allocated_size"] for segment in held)
+        return free + unused
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Positions, start: int) -> None:
         copy_rows(cuda_stores(sources), cuda_stores(targets), positions, start)
