@@ -11,6 +11,8 @@
 #   make test-cuda-offline, install-offline  the same with the Python that has PyTorch for CUDA, without network
 #   make lint    ruff, mypy and the structure of the packages (tests/lint), which `make test` does not run
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
+#   make test-arm  the kernels for ARM: natively, or cross-compiled for an emulator (some minutes)
+#   make test-arm-all  with the kernels' and the equality tests, in the emulator with few examples (an hour)
 #   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
 #   make soak    a hundred kills, 200,000 damaged inputs, an hour of hostile load (an hour and a half; docs/reliability.md)
 #   make test-page  the page in Chromium (Debian: apt install chromium); its picture goes to docs/
@@ -31,7 +33,7 @@ TRITONS := 3.4.0 3.9.0
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo demo-real test test-changed test-all test-cuda test-cuda-offline install-offline test-page lint docs sanitize cluster soak wheel image clean
+.PHONY: demo demo-real test test-changed test-all test-arm test-arm-all test-cuda test-cuda-offline install-offline test-page lint docs sanitize cluster soak wheel image clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -54,6 +56,13 @@ test-changed: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(PYTEST)
+	packaging/test_arm.sh $(BIN)/python || test $$? = 77  # 77: tools are missing, which it has said
+
+test-arm: $(VENV)/.installed-dev
+	packaging/test_arm.sh $(BIN)/python
+
+test-arm-all: $(VENV)/.installed-dev
+	packaging/test_arm.sh $(BIN)/python all
 
 # PyTorch for CUDA must be what the set-up found: see docs/cuda.md.
 test-cuda: $(VENV)/.installed-dev

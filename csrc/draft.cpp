@@ -77,7 +77,7 @@ std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
         forward(kernels, d, {1, 1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
                              row.v.data(), row.content.data(), row.attended.data(), row.lse.data(), row.given.data(),
                              model.inputs.width()},
-                {{cache.stores, length, 1, cache.remainders, {}, row.deltas(cache.deltas, i)}});
+                {{cache.stores, length, 1, cache.remainders, {}, row.deltas(cache.deltas, i)}}, model.head);
         for (size_t layer = 0; layer < cache.stores.size(); layer++) {
             Store& store = *cache.stores[layer];
             const long skipped = static_cast<long>(layer) * kv_width * size;
@@ -86,6 +86,7 @@ std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
                           nullptr, 1);
         }
         norm(kernels, d, bf16, row.x.data(), model.norm, 1, hidden, row.normed.data());
+        expect_weight(d.layers[0].qkv);
         kernels.linear(*model.head, row.normed.data(), 1, row.logits.data(), true);
         if (model.logits_divisor != 1.0f)
             for (float& logit : row.logits) logit /= model.logits_divisor;

@@ -6,7 +6,9 @@
 #include "simd.h"
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 namespace longdraft::LONGDRAFT_VARIANT::groups {
@@ -98,61 +100,120 @@ template <Groups KIND> EightFactors eight_factors(const uint8_t* tile, long g, i
     return found;
 }
 
+// What a row brings to a group, read once for all outputs.
+struct RowGroup {
+    const int8_t* values;
+    __m256 step, of_least;  // the step, and the step times the sum of the values
+    __m256i minus_sum;      // the sum, negated, in the lower half of each lane
+    int32_t sums[2];        // of the halves
+
+    RowGroup(const Quantised& x, long at)
+        : values(x.values + at * GROUP), step(_mm256_set1_ps(x.steps[at])), sums{x.sums[2 * at], x.sums[2 * at + 1]} {
+        const int32_t sum = sums[0] + sums[1];
+        of_least = _mm256_set1_ps(x.steps[at] * static_cast<float>(sum));
+        minus_sum = _mm256_set1_epi32(-sum & 0xffff);
+    }
+};
+
 // Add a group of eight outputs to their totals, for one row.
 //   whole, second  sums of the products with the group's values; where halves have their own scales, those of each half
 template <Groups KIND>
-INLINED __m256 add_sums(__m256 total, __m256i whole, __m256i second, const EightFactors& by, float step, const int32_t* sums) {
+INLINED __m256 add_sums(__m256 total, __m256i whole, __m256i second, const EightFactors& by, const RowGroup& row) {
     constexpr GroupShape SHAPE = shape_of(KIND);
     constexpr int OFFSET = SHAPE.bits == 8 ? 0 : SHAPE.offset;
-    const int32_t sum = sums[0] + sums[1];
     auto add = [&](__m256i product, __m256 scale) {
-        total = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(product), _mm256_set1_ps(step)), scale, total);
+        total = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(product), row.step), scale, total);
     };
     if constexpr (SHAPE.halves) {
-        add(_mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * sums[0])), by.scale);
-        add(_mm256_sub_epi32(second, _mm256_set1_epi32(OFFSET * sums[1])), by.second);
+        add(_mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * row.sums[0])), by.scale);
+        add(_mm256_sub_epi32(second, _mm256_set1_epi32(OFFSET * row.sums[1])), by.second);
     } else {
-        if constexpr (OFFSET) whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * sum));
+        if constexpr (OFFSET) whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * (row.sums[0] + row.sums[1])));
         if constexpr (SHAPE.has_zero)  // zero points and sums of values fit in 16 bits
-            whole = _mm256_add_epi32(whole, _mm256_madd_epi16(by.zeros, _mm256_set1_epi32(-sum & 0xffff)));
+            whole = _mm256_add_epi32(whole, _mm256_madd_epi16(by.zeros, row.minus_sum));
         add(whole, by.scale);
     }
-    if constexpr (SHAPE.has_least) total = _mm256_fmadd_ps(_mm256_set1_ps(step * static_cast<float>(sum)), by.least, total);
+    if constexpr (SHAPE.has_least) total = _mm256_fmadd_ps(row.of_least, by.least, total);
     return total;
 }
 
-// The same for one row with these values and the group's lines.
-template <Groups KIND>
-__m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, const int8_t* values, float step,
-                 const int32_t* sums) {
+// The same for one row and the group's lines.
+template <Groups KIND> __m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, const RowGroup& row) {
     constexpr GroupShape SHAPE = shape_of(KIND);
     constexpr int COUNT = SHAPE.halves ? LINES / 2 : LINES;
     auto dot = [&](int from) {
-        if constexpr (SHAPE.bits == 8) return dot_eight_bytes<COUNT>(lines + from, values + 4 * from);
-        else return dot_eight<SHAPE.bits, COUNT>(lines + from, values + 4 * from);
+        if constexpr (SHAPE.bits == 8) return dot_eight_bytes<COUNT>(lines + from, row.values + 4 * from);
+        else return dot_eight<SHAPE.bits, COUNT>(lines + from, row.values + 4 * from);
     };
-    return add_sums<KIND>(total, dot(0), SHAPE.halves ? dot(LINES - COUNT) : __m256i{}, by, step, sums);
+    return add_sums<KIND>(total, dot(0), SHAPE.halves ? dot(LINES - COUNT) : __m256i{}, by, row);
 }
 
 constexpr int EIGHTS = COLUMNS / 8;
+
+// Fetch the share of a group that belongs to `part` of PARTS, PREFETCH_DISTANCE ahead.
+template <Groups KIND, int PARTS> INLINED void fetch_part(const uint8_t* group, int part) {
+    constexpr int SHARE = (Encoding<KIND>::LINES + PARTS - 1) / PARTS;  // lines
+    prefetch(group + part * SHARE * 64, SHARE * 64);
+}
+
+// The group of so many rows from row `row` on.
+template <int COUNT, size_t... R> INLINED std::array<RowGroup, COUNT> row_groups(const Quantised& x, long row, long g, std::index_sequence<R...>) {
+    return {RowGroup(x, (row + static_cast<long>(R)) * x.groups + g)...};
+}
+
+// One group of nibbles of a tile, added to the sums of COUNT rows. Half of the outputs take each of a row's values together:
+// read and broadcast for eight outputs alone, they would cost more than the products.
+template <Groups KIND, int COUNT>
+INLINED void add_nibbles(const uint8_t* tile, long g, const std::array<RowGroup, COUNT>& rows, float (*sums)[COLUMNS]) {
+    using E = Encoding<KIND>;
+    constexpr int SOME = EIGHTS / 2;
+    const uint8_t* group = tile + E::group(g);
+    const __m256i nibble = _mm256_set1_epi8(15);
+    for (int first = 0; first < EIGHTS; first += SOME) {
+        const uint8_t* from = group + E::VALUES + first / 2 * E::OF_VECTOR;
+        __m256i pairs[COUNT][SOME];  // of products: at most 8 * 2 * 15 * 127, which fits in int16
+        fetch_part<KIND, EIGHTS / SOME>(group, first / SOME);
+        UNROLLED for (int j = 0; j < LINES / 2; j++)
+            UNROLLED for (int i = 0; i < SOME; i++) {
+                const __m256i both = load_bytes(from + i / 2 * E::OF_VECTOR + i % 2 * 32 + 64 * j);
+                const __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+                UNROLLED for (int r = 0; r < COUNT; r++) {
+                    const __m256i a = _mm256_maddubs_epi16(low, four_values(rows[r].values + 4 * j));
+                    const __m256i b = _mm256_maddubs_epi16(high, four_values(rows[r].values + 4 * j + GROUP / 2));
+                    pairs[r][i] = j ? _mm256_add_epi16(pairs[r][i], _mm256_add_epi16(a, b)) : _mm256_add_epi16(a, b);
+                    asm("" : "+x"(pairs[r][i]));  // GCC would add in another order, for which there are too few registers
+                }
+            }
+        UNROLLED for (int i = 0; i < SOME; i++) {
+            const EightFactors by = eight_factors<KIND>(tile, g, 8 * (first + i));
+            UNROLLED for (int r = 0; r < COUNT; r++) {
+                const __m256i whole = _mm256_madd_epi16(pairs[r][i], _mm256_set1_epi16(1));
+                float* total = sums[r] + 8 * (first + i);
+                _mm256_storeu_ps(total, add_sums<KIND>(_mm256_loadu_ps(total), whole, __m256i{}, by, rows[r]));
+            }
+        }
+    }
+}
 
 // Groups [from, to) of one tile, added to the sums of COUNT rows.
 template <Groups KIND, int COUNT>
 void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, long row, float (*sums)[COLUMNS]) {
     using E = Encoding<KIND>;
-    constexpr int SHARE = (E::LINES + EIGHTS - 1) / EIGHTS;  // lines to fetch for each eight outputs
     for (long g = from; g < to; g++) {
+        const auto rows = row_groups<COUNT>(x, row, g, std::make_index_sequence<COUNT>());
+        if constexpr (E::SHAPE.bits == 4) {
+            add_nibbles<KIND, COUNT>(tile, g, rows, sums);
+            continue;
+        }
         const uint8_t* group = tile + E::group(g);
         for (int i = 0; i < EIGHTS; i++) {
-            prefetch(group + i * SHARE * 64, SHARE * 64);
+            fetch_part<KIND, EIGHTS>(group, i);
             __m256i lines[LINES];
             unpack_eight<KIND>(group + E::VALUES + i / 2 * E::OF_VECTOR + i % 2 * 32, lines);
             const EightFactors by = eight_factors<KIND>(tile, g, 8 * i);
             for (int r = 0; r < COUNT; r++) {
-                const long at = (row + r) * x.groups + g;
                 float* total = sums[r] + 8 * i;
-                _mm256_storeu_ps(total, add_eight<KIND>(_mm256_loadu_ps(total), lines, by, x.values + at * GROUP, x.steps[at],
-                                                        x.sums + 2 * at));
+                _mm256_storeu_ps(total, add_eight<KIND>(_mm256_loadu_ps(total), lines, by, rows[r]));
             }
         }
     }
@@ -200,16 +261,16 @@ template <Groups KIND> struct UnpackedGroup {
     }
 
     // Add the group to the totals [COLUMNS] of a row.
-    void add(float* totals, const int8_t* values, float step, const int32_t* sums) const {
+    void add(float* totals, const RowGroup& row) const {
         constexpr bool HALVES = shape_of(KIND).halves;
         constexpr int COUNT = HALVES ? LINES / 2 : LINES, SOME = BITS == 4 ? EIGHTS : EIGHTS / 2;
         for (int first = 0; first < EIGHTS; first += SOME) {
             __m256i whole[SOME], second[SOME] = {};
-            dot<COUNT, SOME>(first, 0, values, whole);
-            if constexpr (HALVES) dot<COUNT, SOME>(first, COUNT, values, second);
+            dot<COUNT, SOME>(first, 0, row.values, whole);
+            if constexpr (HALVES) dot<COUNT, SOME>(first, COUNT, row.values, second);
             UNROLLED for (int i = 0; i < SOME; i++) {
                 float* total = totals + 8 * (first + i);
-                _mm256_storeu_ps(total, add_sums<KIND>(_mm256_loadu_ps(total), whole[i], second[i], by[first + i], step, sums));
+                _mm256_storeu_ps(total, add_sums<KIND>(_mm256_loadu_ps(total), whole[i], second[i], by[first + i], row));
             }
         }
     }
@@ -222,10 +283,7 @@ void add_groups_together(long rows, const uint8_t* tile, long from, long to, con
     for (long g = from; g < to; g++) {
         prefetch(tile + Encoding<KIND>::group(g), Encoding<KIND>::SHAPE.bytes);
         const UnpackedGroup<KIND> group(tile, g);
-        for (long r = 0; r < rows; r++) {
-            const long at = (row + r) * x.groups + g;
-            group.add(sums[r], x.values + at * GROUP, x.steps[at], x.sums + 2 * at);
-        }
+        for (long r = 0; r < rows; r++) group.add(sums[r], RowGroup(x, (row + r) * x.groups + g));
     }
 }
 

@@ -16,6 +16,8 @@ template <class V> INLINED V from_halves_as(const uint16_t* p) {
         return (V)_mm512_cvtph_ps(load_as<__m256i>(p));
 #elif defined(__F16C__)
         return (V)_mm256_cvtph_ps(load_as<__m128i>(p));
+#elif defined(__ARM_NEON)
+        return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
         V x;
         for (size_t i = 0; i < sizeof x / 4; i++) x[i] = from_half(p[i]);

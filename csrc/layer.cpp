@@ -1,11 +1,19 @@
 #include "layer.h"
 
+#include "pool.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 namespace longdraft {
 namespace {
+
+// A product, during and after which waiting threads fetch the weight of the next one.
+void linear(const Kernels& kernels, const Linear& w, const void* x, long rows, void* out, const Linear* next) {
+    expect_weight(next);
+    kernels.linear(w, x, rows, out, false);
+}
 
 // A rotation of the forward for a layer: cos and sin times a factor, or no rotation (cos 1, sin 0) times that factor.
 struct Rotation {
@@ -155,8 +163,9 @@ void end_layer(const Kernels& kernels, const Decoder& d, const Layer& l, const v
 // One layer, x in place. The pointers of `r` point to the results of this layer.
 //   place  of its store among those of all layers, or of its state
 //   given  the layer's input besides x, of the first row
+//   next   the first weight that is read after the layer; null: not known
 void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, size_t place, const void* given,
-                   const DecoderRows& r, bool bf16, const std::vector<TextKV>& texts) {
+                   const DecoderRows& r, bool bf16, const std::vector<TextKV>& texts, const Linear* next) {
     const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n;
     const long inner = l.mlp.down ? l.mlp.down->k : 0, extra = l.extra.gate ? l.extra.gate->n : 0;
     const long widest = std::max({hidden, l.qkv->n, l.out->k, 2 * inner, 2 * extra, l.gates ? l.gates->n * 4 / size : 0});
@@ -176,8 +185,9 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
     };
 
     const void *source = input(l.attention_norm), *output = third;
-    kernels.linear(*l.qkv, source, rows, second, false);
+    linear(kernels, *l.qkv, source, rows, second, l.gates ? l.gates : l.out);
     if (l.gates) {
+        expect_weight(l.out);
         kernels.linear(*l.gates, source, rows, third, true);
         apply_delta(kernels, l, place, r, bf16, texts, second, third, third);
     } else {
@@ -190,15 +200,15 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
             output = third;
         }
     }
-    kernels.linear(*l.out, output, rows, second, false);
+    linear(kernels, *l.out, output, rows, second, l.mlp.gate_up);
     add_residual(d.post_norm ? l.attention_norm : l.attention_post_norm);
     source = input(l.mlp_norm);
     if (l.mixture && !l.beside) {
         mixture_forward(kernels, *l.mixture, bf16, source, source, rows, second);
     } else {
-        kernels.linear(*l.mlp.gate_up, source, rows, second, false);
+        linear(kernels, *l.mlp.gate_up, source, rows, second, l.mlp.down);
         (d.has_gelu ? kernels.geglu : kernels.swiglu)(bf16, second, rows, inner, third);
-        kernels.linear(*l.mlp.down, third, rows, second, false);
+        linear(kernels, *l.mlp.down, third, rows, second, next);
     }
     if (l.beside) {
         norm(kernels, d, bf16, second, l.beside->mlp_post, rows, hidden, second);
@@ -234,7 +244,12 @@ void norm(const Kernels& kernels, const Decoder& d, bool bf16, const void* x, co
         kernels.rms_norm(bf16, x, weight, rows, width, d.eps, d.rounds_once, out);
 }
 
-void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<TextKV>& texts) {
+void expect_weight(const Linear* w) {
+    w ? expect(w->data->words(), static_cast<long>(w->tile_bytes()), w->tiles(), w->least_tiles()) : expect(nullptr, 0, 0, 0);
+}
+
+void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<TextKV>& texts,
+             const Linear* after) {
     const bool bf16 = texts[0].stores[0]->is_bf16, reports_some = rows.reported < rows.rows;
     const long size = bf16 ? 2 : 4, q_row = d.heads * d.dim * size, lse_row = d.heads * 4;
     const long q_bytes = rows.rows * q_row, kv_bytes = rows.rows * d.kv_heads * d.dim * size;
@@ -262,7 +277,8 @@ void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, 
         const long width = l.extra.gate ? l.extra.gate->n : 0;
         tap(d, i, r, texts);
         layer_forward(kernels, d, l, static_cast<size_t>(place),
-                      static_cast<const char*>(r.given) + static_cast<long>(i) * width * size, r, bf16, texts);
+                      static_cast<const char*>(r.given) + static_cast<long>(i) * width * size, r, bf16, texts,
+                      i + 1 < d.layers.size() ? d.layers[i + 1].qkv : after);
         if (!reports_some || l.gates || l.source >= 0) continue;
         auto report = [&](void* from, void* to, long row) {
             std::memcpy(skip(to, place * rows.reported * row), skip(from, (rows.rows - rows.reported) * row),

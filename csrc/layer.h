@@ -125,6 +125,11 @@ struct DecoderRows {
 void norm(const Kernels& kernels, const Decoder& decoder, bool bf16, const void* x, const void* weight, long rows,
           long width, void* out);
 
-void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<TextKV>& texts);
+// Have threads that wait fetch the beginning of a weight, which is read soon. null: not known.
+void expect_weight(const Linear* weight);
+
+//   after  the first weight that is read after the layers; null: not known
+void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<TextKV>& texts,
+             const Linear* after = nullptr);
 
 }  // namespace longdraft

@@ -17,6 +17,7 @@ constexpr long SPLIT = 4096;         // positions of a block of storage, and of 
 constexpr long BLOCK = 256;          // positions of one step of the online softmax, counted from position 0
 constexpr long POSITION_GROUP = 32;  // the rows of a tree read such a group in the store together, or not at all
 constexpr int COLUMNS = 64;          // output columns of a packed tile
+constexpr size_t LEAST_PIECE = 1 << 14;  // bytes of a weight that a thread takes at least
 
 constexpr int GROUP = 32;            // inputs of a weight in groups that share a scale
 constexpr int MXFP4_GROUP = 32;      // inputs of an MXFP4 weight that share an exponent
@@ -95,6 +96,8 @@ struct Linear {
     template <class Element> Element* tile(long index) const {
         return reinterpret_cast<Element*>(reinterpret_cast<char*>(data->words()) + static_cast<size_t>(index) * tile_bytes());
     }
+    // Tiles that a thread takes at least: of one small tile after another, the processor would fetch nothing ahead.
+    long least_tiles() const { return 1 + static_cast<long>(LEAST_PIECE / tile_bytes()); }
     size_t bytes() const { return static_cast<size_t>(tiles()) * tile_bytes() + (bias.size() + scale.size() + order.size()) * 4; }
 };
 

@@ -144,9 +144,7 @@ template <class T, class Around> void multiply_all(const Product* products, long
         work += products[i].rows * products[i].weight->k * products[i].weight->n;
         ends.push_back(tiles += products[i].weight->tiles());
     }
-    constexpr size_t LEAST = 1 << 16;  // bytes of a piece: the processor fetches ahead what is read in order
-    const std::vector<long> pieces =
-        pieces_of(tiles, work < MIN_PARALLEL_WORK ? tiles : static_cast<long>(1 + LEAST / products->weight->tile_bytes()));
+    const std::vector<long> pieces = pieces_of(tiles, work < MIN_PARALLEL_WORK ? tiles : products->weight->least_tiles());
     parallel(static_cast<long>(pieces.size()), [&](long job) {
         [[maybe_unused]] Around around;
         long place = job ? pieces[static_cast<size_t>(job - 1)] : 0;

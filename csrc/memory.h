@@ -12,8 +12,9 @@
 #include <new>
 #include <utility>
 
-#if defined(__linux__)
+#if defined(__linux__) || defined(__APPLE__)
 #include <sys/mman.h>
+#define LONGDRAFT_MMAP
 #endif
 
 namespace longdraft {
@@ -22,7 +23,7 @@ inline long round_up(long x, long to) { return (x + to - 1) / to * to; }
 
 constexpr size_t HUGE_PAGE = size_t{2} << 20, PAGE = size_t{1} << 16;  // bytes of a huge page; whole pages of any system
 
-#if defined(__linux__)
+#if defined(LONGDRAFT_MMAP)
 // Zeroed memory for a multiple of PAGE bytes. The system gives a page when it is first written to, and `munmap` gives all
 // back at once: malloc would keep what was freed between blocks in use. Large memory is on huge pages where the system has
 // them: with small pages, address translation would take half of the time of reading a long cache.
@@ -34,7 +35,9 @@ inline void* map_pages(size_t bytes) {
     const size_t before = (HUGE_PAGE - reinterpret_cast<uintptr_t>(mapped) % HUGE_PAGE) % HUGE_PAGE;
     if (before) munmap(mapped, before);
     munmap(mapped + before + bytes, spare - before);
+#if defined(MADV_HUGEPAGE)
     madvise(mapped + before, bytes, MADV_HUGEPAGE);
+#endif
     return mapped + before;
 }
 #endif
@@ -43,7 +46,7 @@ inline void* map_pages(size_t bytes) {
 class Memory {
   public:
     explicit Memory(size_t bytes) {
-#if defined(__linux__)
+#if defined(LONGDRAFT_MMAP)
         if (bytes >= LEAST_MAPPED) {
             const size_t unit = bytes < HUGE_PAGE ? PAGE : HUGE_PAGE;
             mapped_ = (bytes + unit - 1) / unit * unit;
@@ -60,7 +63,7 @@ class Memory {
     Memory(std::shared_ptr<void> whole, void* data) : whole_(std::move(whole)), data_(data) {}
     ~Memory() {
         if (whole_) return;
-#if defined(__linux__)
+#if defined(LONGDRAFT_MMAP)
         if (mapped_) {
             munmap(data_, mapped_);
             return;
@@ -83,7 +86,7 @@ class Memory {
 // Zeroed memory for a weight. Those of experts are smaller than a huge page, or fill the last one of a few badly, so
 // weights of moderate size are parts of larger memory, one after another.
 inline std::unique_ptr<Memory> weight_memory(size_t bytes) {
-#if defined(__linux__)
+#if defined(LONGDRAFT_MMAP)
     constexpr size_t LEAST = size_t{1} << 16, MOST = size_t{16} << 20, WHOLE = size_t{64} << 20;
     if (bytes >= LEAST && bytes < MOST) {
         static std::mutex mutex;

@@ -9,54 +9,10 @@
 #include "layout.h"
 #include "partial_cache.h"
 #include "pool.h"
-
-#if defined(LONGDRAFT_AMX)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "variants.h"
 
 namespace longdraft {
-
-#define VARIANT(name) namespace name { extern const Kernels table; }
-#if defined(LONGDRAFT_AMX)
-VARIANT(amx)
-#endif
-#if defined(LONGDRAFT_X86)
-VARIANT(avx512bf16)
-VARIANT(avx2)
-#endif
-VARIANT(portable)
-#undef VARIANT
-
 namespace {
-
-#if defined(LONGDRAFT_AMX)
-// Linux grants the use of the matrix unit's registers to a process that asks for it, once.
-bool may_use_tiles() {
-    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool is_granted = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
-                                   syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return is_granted;
-}
-#endif
-
-// The variants that this processor can run, fastest first.
-std::vector<const Kernels*> runnable() {
-    std::vector<const Kernels*> found;
-#if defined(LONGDRAFT_X86)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
-#if defined(LONGDRAFT_AMX)
-        if (may_use_tiles()) found.push_back(&amx::table);
-#endif
-        found.push_back(&avx512bf16::table);
-    }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::table);
-#endif
-    found.push_back(&portable::table);
-    return found;
-}
 
 const Kernels& by_name(const std::string& name) {
     for (const Kernels* kernels : runnable())

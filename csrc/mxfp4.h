@@ -26,6 +26,9 @@ inline Floats numbers(const uint8_t* codes, bool high, Floats powers) {
     code = _mm_and_si128(high ? _mm_srli_epi16(code, 4) : code, _mm_set1_epi8(15));
     const __m128i found = _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(TWICE)), code);
     std::memcpy(whole, &found, sizeof found);
+#elif defined(__ARM_NEON)
+    const uint8x16_t both = vld1q_u8(codes), code = high ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+    vst1q_s8(whole, vqtbl1q_s8(vld1q_s8(TWICE), code));
 #else
     for (int i = 0; i < LANES; i++) whole[i] = TWICE[high ? codes[i] >> 4 : codes[i] & 15];
 #endif

@@ -16,20 +16,51 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+#if defined(__APPLE__)
+#include <pthread/qos.h>
+#endif
 
 namespace longdraft {
 namespace {
 
+constexpr int SHARES = 2;  // of each thread, about, in which it takes the first of several pieces
+
 void relax() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // some ten cycles; `yield` does nothing on most processors
 #else
     std::this_thread::yield();
 #endif
 }
 
+// The end of the piece that begins at `at`.
+long end_of_piece(long at, long count, long least, long shares) { return std::min(count, at + std::max(least, (count - at) / shares)); }
+
+// What a waiting thread fetches, a few lines at a time.
+class Fetching {
+  public:
+    void begin(const char* data, long bytes) { at_ = data, end_ = data + std::min(bytes, MOST); }
+    void go_on() {
+        for (int i = 0; i < LINES && at_ < end_; i++, at_ += 64) __builtin_prefetch(at_, 0, 2);
+    }
+
+  private:
+    static constexpr int LINES = 4;
+    static constexpr long MOST = 256 << 10;  // bytes: what is fetched must stay in a cache of its own until it is read
+    const char *at_ = nullptr, *end_ = nullptr;
+};
+
 class Pool {
   public:
+    void expect(const void* data, long bytes, long count, long least) {
+        expected_bytes_.store(bytes, std::memory_order_relaxed);
+        expected_count_.store(count, std::memory_order_relaxed);
+        expected_least_.store(least, std::memory_order_relaxed);
+        expected_.store(data, std::memory_order_release);
+    }
+
     ~Pool() { stop(); }
 
     int size() const { return size_; }
@@ -77,14 +108,16 @@ class Pool {
         }
         if (sleeping_.load()) wake_.notify_all();
         take_jobs();
-        for (int i = 1; done_.load(std::memory_order_acquire) < count; i++)
+        for (int i = 1; done_.load(std::memory_order_acquire) < count; i++) {
+            fetch_expected(0);
             if (i % 128) relax();
             else std::this_thread::yield();  // there are fewer cores than threads: let other threads run
+        }
         if (failure_) std::rethrow_exception(failure_);
     }
 
     void start() {
-        for (int i = 1; i < size_; i++) workers_.emplace_back([this] { serve(); });
+        for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { serve(i); });
     }
 
     void stop() {
@@ -120,16 +153,35 @@ class Pool {
         done_.fetch_add(1, std::memory_order_release);
     }
 
-    void serve() {
-        while (wait_for_work()) take_jobs();
+    void serve(int thread) {
+#if defined(__APPLE__)
+        pthread_set_qos_class_self_np(QOS_CLASS_USER_INITIATED, 0);  // otherwise threads may be kept to the slow cores
+#endif
+        while (wait_for_work(thread)) take_jobs();
+    }
+
+    // The thread that publishes work takes the first piece; one of the others the next.
+    void fetch_expected(int thread) {
+        static thread_local Fetching fetching;
+        static thread_local const void* known = nullptr;
+        if (const void* data = expected_.load(std::memory_order_acquire); data != known) {
+            known = data;
+            const long bytes = expected_bytes_.load(std::memory_order_relaxed), count = expected_count_.load(std::memory_order_relaxed);
+            const long least = expected_least_.load(std::memory_order_relaxed), shares = SHARES * size_;
+            long first = 0;
+            for (int i = 0; i < thread; i++) first = end_of_piece(first, count, least, shares);
+            fetching.begin(static_cast<const char*>(data) + first * bytes, (end_of_piece(first, count, least, shares) - first) * bytes);
+        }
+        fetching.go_on();
     }
 
     // Wait for work; false: the pool stops. During a generation the next work comes within microseconds, so poll before
     // sleeping.
-    bool wait_for_work() {
+    bool wait_for_work(int thread) {
         auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(300);
         auto is_called = [this] { return stopping_.load() || any_left(jobs_.load(std::memory_order_acquire)); };
         for (int i = 0; !is_called(); i++) {
+            fetch_expected(thread);
             relax();
             if (i % 64 != 63) continue;
             if (std::chrono::steady_clock::now() > until) break;
@@ -152,6 +204,8 @@ class Pool {
     std::atomic<int> sleeping_{0};
     std::atomic<bool> stopping_{false}, has_failed_{false};
     std::atomic<int> size_{1};
+    std::atomic<const void*> expected_{nullptr};  // may be freed: fetching ahead never fails
+    std::atomic<long> expected_bytes_{0}, expected_count_{0}, expected_least_{0};
     std::exception_ptr failure_;
     const std::function<void(long)>* work_ = nullptr;
 };
@@ -179,11 +233,12 @@ Pool& pool() {
 int threads() { return pool().size(); }
 void set_threads(int count) { pool().resize(count); }
 void parallel(long count, const std::function<void(long)>& work) { pool().run(count, work); }
+void expect(const void* data, long bytes, long count, long least) { pool().expect(data, bytes, count, least); }
 
 std::vector<long> pieces_of(long count, long least) {
-    const long shares = 2 * threads();
+    const long shares = SHARES * threads();
     std::vector<long> ends;
-    for (long at = 0; at < count; ends.push_back(at)) at = std::min(count, at + std::max(least, (count - at) / shares));
+    for (long at = 0; at < count; ends.push_back(at)) at = end_of_piece(at, count, least, shares);
     return ends;
 }
 

@@ -16,4 +16,8 @@ void parallel(long count, const std::function<void(long)>& work);
 // threads end together although one of them began late or is disturbed.
 std::vector<long> pieces_of(long count, long least);
 
+// Memory that will be read in such pieces, `count` things of `bytes` each. While a thread waits for work, it fetches the
+// piece that it will probably take into its cache: between two products, memory would be idle otherwise. null: not known.
+void expect(const void* data, long bytes, long count, long least);
+
 }  // namespace longdraft

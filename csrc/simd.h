@@ -64,13 +64,26 @@ inline Words bf16_bits(Floats x) {
     return select(x == x, w + (((w >> 16) & 1u) + 0x7fffu), w | 0x400000u);  // a NaN stays one
 }
 
-// Round to nearest even, as PyTorch does. (The processor's instruction also flushes denormals to 0.)
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+template <class To, class V> INLINED To bf16_by_hardware(V x) {
+    if constexpr (IS_PAIR<V>) {
+        using Half = typename To::HalfType;
+        return {bf16_by_hardware<Half>(x.low), bf16_by_hardware<Half>(x.high)};
+    } else {
+        return (To)vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x));
+    }
+}
+#endif
+
+// Round to nearest even, as PyTorch does. (The instruction of x86 also flushes denormals to 0.)
 inline Halves to_bf16(Floats x) {
 #if defined(__AVX512BF16__)
     __m256bh rounded_by_hardware = _mm512_cvtneps_pbh((__m512)x);
     Halves h;
     std::memcpy(&h, &rounded_by_hardware, sizeof h);
     return h;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return bf16_by_hardware<Halves>(x);  // which keeps denormals
 #else
     return convert<Halves>(bf16_bits(x) >> 16);
 #endif
@@ -112,6 +125,14 @@ struct F32 {
     static Words unpack(const int8_t* lanes) { return as<Words>(from_int8(lanes)); }
 };
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// acc plus the products of the two bfloat16 of each word, every sum and product rounded to odd and without denormals.
+template <class V, class W> INLINED V dot_words(V acc, W words, bfloat16x8_t by) {
+    if constexpr (IS_PAIR<V>) return {dot_words(acc.low, words.low, by), dot_words(acc.high, words.high, by)};
+    else return (V)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)words, by);
+}
+#endif
+
 struct BF16 {
     using Element = uint16_t;
     static constexpr int PER_WORD = 2;
@@ -121,6 +142,13 @@ struct BF16 {
     static INLINED Floats mac(Floats acc, const uint32_t* lanes, Operand by) {
         return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(lanes),
                                         (__m512bh)_mm512_set1_epi32(static_cast<int>(by)));
+    }
+    static void narrow_operands(Operand* p, Floats x) { narrow(reinterpret_cast<Element*>(p), x); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    using Operand = uint32_t;
+    static Operand operand(uint32_t word) { return word; }
+    static INLINED Floats mac(Floats acc, const uint32_t* lanes, Operand by) {
+        return dot_words(acc, load_as<Words>(lanes), vreinterpretq_bf16_u32(vdupq_n_u32(by)));
     }
     static void narrow_operands(Operand* p, Floats x) { narrow(reinterpret_cast<Element*>(p), x); }
 #else

@@ -51,11 +51,13 @@ void add(bool bf16, const void* a, const void* b, long count, void* out) {
 }
 
 void swiglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
-    bf16 ? gated_as<BF16>(gate_up, rows, width, out, silu) : gated_as<F32>(gate_up, rows, width, out, silu);
+    const auto activation = [](Floats x) { return silu(x); };  // a function's address would be called for each vector
+    bf16 ? gated_as<BF16>(gate_up, rows, width, out, activation) : gated_as<F32>(gate_up, rows, width, out, activation);
 }
 
 void geglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
-    bf16 ? gated_as<BF16>(gate_up, rows, width, out, gelu) : gated_as<F32>(gate_up, rows, width, out, gelu);
+    const auto activation = [](Floats x) { return gelu(x); };
+    bf16 ? gated_as<BF16>(gate_up, rows, width, out, activation) : gated_as<F32>(gate_up, rows, width, out, activation);
 }
 
 void clamped_swiglu(bool bf16, const void* gate_up, long rows, long width, float alpha, float limit, void* out) {

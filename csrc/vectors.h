@@ -14,6 +14,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace longdraft::LONGDRAFT_VARIANT {
@@ -110,6 +112,14 @@ template <class To, class From> INLINED To widen_lanes(From x) {
         const __m128i bytes = _mm_cvtsi64_si128((long long)x);
         return (To)(IS_SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
     }
+#elif defined(__ARM_NEON)
+    if constexpr (sizeof x == 8) {
+        return (To)vmovl_u16((uint16x4_t)x);
+    } else {
+        const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32((uint32_t)x));
+        if constexpr (IS_SIGNED) return (To)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(bytes))));
+        else return (To)vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
+    }
 #else
     return __builtin_convertvector(x, To);
 #endif
@@ -184,6 +194,8 @@ template <class V> INLINED V fma(V a, V b, V c) {
     else return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
     else return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    else return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     else return a * b + c;
 #endif

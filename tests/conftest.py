@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 AFFECTED: pytest.StashKey[set[Path] | None] = pytest.StashKey()  # with --changed-since; None: every file is
 
+HELD_SETTINGS = "_hypothesis_internal_use_settings"  # where Hypothesis keeps a test's settings
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--changed-since", metavar="REVISION",
                      help="run the tests alone that reach a file that differs from this revision (make test-changed)")
+    parser.addoption("--most-examples", metavar="COUNT", type=int,
+                     help="examples of a test with random inputs, at most (make test-arm-all: an emulator is slow)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +58,19 @@ def pytest_collection(session: pytest.Session) -> None:
     kernels.set_threads(1)  # tiny tensors: more threads only wait for one another
     hypothesis.settings.register_profile("quiet", deadline=None)  # no test is about the machine's speed
     hypothesis.settings.load_profile("quiet")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --most-examples, limit every test of random inputs. A profile could not: decorators ask for more."""
+    most = config.getoption("--most-examples")
+    if most is None:
+        return
+    from hypothesis import settings
+
+    for test in {item.obj for item in items if hasattr(getattr(item, "obj", None), HELD_SETTINGS)}:
+        own = getattr(test, HELD_SETTINGS)
+        setattr(test, HELD_SETTINGS, settings(own, max_examples=min(own.max_examples, most)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

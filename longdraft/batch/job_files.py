@@ -21,7 +21,7 @@ from typing import Any
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError
 from longdraft.request.openai_body import parse_json
-from longdraft.system.files import append_synced, open_locked, sync_folder, write_synced
+from longdraft.system.files import append_synced, open_locked, sync_file, sync_folder, write_synced
 
 PARQUET = ".parquet"
 _LONGEST_LINE = 1 << 28  # bytes
@@ -255,7 +255,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
                         batch = []
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema))
             with open(partial, "rb") as file:
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
             os.replace(partial, self._output)
             sync_folder(self._output.parent)
             self._path.unlink()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from longdraft.journal.format import journal_exists, read_journal
 from longdraft.journal.writer import is_being_written, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.text.thinking import AnswerFormat, divide, find_format
+from longdraft.text.thinking import divide
 
 log = logging.getLogger(__name__)
 _BUSY_JOURNAL_S = 30.0  # how long to wait for the row's previous worker to exit
@@ -172,23 +171,22 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         if event.stats is None:
             return RowProgress(row.request.key, tokens, resumed)
         text = "".join(row.text)
-        answer = divide(self._answer_format if row.request.kind == "chat" else None, row.generation.prompt,
-                        row.generation.tokens.tolist(), text)
+        form = self._engine.loaded.answer_format if row.request.kind == "chat" else None
+        answer = divide(form, row.generation.prompt, row.generation.tokens.tolist(), text)
         record = text_record(row.request, text, answer, event.stats, self._job.model, self._fingerprint)
         return RowProgress(row.request.key, tokens, resumed, record)
-
-    @cached_property
-    def _answer_format(self) -> AnswerFormat | None:
-        return find_format(self._engine.tokenizer)
 
     def _checked(self, request: BatchRequest) -> tuple[list[int], SamplingParams]:
         """The row's token ids and settings, checked against the model."""
         engine = self._engine
-        prompt = engine.chat(request.prompt, request.chat_options) if request.is_chat else request.prompt
         params = engine.params(**{**self._job.defaults, **request.settings})
+        prompt = request.prompt
+        if request.is_chat:
+            effort = engine.effort(params, request.chat_options)
+            prompt, params = engine.chat(request.prompt, effort.variables), effort.applied(params)
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))
-        return engine.check_request(prompt, params), params
+        return engine.check_request(prompt, params), engine.loaded.with_closing(params)
 
     def _generation(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
         """Start the text or resume its journal. The row's previous worker may still be exiting."""
@@ -209,8 +207,8 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         fsync = self._job.fsync
         if journal_exists(folder):
             try:
-                header = read_journal(folder).header
-                if header.prompt == ids and header.params == params:
+                content = read_journal(folder)
+                if content.header.prompt == ids and content.params == params:
                     return self._engine.resume(folder, fsync=fsync, snapshot="never")
                 reason = "its journal has another prompt or other settings"
             except UnusableJournalError as error:

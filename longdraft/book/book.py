@@ -31,6 +31,8 @@ from longdraft.journal.format import journal_exists, read_journal
 from longdraft.journal.writer import remove_journal
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.system.files import OutputFile
+from longdraft.text.effort import Effort
+from longdraft.text.thinking import divide
 
 STATE = "BOOK.json"
 _OUTLINE_BATCH = 20  # chapters that are outlined in one answer
@@ -105,7 +107,8 @@ class Book:
         self.params = params
         self.state = state
         self.context_limit = engine.model.config.max_positions  # tokens of a prompt and its chapter
-        self._options = dict(options)
+        self._effort = engine.effort(params, options) if self._is_chat else Effort({})
+        self._options = self._effort.variables
 
     @classmethod
     def open(cls, folder: Path, engine: Engine, plan: BookPlan, params: SamplingParams,
@@ -183,7 +186,14 @@ class Book:
     def _params_of(self, part: int, **changes: Any) -> SamplingParams:
         """The settings of a part, which has a seed of its own: 0 is the outline, then come the chapters."""
         assert self.params.seed is not None
-        return replace(self.params, seed=(self.params.seed + part) % 2**64, **changes)
+        params = replace(self.params, seed=(self.params.seed + part) % 2**64, **changes)
+        return self.engine.loaded.with_closing(self._effort.applied(params) if self._is_chat else params)
+
+    def _write(self, generation: Generation, follow: Follow, part: str) -> str:
+        """The text of a generation, without the thinking of models that mark it."""
+        text = follow(generation, part)
+        form = self.engine.loaded.answer_format if self._is_chat else None
+        return divide(form, generation.prompt, generation.tokens.tolist(), text).content
 
     # The outline
 
@@ -196,9 +206,11 @@ class Book:
                          {"role": "user", "content": f"Go on with chapters {first + 1} to {first + count}, as JSON."}]
         tokens, each = _OUTLINE_TOKENS
         ids = self.engine.chat(messages, **self._options)
-        params = self._params_of(0, max_new_tokens=self._room(ids, tokens + each * count), min_new_tokens=0, stop=(),
-                                 ignore_eos=False, structured_outputs=("json", json.dumps(_schema(count, first == 0))))
-        text = follow(self.engine.generate(ids, params), f"outline, chapters {first + 1} to {first + count}")
+        room = self._room(ids, tokens + each * count + self._thought_tokens)
+        params = self._params_of(0, max_new_tokens=room, min_new_tokens=0, stop=(), ignore_eos=False,
+                                 structured_outputs=("json", json.dumps(_schema(count, first == 0))))
+        part = f"outline, chapters {first + 1} to {first + count}"
+        text = self._write(self.engine.generate(ids, params), follow, part)
         try:
             outline = json.loads(text)
         except ValueError as error:
@@ -229,7 +241,7 @@ class Book:
 
     def _chapter_prompt(self, number: int, texts: list[str]) -> list[int]:
         """The prompt of a chapter: the outline, and as many of the latest chapters as the context has room for."""
-        room = self.context_limit - _most_tokens(self.state.chapters[number - 1])
+        room = self.context_limit - self._most_tokens(self.state.chapters[number - 1])
         for first in range(number):  # of the chapters that are shown
             ids = self._prompt_from(first, number, texts)
             if len(ids) <= room:
@@ -260,10 +272,11 @@ class Book:
         folder = self.folder / f"chapter-{number:03d}"
         chapter = self.state.chapters[number - 1]
         own_stops = () if self._is_chat else (f"CHAPTER {_roman(number + 1)}",)
-        params = self._params_of(number, max_new_tokens=_most_tokens(chapter), stop=(*self.params.stop, *own_stops),
+        stops = *self.params.stop, *own_stops
+        params = self._params_of(number, max_new_tokens=self._most_tokens(chapter), stop=stops,
                                  min_new_tokens=0 if self.params.structured_outputs else chapter.words)
         kept = read_journal(folder) if journal_exists(folder) else None
-        if kept and (kept.header.prompt, kept.header.params) == (prompt, params):
+        if kept and (kept.header.prompt, kept.params) == (prompt, params):
             generation = self.engine.resume(folder)
             state = "kept" if kept.finish else "written"
         else:
@@ -271,8 +284,16 @@ class Book:
                 remove_journal(folder)
             generation = self.engine.generate(prompt, params, journal=folder)
             state = "written"
-        text = follow(generation, f"chapter {number} of {len(self.state.chapters)}, {chapter.title!r}")
+        text = self._write(generation, follow, f"chapter {number} of {len(self.state.chapters)}, {chapter.title!r}")
         return text, len(generation.tokens), state
+
+    def _most_tokens(self, chapter: OutlinedChapter) -> int:
+        return chapter.words * _TOKENS_PER_WORD + self._thought_tokens
+
+    @property
+    def _thought_tokens(self) -> int:
+        """Tokens that a part may have besides its text: the budget of its thought."""
+        return max(0, self.params.thinking_budget)
 
     def _room(self, ids: list[int], wanted: int) -> int:
         """Tokens that may follow a prompt: `wanted`, or what the context leaves."""
@@ -300,10 +321,6 @@ def _schema(count: int, has_title: bool) -> dict[str, Any]:
     title = {"title": {"type": "string", "minLength": 1, "maxLength": 80}} if has_title else {}
     return {"type": "object", "additionalProperties": False, "properties": {**title, "chapters": chapters},
             "required": [*title, "chapters"]}
-
-
-def _most_tokens(chapter: OutlinedChapter) -> int:
-    return chapter.words * _TOKENS_PER_WORD
 
 
 def _settings_of(params: SamplingParams) -> dict[str, Any]:

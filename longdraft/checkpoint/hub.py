@@ -44,7 +44,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "added_tokens.json", "t
                     "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 _HEADS_FILES = ("medusa_lm_head.safetensors", "heads/config.json", "heads/model.safetensors",
           "heads/medusa_lm_head.safetensors", "glide/config.json", "glide/model.safetensors",
-          "eagle/config.json", "eagle/model.safetensors")
+          "eagle/config.json", "eagle/model.safetensors", "block/config.json", "block/model.safetensors")
 _DRAFT_FILES = tuple(f"draft/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json",
                                             "tokenizer_config.json"))
 

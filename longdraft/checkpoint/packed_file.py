@@ -20,6 +20,7 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Linear
 from longdraft.kernels.cpu.kernels import CpuKernels
 from longdraft.kernels.cpu.store import CpuLinear
+from longdraft.system.files import sync_file
 
 log = logging.getLogger(__name__)
 _PARTS = ("tiles", "scale", "bias", "order")
@@ -138,4 +139,4 @@ def _write(path: Path, linears: Mapping[str, CpuLinear]) -> None:
             file.write(memory)
         file.write(digest.digest())
         file.flush()
-        os.fsync(file.fileno())
+        sync_file(file.fileno())

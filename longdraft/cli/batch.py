@@ -16,6 +16,7 @@ from longdraft.cli import options
 from longdraft.cli.options import FILES, OptionValues, engine_options, option, sampling_options, with_option_groups
 from longdraft.engine.settings import CACHE_RAM, FSYNC, LOADING, TENSOR_PARALLEL
 from longdraft.errors import UsageError, check
+from longdraft.system import processor
 
 if TYPE_CHECKING:
     from longdraft.batch.local import Executor
@@ -91,7 +92,7 @@ def batch(
         raise UsageError("--workers would share one GPU; leave the option out, or use --ray, which gives "
                          "each worker its own GPU")
     if ray is None and loading["threads"] is None and workers:
-        loading["threads"] = max(1, (os.cpu_count() or 1) // workers)
+        loading["threads"] = max(1, processor.cores() // workers)
     threads, tensor_parallel, cache_dir = loading["threads"], loading["tensor_parallel"], loading["cache_dir"]
     model, file = loading["model"], loading.pop("file")
     load = {**loading, "model": from_anywhere(with_file(model, file)), "cache_dir": cache_dir and str(cache_dir),

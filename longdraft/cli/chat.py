@@ -59,7 +59,9 @@ def chat(
     engine = load_with_bar(loading, quiet=quiet)
     params = engine.params(**sampling)
     form = find_format(engine.tokenizer) if reasoning_format == "auto" else None
-    conversation = Conversation(engine, params, system, chat_options, form)
+    effort = engine.effort(params, chat_options)
+    params = effort.applied(params)
+    conversation = Conversation(engine, params, system, effort.variables, form)
     conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option
     options.print_model_defaults(params, quiet=quiet)
     replace_unencodable()

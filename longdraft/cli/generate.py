@@ -75,6 +75,9 @@ def generate(
         if not chat and not quiet and engine.is_tuned_for_chat:
             print("longdraft: the model is tuned for chat, and the prompt is sent as it is; --chat wraps it in the "
                   "model's chat template", file=sys.stderr)
+        if chat:
+            effort = engine.effort(params, chat_options)
+            params, chat_options = effort.applied(params), effort.variables
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
         with engine:
             return write_generation(TextRun(

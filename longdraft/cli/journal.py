@@ -119,13 +119,15 @@ def _text(content: JournalContent, model: str | None, cache_dir: Path | None, of
     from longdraft.checkpoint import hub
     from longdraft.errors import JournalError
     from longdraft.text.stream import TextStream
+    from longdraft.text.thought_rules import new_thought
     from longdraft.text.tokenizer import Tokenizer
 
     name = model or content.header.model
     tokenizer = Tokenizer(hub.resolve(name, hub.Hub(cache_dir=cache_dir, offline=offline)))
     if tokenizer.sha256 != content.header.tokenizer:
         raise JournalError(f"the tokenizer of {name} differs from the journal's; give the journal's model as --model")
-    writing = TextStream(tokenizer, content.header.params, content.header.eos_token_ids)
+    writing = TextStream(tokenizer, content.params, content.header.eos_token_ids,
+                         new_thought(tokenizer, content.params, content.header.prompt))
     text = writing.push(content.tokens.tolist()).text
     return text if writing.finish_reason else text + writing.flush()
 
@@ -153,6 +155,7 @@ def describe(folder: Path, content: JournalContent) -> dict[str, Any]:
         **run_statistics.of_tokens(content.tokens),
         "exactness": content.header.exactness if is_pure else "distribution",
         "torn_bytes": 0 if state == "being written" else content.damaged_bytes,
+        "thinking_close_at": content.closing.token if content.closing else content.header.params.thinking_close_at,
         "header": header,
         "runs": runs,
         "over_length": _over_length(content.steps),

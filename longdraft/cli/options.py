@@ -77,7 +77,8 @@ def _parameter(each: Setting, panel: str, default: Any) -> inspect.Parameter:
     shown: Any = True
     if default is None:
         shown = False if each.type is bool else each.shown or (True if each.default is None else each.shown_default)
-    declared = option(each.help, each.panel or panel, each.flag, show_default=shown,
+    flag = f"{each.flag}/--no-{each.flag[2:]}" if each.type is bool and each.default is True else each.flag
+    declared = option(each.help, each.panel or panel, flag, show_default=shown,
                       envvar=f"LONGDRAFT_{name.upper()}" if each.has_env else None)
     # Lists and mappings are options that may be repeated; token ids are whole numbers, all other items are texts.
     items = get_args(each.type)
@@ -128,7 +129,8 @@ def sampling_options(owner: type = SamplingParams, *, without: Iterable[str] = (
                 continue
             if each.name == "banned_strings":
                 value = [phrase for text in value for phrase in _phrases(text)]
-            chosen[each.name] = _parse_bias(value) if each.name == "logit_bias" else value
+            parse = {"logit_bias": _parse_bias, "thinking": _parse_thinking}.get(each.name)
+            chosen[each.name] = parse(value) if parse else value
         structures = {each.name: given[each.name] for each in _STRUCTURES if given[each.name] is not None}
         return chosen | _structure(structures)
 
@@ -171,6 +173,19 @@ def _parse_bias(pairs: Iterable[str]) -> dict[int, float]:
             raise UsageError(f"--logit-bias is '{token}={value}'; allowed: a token id and a number, such as 42=-5") \
                 from error
     return bias
+
+
+def _parse_thinking(pairs: Iterable[str]) -> dict[str, float]:
+    """Setting of the thought -> value."""
+    settings = settings_of(SamplingParams)
+    values: dict[str, float] = {}
+    for name, value in parse_pairs("--thinking", pairs, "KEY=VALUE, such as temperature=0.6").items():
+        try:
+            values[name] = int(value) if name in settings and settings[name].type is int else float(value)
+        except ValueError as error:
+            raise UsageError(f"--thinking is '{name}={value}'; allowed: a setting and a number, such as "
+                             "temperature=0.6") from error
+    return values
 
 
 def with_option_groups(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
     draft-model   draft_model.py  a smaller model
     glide         glide.py        one trained layer that reads the target's cache
     eagle         eagle.py        trained layers that read the target's own states
+    block         block.py        trained layers that guess a block of tokens in one pass
     triforce      triforce.py     a smaller model for the target on a partial cache for the target on the full cache
 
 **How to add a drafter.**
@@ -37,6 +38,7 @@ from longdraft.drafters import options as drafter_options
 from longdraft.drafters.auto import calibration, costs
 from longdraft.drafters.auto.drafter import AutoDrafter, AutoOptions
 from longdraft.drafters.auto.shared import Guesser, SharedStatistics
+from longdraft.drafters.block import BlockDrafter, BlockOptions
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.eagle import EagleDrafter, EagleOptions
@@ -51,13 +53,14 @@ from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
 from longdraft.errors import UsageError
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
+from longdraft.parts.block import BlockHead
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter
 from longdraft.speculation.routine import CostClock
-from longdraft.system import machine
+from longdraft.system import processor
 from longdraft.version import __version__
 
 AUTO = "auto"
@@ -68,7 +71,7 @@ class Resources(NamedTuple):
 
     model, cache        the target, and its KV cache of this text
     sampler, params     the request's sampler and settings
-    heads, glide, eagle trained parts for the target, if any
+    heads, glide, eagle, block  trained parts for the target, if any
     corpora             the engine's corpora
     draft               a smaller model with the target's tokenizer, if any
     partial             a partial cache that several drafters of this request share; None: a drafter makes its own
@@ -90,6 +93,7 @@ class Resources(NamedTuple):
     knowledge: SharedStatistics | None = None
     draft_copy: Transformer | None = None
     eagle: Eagle | None = None
+    block: BlockHead | None = None
 
 
 class DrafterSpec(NamedTuple):
@@ -105,7 +109,7 @@ class DrafterSpec(NamedTuple):
 
     options: type[DrafterOptions]
     build: Callable[[Any, Resources], Drafter]
-    needs: Literal["", "heads", "glide", "eagle", "draft"] = ""
+    needs: Literal["", "heads", "glide", "eagle", "block", "draft"] = ""
     in_auto: Mapping[str, Any] | None = None
     prior: float = 0.6
     guesses_with: str = ""
@@ -158,12 +162,12 @@ def _costs_identity(resources: Resources) -> dict[str, Any]:
     """The properties on which the costs of the candidates depend."""
     model, draft, copy = resources.model, resources.draft, resources.draft_copy
     return {
-        "machine": machine.processor(), "threads": kernels.threads(model.kernels), "version": __version__,
+        "machine": processor.name(), "threads": kernels.threads(model.kernels), "version": __version__,
         "kernels": model.kernels.name, "device": str(model.kernels.device), "dtype": str(model.kernels.dtype),
         "model": repr(model.config), "quantize": model.weights.quantize,
         "copy": copy and copy.weights.quantize, "draft": draft and repr(draft.config),
         "heads": resources.heads and len(resources.heads), "glide": resources.glide is not None,
-        "eagle": resources.eagle is not None,
+        "eagle": resources.eagle is not None, "block": resources.block and repr(resources.block.config),
     }
 
 
@@ -210,6 +214,11 @@ def _build_eagle(options: EagleOptions, resources: Resources) -> Drafter:
     return EagleDrafter(options, resources.eagle, resources.cache, resources.sampler, resources.params)
 
 
+def _build_block(options: BlockOptions, resources: Resources) -> Drafter:
+    assert resources.block is not None
+    return BlockDrafter(options, resources.block, resources.cache, resources.sampler, resources.params)
+
+
 def _build_triforce(options: TriForceOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, *_ = resources
     return TriForceDrafter(options, model, cache, sampler, params, resources.draft, resources.clock)
@@ -228,16 +237,19 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "draft-model": DrafterSpec(DraftModelOptions, _build_draft_model, needs="draft", in_auto={}, prior=0.5),
     "glide": DrafterSpec(GlideOptions, _build_glide, needs="glide", in_auto={}),
     "eagle": DrafterSpec(EagleOptions, _build_eagle, needs="eagle", in_auto={}, prior=0.7),
+    "block": DrafterSpec(BlockOptions, _build_block, needs="block", in_auto={}, prior=0.6),
     "triforce": DrafterSpec(TriForceOptions, _build_triforce),
 }
 
-WITH_HEADS = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide", "eagle")))
-WITH_EAGLE = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs == "eagle"))
+WITH_HEADS = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide", "eagle", "block")))
+READS_STATES = ("eagle", "block")  # parts that read states of the target; a model has one of them
+WITH_STATES = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in READS_STATES))
 WITH_DRAFT = (AUTO, "draft-model", "triforce")
 
 _CURES = {"heads": "trained heads; give --heads or train them with `longdraft train heads`",
           "glide": "a trained layer; give --heads or train it with `longdraft train glide`",
           "eagle": "an EAGLE head; give --heads or train it with `longdraft train eagle`",
+          "block": "a block head; give --heads or train it with `longdraft train block`",
           "draft": "a smaller model; give its option model"}
 
 

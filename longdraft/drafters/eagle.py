@@ -31,9 +31,9 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import atomic
 
 EAGLE = "eagle"  # the source of the guesses in the statistics
-_READ_CHUNK = 256  # rows of text read in one forward
-_USUAL_WINDOW = 2048  # of a head that was trained without one
-_USUAL_SINKS = 4
+READ_CHUNK = 256  # rows of text read in one forward
+USUAL_WINDOW = 2048  # of a head that was trained without one
+USUAL_SINKS = 4
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class EagleDraftModel:
         runs = self._taps.take()
         if runs:
             self.rows.num_drafts, self._drafts = 0, []
-        first_seen, chunk = len(context) - 1 - self._window, min(_READ_CHUNK, self._window)
+        first_seen, chunk = len(context) - 1 - self._window, min(READ_CHUNK, self._window)
         for run in runs:
             end = run.start + run.states.shape[1]
             for start, stop in ((run.start, min(end, self._sinks)), (max(run.start, first_seen, self._sinks), end)):
@@ -151,8 +151,8 @@ class EagleDrafter(LayerDrafter):
     def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
                  params: SamplingParams) -> None:
         trained = head.config.window
-        window = options.window or min(trained or _USUAL_WINDOW, LATEST)
-        sinks = options.sinks if options.sinks >= 0 else 0 if trained else _USUAL_SINKS
+        window = options.window or min(trained or USUAL_WINDOW, LATEST)
+        sinks = options.sinks if options.sinks >= 0 else 0 if trained else USUAL_SINKS
         super().__init__(EagleDraftModel(head, cache, window, sinks, options.chain), EAGLE, options, sampler, params)
         assert cache.taps is not None
         self._taps = cache.taps

@@ -1,12 +1,13 @@
-"""Medusa's drafter (arXiv 2401.10774): trained heads on the last verified row, one static tree, no forward of its own.
+"""Medusa's drafter (arXiv 2401.10774): trained heads on the last verified row, one tree, no forward of its own.
 
     the last verified row ─┬─ LM head ── the root (already chosen)
                            ├─ head 1 ─── guesses at depth 1
                            └─ head 2 ─── guesses at depth 2
 
-The guesses of each depth are ranked once, with the noise that the target will use, and combined as the template says
-(longdraft/drafters/template.py). The heads are Medusa's or TokenSwift's, which read the same row. Medusa's published
-code accepts typical tokens, which changes the distribution; here the target's own choice decides, as for every drafter.
+The guesses of each depth are ranked once, with the noise that the target will use. They are combined by their estimated
+probabilities (longdraft/drafters/marginal_tree.py), or as a template says (longdraft/drafters/template.py). The heads
+are Medusa's or TokenSwift's, which read the same row. Medusa's published code accepts typical tokens, which changes the
+distribution; here the target's own choice decides, as for every drafter.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longdraft.drafters import template
+from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, MarginalTrees, Slot
 from longdraft.drafters.options import DrafterOptions
-from longdraft.errors import UsageError
+from longdraft.errors import UsageError, check
 from longdraft.kernels.chain_plan import Heads
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, Trie, root_only
@@ -28,29 +30,44 @@ from longdraft.speculation.routine import Routine
 HEADS = "heads"  # the source of the guesses in the statistics
 
 
+_BEST = "best-"  # begins the trees of the likeliest guesses
+
+
 @dataclass(frozen=True)
 class MedusaOptions(DrafterOptions):
     """Options of `medusa`.
 
-    tree  widths (1,3: one guess, three after it), choices ("0 1 0.0": ranks from the root), or mc_sim_7b_63;
-          at most as deep as there are heads. The default was measured with the bundled model's weak heads
-          (notebook/2026-11.md); deeper trees pay with better heads.
+    tree  best-N (the N likeliest guesses), widths (1,3: one guess, three after it), choices ("0 1 0.0": ranks from the
+          root), or mc_sim_7b_63; at most as deep as there are heads. The default was measured with the bundled model's
+          weak heads (notebook/2026-11.md); larger trees pay with better heads.
     """
 
-    tree: str = "3"
+    tree: str = "best-3"
 
     def __post_init__(self) -> None:
-        template.parse_template(self.tree)
+        if self.tree.startswith(_BEST):
+            digits = self.tree.removeprefix(_BEST)
+            check(digits.isdecimal() and 1 <= int(digits) <= MAX_NODES, "tree", self.tree,
+                  f"{_BEST}1 to {_BEST}{MAX_NODES}")
+        else:
+            template.parse_template(self.tree)
+
+    @property
+    def num_best(self) -> int:
+        """Nodes of a tree of the likeliest guesses; 0: the tree is a template."""
+        return int(self.tree.removeprefix(_BEST)) if self.tree.startswith(_BEST) else 0
 
 
 class MedusaDrafter:
     def __init__(self, options: MedusaOptions, sampler: Sampler, heads: Heads) -> None:
-        self._choices = template.parse_template(options.tree)
-        if template.depth(self._choices) > len(heads):
+        self._num_best = options.num_best
+        self._choices = () if self._num_best else template.parse_template(options.tree)
+        if self._choices and template.depth(self._choices) > len(heads):
             raise UsageError(f"tree {options.tree!r} is {template.depth(self._choices)} deep; allowed: at most "
                              f"{len(heads)}, the number of heads")
         self._widths = [1 + max(path[depth] for path in self._choices if len(path) > depth)
-                        for depth in range(template.depth(self._choices))]
+                        for depth in range(template.depth(self._choices) if self._choices else 0)]
+        self._trees = MarginalTrees(HEADS)
         self._sampler = sampler
         self._heads = heads
         self._hidden: Tensor | None = None  # [1, hidden] of the row that the root was chosen from
@@ -62,6 +79,8 @@ class MedusaDrafter:
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         if self._hidden is None or not max_depth:
             return root_only(context.last)
+        if self._num_best:
+            return self._best(self._heads.logits(self._hidden)[:max_depth], context)
         ranked = yield from template.ranked_heads(self._sampler, self._heads, self._hidden, None, context, (),
                                                   self._widths[:max_depth])
         trie = Trie(context.last)
@@ -72,6 +91,12 @@ class MedusaDrafter:
                 nodes[path] = trie.add(nodes[path[:-1]], ranked[place][rank], HEADS)
         return trie.tree()
 
+    def _best(self, logits: Tensor, context: Context) -> Tree:
+        """The tree of the likeliest guesses from logits [slots, V]."""
+        slots = [Slot(*shortlist) for shortlist in self._sampler.shortlists(logits, context, SHORTLIST)]
+        return self._trees.grow(context.last, slots, self._num_best)
+
     def observe(self, context: Context, accepted: Accepted) -> None:
         assert accepted.verified
+        self._trees.learn(accepted.tokens)
         self._hidden = accepted.verified.hidden[-1:]

@@ -38,6 +38,11 @@ class DrafterOptions:
         return "same"
 
     @property
+    def head_weights(self) -> str:
+        """Format of the layers of a block head (longdraft/parts/draft_copy.py); "same": that of its file."""
+        return "same"
+
+    @property
     def partial_rows(self) -> int:
         """Rows of a partial KV cache of the target, for each layer and KV head."""
         return 0

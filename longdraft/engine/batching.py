@@ -46,6 +46,7 @@ class Batch:
         # shares with another text, which reads it now. Between two steps a text needs nothing.
         self._needs: dict[int, ForwardRequest | Launched | Waiting] = {}
         self._numbers = count()
+        self.own_seconds: dict[int, float] = {}  # of each text, in the latest round: its work outside shared forwards
 
     def __len__(self) -> int:
         """Number of texts in the batch."""
@@ -97,6 +98,7 @@ class Batch:
         journal, logits that are not finite). The text then leaves the batch, and all other texts continue.
         """
         events: list[tuple[int, Event]] = []
+        self.own_seconds.clear()
         began = time.perf_counter()
         with kernels.single_threaded_torch(self._model.target.kernels):
             chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
@@ -138,6 +140,7 @@ class Batch:
         """
         generation = self._texts[text]
         self._needs.pop(text, None)
+        began = time.perf_counter()
         try:
             outcome = generation.advance(result, batch_size)
             while isinstance(outcome, Event):
@@ -154,6 +157,7 @@ class Batch:
                 last = events.pop()[1]
             events.append((text, last._replace(finish_reason=None, error=error)))
             self.remove(text)
+        self.own_seconds[text] = self.own_seconds.get(text, 0.0) + time.perf_counter() - began
 
     def _charge(self, requests: dict[int, ForwardRequest], seconds: float) -> None:
         """Charge a forward's time to the texts it served: reading the weights in equal parts, the rest by rows.

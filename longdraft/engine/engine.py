@@ -30,12 +30,14 @@ from longdraft.engine.provenance import provenance
 from longdraft.errors import JournalError, LongdraftError, NumericalError, UsageError, check
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
+from longdraft.parts.block import BlockHead
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
 from longdraft.request.context import Prompt
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.chat_template import Message
+from longdraft.text.effort import Effort, find_effort
 from longdraft.text.tokenizer import Tokenizer
 
 
@@ -94,6 +96,10 @@ class Engine:
         return self.loaded.eagle
 
     @property
+    def block(self) -> BlockHead | None:
+        return self.loaded.block
+
+    @property
     def draft(self) -> Transformer | None:
         """The smaller draft model."""
         return self.loaded.draft
@@ -136,18 +142,32 @@ class Engine:
         """
         return self.tokenizer.encode(self.tokenizer.chat(messages, variables, **options), add_special_tokens=False)
 
+    def effort(self, params: SamplingParams, variables: Mapping[str, Any] | None = None) -> Effort:
+        """What `reasoning_effort` and a `thinking_budget` of 0 mean for a chat with this model: variables of the chat
+        template, and settings.
+
+            effort = engine.effort(params, {"enable_thinking": True})
+            generation = engine.generate(engine.chat(messages, effort.variables), effort.applied(params))
+
+        variables  of the chat template; they win over the effort
+        """
+        return find_effort(self.tokenizer.chat_template, self.loaded.answer_format, params.reasoning_effort,
+                           params.thinking_budget, variables or {})
+
     @cached_property
     def is_tuned_for_chat(self) -> bool:
         """Whether the model ends its answers as its chat template does. The base models of some families have a
         template, too, but end texts with another token."""
-        if self.tokenizer.chat_template is None:
+        template, ends = self.tokenizer.chat_template, self.model.config.eos_token_ids
+        # Most templates need no rendering, which takes a child process.
+        if template is None or not template.mentions(tuple(map(self.tokenizer.letters, ends))):
             return False
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
         try:
             ids = self.chat(turns, add_generation_prompt=False)
         except LongdraftError:  # the template wants other messages
             return False
-        return not set(self.model.config.eos_token_ids).isdisjoint(ids[1:])  # the first may be a BOS with the same id
+        return not set(ends).isdisjoint(ids[1:])  # the first may be a BOS with the same id
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked and returned. UsageError if it is empty or of another type."""

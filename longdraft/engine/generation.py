@@ -13,31 +13,35 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft import drafters, kernels
+from longdraft import drafters, kernels, parallel
 from longdraft.checkpoint import sizing
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
 from longdraft.engine.run_statistics import RunStatistics
-from longdraft.errors import OutputError, check, translate_memory_errors
+from longdraft.errors import OutputError, UsageError, check, translate_memory_errors
+from longdraft.journal.format import Closing
 from longdraft.journal.snapshot import Snapshot
 from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.journal.writer import Journal, parse_fsync
 from longdraft.kernels.launched import Launched
-from longdraft.model.transformer import Forward, ForwardRequest
+from longdraft.model.transformer import Forward, ForwardRequest, Transformer
 from longdraft.parallel import Request
 from longdraft.request.context import Context, Prompt
 from longdraft.request.events import Event, Finish
 from longdraft.request.loops import FullAcceptance
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
+from longdraft.sampling.thinking_sampler import ThinkingSampler
+from longdraft.sampling.thought import INSIDE, Thought, ThoughtRules, is_free
 from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Drafter
 from longdraft.speculation.prefill import prefill
@@ -46,6 +50,7 @@ from longdraft.speculation.routine import CostClock, Routine, run_batched
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.text.banned_phrases import PhraseFilter
 from longdraft.text.stream import DecodedTokens, TextStream, stop_ids
+from longdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -81,31 +86,34 @@ class Generation(Iterator[Event]):
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
         target, draft = model.target_for(length, drafter), model.draft_for(length, drafter)
-        self.stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
+        rules = model.thought_rules(params, prompt)
+        thought = Thought(rules) if rules else None
+        self.stream = TextStream(model.tokenizer, params, target.config.eos_token_ids, thought)
         cache = target.new_cache()
         if target.kernels.is_device:
             sizing.reserve_cache(target, cache, length)
         ends = stop_ids(params, target.config.eos_token_ids)
-        sampler = sampler or Sampler(params, ends, target.kernels.name != kernels.REFERENCE, target.kernels,
-                                     model.marked_tokens(params), model.grammar_rules(params, prompt))
+        sampler = sampler or new_sampler(model, target, params, prompt, rules)
         self.clock = CostClock(agree=model.ranks.agree)
         draft_copy = model.draft_copy_for(length, drafter)
         self._resources = drafters.Resources(
             target, cache, sampler, params, model.heads, model.glide, model.corpora, draft, clock=self.clock,
-            knowledge=model.knowledge, draft_copy=draft_copy, eagle=model.eagle)
+            knowledge=model.knowledge, draft_copy=draft_copy, eagle=model.eagle, block=model.block)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         drafts = drafter.name != "plain"
-        runs_ahead = sampler.on_device and not drafts and logprobs is None
-        ahead = PlainAhead(target, cache, sampler, self.clock) if runs_ahead else None
+        has_rules = isinstance(sampler, ThinkingSampler)
+        # A ranker of a text under rules may guess wrong beyond its thought.
+        ahead = None if drafts or has_rules or logprobs is not None else PlainAhead(target, cache, sampler, self.clock)
         self.step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
-                         drafts and bool(params.structured_outputs), ahead)
-        self.phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
+                         drafts and (bool(params.structured_outputs) or has_rules), ahead)
+        self.phrases = _phrase_filter(model.tokenizer, params, context, ends, rules) if params.banned_strings else None
         if self.phrases and cache.states:
             cache.states.hold(len(context) - 1)
         self.reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
         self._full_acceptance = FullAcceptance()
         self.statistics = RunStatistics(model, drafter, params, draft_copy, self.num_resumed, is_pure)
+        self._is_asked_to_answer = False
         self._work = self._run()
 
     @classmethod
@@ -118,7 +126,7 @@ class Generation(Iterator[Event]):
         snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
         params = model.settings(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        ids, params = model.check_request(prompt, params), params.with_seed(seed)
+        ids, params = model.check_request(prompt, params), model.with_closing(params).with_seed(seed)
         interval, vocabulary = parse_fsync(fsync), model.target.config.vocab_size
         check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
@@ -191,6 +199,22 @@ class Generation(Iterator[Event]):
             return self._work.throw(forward) if isinstance(forward, Exception) else self._work.send(forward)
         finally:
             self.clock.stop()
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text is in a thought that the model may go on with."""
+        return self.stream.thought is not None and self.stream.thought.state.phase == INSIDE
+
+    def answer_now(self) -> None:
+        """End the thought at the next step, and begin the answer. Any thread may call this.
+
+        Without effect outside of a thought. The statistics have the place as `thinking_close_at`; a text with that
+        setting is the same text. UsageError where several processes share the model.
+        """
+        if parallel.shard_of(self.model.target.kernels).size > 1:
+            raise UsageError("a thought cannot be closed on request where several processes share the model; set "
+                             "thinking_budget")
+        self._is_asked_to_answer = True
 
     def close(self) -> None:
         """Stop writing. The events so far remain valid, and a journal can be resumed."""
@@ -282,6 +306,8 @@ class Generation(Iterator[Event]):
 
     def _advance(self) -> Routine[Event]:
         """One step. Its tokens are in the journal before the caller sees them."""
+        if self._is_asked_to_answer:
+            self._close_thought()
         start, stream, drafting = time.perf_counter(), self.stream, self.step.timings.draft
         with self.model.ranks.synchronized(self.step.context):
             accepted = yield from self.step.run(self.params.max_new_tokens - self.step.context.num_new)
@@ -303,6 +329,27 @@ class Generation(Iterator[Event]):
         return self._event(new, sources=sources[:count], drafted=accepted.drafted, depth=accepted.depth,
                            logprobs=logprobs[:count], seconds=seconds)
 
+    def _close_thought(self) -> None:
+        """Close the thought from the next token on, if the text is in one. The journal has the place first."""
+        self._is_asked_to_answer = False
+        context, model, prompt = self.step.context, self.model, self.prompt
+        rules = model.thought_rules(self.params, prompt)
+        if rules is None or rules.close_at <= context.num_new:
+            return
+        thought = Thought(rules)  # the tokens that are held, too, which the stream has not seen
+        for token in context.slice(context.prompt_length, len(context)).tolist():
+            thought.push(token)
+        if thought.state.phase != INSIDE:
+            return
+        params = model.with_closing(replace(self.params, thinking_close_at=context.num_new))
+        self._record(lambda journal: journal.close_thought(Closing(context.num_new, list(params.thinking_close))))
+        self.params = self.statistics.params = params
+        rules = model.thought_rules(params, prompt)
+        assert rules is not None and self.stream.thought is not None
+        self.stream.thought.replace_rules(rules)
+        sampler = new_sampler(model, self.step.model, params, prompt, rules)
+        self.step = self.step._replace(sampler=sampler, drafts_forced=self.choice.name != "plain", ahead=None)
+
     def _new_drafter(self, sampler: Sampler) -> Drafter:
         return self.choice.build(self._resources._replace(sampler=sampler))
 
@@ -312,3 +359,24 @@ class Generation(Iterator[Event]):
             self._record(lambda journal: journal.finish(reason))
             self.reuse.close()
         return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces, **about)
+
+
+def new_sampler(model: LoadedModel, target: Transformer, params: SamplingParams, prompt: Sequence[int],
+                rules: ThoughtRules | None) -> Sampler:
+    """The sampler of a request. rules: of its thought; None: the model marks none"""
+    settings = (params, stop_ids(params, target.config.eos_token_ids), target.kernels.name != kernels.REFERENCE,
+                target.kernels, model.marked_tokens(params), model.grammar_rules(params, prompt))
+    if rules and params.has_thought_rules:
+        return ThinkingSampler(*settings, thought=rules)
+    return Sampler(*settings)
+
+
+def _phrase_filter(tokenizer: Tokenizer, params: SamplingParams, context: Context, ends: Iterable[int],
+                   rules: ThoughtRules | None) -> PhraseFilter:
+    """The filter of a text, which may have tokens of earlier runs."""
+    prompt, written = (context.slice(start, stop).tolist() for start, stop in (
+        (0, context.prompt_length), (context.prompt_length, len(context))))
+    thought = Thought(rules) if rules and params.has_thought_rules else None
+    free = [thought is not None and is_free(thought.state, thought.push(token), params.banned_in_thinking)
+            for token in written]
+    return PhraseFilter(tokenizer, params, prompt, zip(written, free, strict=True), ends)

@@ -11,11 +11,13 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -30,9 +32,11 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.journal.config_hash import config_sha256
+from longdraft.journal.format import UNNAMED
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
+from longdraft.parts.block import BlockHead
 from longdraft.parts.draft_copy import SAME, load_copy
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
@@ -42,12 +46,15 @@ from longdraft.request.structured import Structure
 from longdraft.sampling import grammar
 from longdraft.sampling.grammar import GrammarCompiler, GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
+from longdraft.sampling.thought import Markers, ThoughtRules
 from longdraft.speculation.drafter import Drafter
-from longdraft.text.thinking import TAG_TOKENS, closed_thinking
+from longdraft.text.thinking import TAG_TOKENS, AnswerFormat, closed_thinking, find_format
+from longdraft.text.thought_rules import thought_markers, thought_rules, with_closing
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
+_warned: WeakSet[Tokenizer] = WeakSet()  # of prompts that begin with their first token
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class DrafterChoice:
 
     @property
     def needs(self) -> str:
-        """The part that this drafter cannot work without: "heads", "glide", "eagle", "draft" or ""."""
+        """The part that this drafter cannot work without: "heads", "glide", "eagle", "block", "draft" or ""."""
         return drafters.DRAFTERS[self.name].needs
 
     @property
@@ -96,7 +103,7 @@ class LoadedModel:
     corpora            texts of the drafter `suffix`, indexed when a request needs them
     knowledge          measurements of the drafter `auto` about its candidates, which all requests share
     heads_name         the folder or hub id that the user named for heads of any kind or glide
-    heads, glide, eagle  trained parts, if found
+    heads, glide, eagle, block  trained parts, if found
     draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder
     draft_copy         a quantised copy of the target for self-drafting chains, and the option it was made for
     quantized_cache    folder of cached quantised weights; None: nothing is cached
@@ -116,6 +123,7 @@ class LoadedModel:
     heads: Heads | None = None
     glide: Glide | None = None
     eagle: Eagle | None = None
+    block: BlockHead | None = None
     draft: Transformer | None = None
     draft_name: str = ""
     draft_copy: Transformer | None = None
@@ -135,7 +143,7 @@ class LoadedModel:
         parts = TrainedParts()
         if choice.name in drafters.WITH_HEADS:
             owner = Target(target, partial(fingerprint.weights_sha256, files), tokenizer.vocabulary_sha256,
-                           tokenizer.encode if tokenizer.vocabulary() else None)
+                           tokenizer.encode if tokenizer.vocabulary() else None, choice.options.head_weights)
             parts = (owner.find(files.folder, choice.needs) if heads_name is None
                      else owner.load(hub.resolve(heads_name, hub_options)))
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
@@ -163,7 +171,8 @@ class LoadedModel:
             loaded = replace(loaded, knowledge=SharedStatistics(self.target.weights_in_tokens))
         if choice.needs and getattr(loaded, choice.needs) is None:
             what, cure = (("a smaller model", "--drafter-option model=NAME") if choice.needs == "draft" else
-                          ("an EAGLE head" if choice.needs == "eagle" else f"trained {choice.needs}", "--heads"))
+                          ({"eagle": "an EAGLE head", "block": "a block head"}.get(
+                              choice.needs, f"trained {choice.needs}"), "--heads"))
             raise ModelError(f"drafter {choice.name!r} needs {what} and {self.files.folder} has none; give {cure}, "
                              f"train with `longdraft train {choice.needs}`, or use --drafter magicdec")
         return loaded
@@ -181,7 +190,8 @@ class LoadedModel:
     def target_for(self, length: int, choice: DrafterChoice) -> Transformer:
         """The target for a text of `length` tokens, prompt included, with the taps that the drafter reads."""
         target = self.target.for_length(length)
-        return target.with_taps(self.eagle.taps) if self.eagle and choice.name in drafters.WITH_EAGLE else target
+        head = self.block or self.eagle
+        return target.with_taps(head.taps) if head and choice.name in drafters.WITH_STATES else target
 
     def draft_for(self, length: int, choice: DrafterChoice) -> Transformer | None:
         """The draft model for a text of `length` tokens, of which it may read a window only."""
@@ -199,20 +209,13 @@ class LoadedModel:
         if not ids:
             raise UsageError("the prompt is empty; give at least one token of text")
         if isinstance(prompt, str) and len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.begin_id:
-            _ = self._warned_of_two_begins
+            _warn_of_two_begins(self.tokenizer)
         vocabulary = self.target.config.vocab_size
         bad = next((i for i in ids if not 0 <= i < vocabulary), None)
         token = self.tokenizer.letters(bad) if bad is not None and bad >= 0 else ""
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}",
               f"the model has no row for the token {token!r}, so leave that text out" if token else "")
         return ids
-
-    @cached_property
-    def _warned_of_two_begins(self) -> bool:
-        """Logs a warning when it is first read: one for all prompts."""
-        log.warning("the prompt begins with %r, which the tokenizer adds to every prompt, so the model reads it twice; "
-                    "leave it out", self.tokenizer.letters(self.tokenizer.begin_id or 0))
-        return True
 
     def settings(self, params: SamplingParams | None) -> SamplingParams:
         """The settings of a request: those given, or the model's defaults. UsageError for another type."""
@@ -232,6 +235,7 @@ class LoadedModel:
                              f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
         self.check_settings(params)
         self.grammar_rules(params, ids)
+        self.thought_rules(params, ids)
         return ids
 
     def check_settings(self, params: SamplingParams) -> None:
@@ -241,6 +245,11 @@ class LoadedModel:
         check(bad is None, "stop_token_ids", bad, f"0 to {vocabulary - 1}")
         bad = next((i for i, _ in params.logit_bias if i >= vocabulary), None)
         check(bad is None, "logit_bias", bad, f"token ids, 0 to {vocabulary - 1}")
+        check(not params.reasoning_effort, "reasoning_effort", params.reasoning_effort, "chats only",
+              "thinking_budget limits the thought of any text")
+        if params.thought_rule and self.answer_format is None:
+            raise UsageError(f"{params.thought_rule} needs a model that marks its thinking, which this one does not; "
+                             "leave it out", params.thought_rule)
         if params.dry_multiplier:
             unknown = next((text for text in params.dry_sequence_breakers
                             if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)
@@ -249,13 +258,37 @@ class LoadedModel:
     def marked_tokens(self, params: SamplingParams) -> MarkedTokens:
         """The tokens that DRY and XTC treat by their text."""
         breakers, protected = set[int](), set[int]()
-        if params.dry_multiplier:
+        inside = params.inside_thought
+        if params.dry_multiplier or inside.dry_multiplier:
             breakers.update(*map(self.tokenizer.tokens_with, params.dry_sequence_breakers))
-        if params.has_xtc:
+        if params.has_xtc or inside.has_xtc:
             protected = {*self.tokenizer.tokens_with("\n"), *self.target.config.eos_token_ids, *params.stop_token_ids}
         rows = range(self.target.config.vocab_size)  # the tokenizer may have a few ids more
         return MarkedTokens(frozenset(filter(rows.__contains__, breakers)),
                             frozenset(filter(rows.__contains__, protected)))
+
+    def thought_rules(self, params: SamplingParams, prompt: Sequence[int]) -> ThoughtRules | None:
+        """The rules of a request's thought; None for a model that marks none. UsageError if it cannot follow them."""
+        if self.answer_format is None:
+            return None
+        return thought_rules(self.answer_format, self._markers, params, prompt)
+
+    def with_closing(self, params: SamplingParams) -> SamplingParams:
+        """The settings with the tokens that close a thought, where a rule may need them. UsageError for a message that
+        cannot be used."""
+        is_needed = params.steers_thoughts or params.thinking_close_at is not None
+        form = self.answer_format
+        return with_closing(form, params) if is_needed and form is not None else params
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat | None:
+        """How the model's answers show their thinking; None: they show none."""
+        return find_format(self.tokenizer)
+
+    @cached_property
+    def _markers(self) -> Markers:
+        assert self.answer_format is not None
+        return thought_markers(self.answer_format)
 
     def grammar_rules(self, params: SamplingParams, prompt: Sequence[int] = ()) -> GrammarRules | None:
         """The grammar of a request. UsageError, in one line, if it or the model cannot be used.
@@ -283,17 +316,24 @@ class LoadedModel:
     def _grammar_key(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[Structure, str]:
         """The grammar, and the text after which it begins."""
         kind, text = params.structured_outputs
+        if params.steers_thoughts and not params.structured_after and self.answer_format is not None:
+            return (kind, text), grammar.GAP  # the sampler knows where the thought ends
         return (kind, text), params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
 
     @property
     def arithmetic(self) -> dict[str, str]:
-        """The inputs of the last bits of logits: kernels, device, dtype, versions and the number of ranks."""
+        """The inputs of the last bits of logits: kernels, device, dtype, versions and the number of ranks.
+
+        The machine is named where it is not x86-64: the C library's logarithms differ, and so do PyTorch's sums.
+        """
         kernels = self.target.kernels
         size = parallel.shard_of(kernels).size
         degree = {"tensor_parallel": str(size)} if size > 1 else {}  # ranks add up in an order of their own
         if kernels.device.type == "cuda":
             degree |= {"gpu": torch.cuda.get_device_name(kernels.device),
                        "triton_version": importlib.metadata.version("triton")}
+        if platform.machine() != UNNAMED["machine"]:
+            degree["machine"] = platform.machine()
         return {"kernels": kernels.name, "device": str(kernels.device),
                 "dtype": str(kernels.dtype).removeprefix("torch."), "longdraft_version": __version__,
                 "torch_version": str(torch.__version__), **degree}
@@ -312,6 +352,14 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """`identity` as a short hash. Models with equal fingerprints write equal texts."""
         return "fp_" + hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _warn_of_two_begins(tokenizer: Tokenizer) -> None:
+    """Log a warning, once for all prompts of a tokenizer."""
+    if tokenizer not in _warned:
+        _warned.add(tokenizer)
+        log.warning("the prompt begins with %r, which the tokenizer adds to every prompt, so the model reads it twice; "
+                    "leave it out", tokenizer.letters(tokenizer.begin_id or 0))
 
 
 def _row_of_ids(prompt: object) -> list[int]:

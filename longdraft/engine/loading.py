@@ -44,10 +44,10 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     """An engine for a bundled name, a model folder, a GGUF file or a hub id.
 
     drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | glide | eagle |
-                     triforce
+                     block | triforce
     drafter_options  the drafter's options by name; values may be strings, as on the command line
-    heads            folder or hub id of trained heads (TokenSwift, Medusa, EAGLE) or a glide layer; default: those in
-                     the model's own folder
+    heads            folder or hub id of trained heads (TokenSwift, Medusa, EAGLE, block heads) or a glide layer;
+                     default: those in the model's own folder
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16 | float16 (CUDA only)
     quantize         auto | none | int8 | int4 | file: weights take half or about a third of bfloat16's memory, or with

@@ -20,7 +20,7 @@ from longdraft.checkpoint.tensor_files import WEIGHTS
 from longdraft.engine import run_statistics
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.errors import JournalError, UnusableJournalError
-from longdraft.journal.format import Header, JournalContent, Run, read_journal
+from longdraft.journal.format import UNNAMED, Header, JournalContent, Run, read_journal
 from longdraft.journal.writer import Journal
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling import grammar
@@ -69,15 +69,15 @@ def differences(began: Header, now: Header) -> tuple[list[str], list[str]]:
     if began.eos_token_ids != now.eos_token_ids:
         inputs.append(f"the model's end-of-text ids were {began.eos_token_ids}, now {now.eos_token_ids}")
     names = sorted(began.arithmetic.keys() | now.arithmetic.keys())
-    return inputs, [f"{name.replace('_', ' ')} {began.arithmetic.get(name, 'unknown')}, "
-                    f"now {now.arithmetic.get(name, 'unknown')}"
+    was, is_now = ({name: UNNAMED.get(name, "unknown") for name in names} | each.arithmetic for each in (began, now))
+    return inputs, [f"{name.replace('_', ' ')} {was[name]}, now {is_now[name]}"
                     for name in names if began.arithmetic.get(name) != now.arithmetic.get(name)]
 
 
 def provenance(model: LoadedModel) -> dict[str, Any]:
     """The loaded files: names and hashes of the model's parts, and the bytes that decoding reads."""
     folder = model.files.folder
-    files = {part: folder / part / WEIGHTS for part in ("heads", "glide", "eagle", "draft")}
+    files = {part: folder / part / WEIGHTS for part in ("heads", "glide", "eagle", "block", "draft")}
     parts = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
              if not model.heads_name and file.exists()}
     identity = model.identity
@@ -123,7 +123,7 @@ def open_for_resume(folder: Path, model: LoadedModel, drafter: DrafterChoice, fs
     if content.finish is None:
         writer, content = Journal.open(folder, fsync)
     try:
-        params = content.header.params
+        params = content.params
         now = new_header(model, drafter, model.check_request(content.header.prompt, params), params)
         inputs, arithmetic = differences(content.header, now)
         if inputs:

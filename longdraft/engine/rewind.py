@@ -23,7 +23,8 @@ def settle(phrases: PhraseFilter | None, accepted: Accepted, step: Step,
     sources = (*accepted.sources, "")
     if phrases is None:
         return (accepted.tokens, sources, accepted.logprobs), step
-    chosen = [ChosenToken(*each) for each in zip_longest(accepted.tokens, sources, accepted.logprobs)]
+    free = step.sampler.free_tokens(step.context, len(accepted.tokens))
+    chosen = [ChosenToken(*each) for each in zip_longest(accepted.tokens, sources, accepted.logprobs, free)]
     settled, num_new = phrases.push(chosen)
     if step.cache.states:
         step.cache.states.settle(step.context.prompt_length - 1 + phrases.earliest_cut)

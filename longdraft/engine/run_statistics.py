@@ -130,6 +130,7 @@ class RunStatistics:
             **of_tokens(context.slice(context.prompt_length, context.prompt_length + stream.num_tokens)),
             "recent_distinct_4": stream.distinct,
             "loop": stream.loop and stream.loop._asdict(),
+            "thinking": stream.thinking(),
             "rewinds": num_rewinds,
             "exactness": "bit-exact" if target.kernels.is_row_invariant and self.is_pure else "distribution",
             **of_machine(target),

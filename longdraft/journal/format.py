@@ -6,6 +6,7 @@
     H  JSON of `Header`: the inputs that determine the text. Always the first record
     R  JSON of `Run`: a process started to write at this point
     T  one step: its seconds (float64), number of drafted tokens (uint32), new token ids (int32 each)
+    C  JSON of `Closing`: on request, the thought closes at this point. At most one, before any token that follows it
     F  JSON: the finish reason. The last record
 
 A checksum is an 8-byte BLAKE2b hash of everything before it in the file except the other checksums. A record is valid
@@ -23,7 +24,7 @@ import stat
 import struct
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -37,9 +38,10 @@ from longdraft.system.files import open_regular
 FILE = "text.journal"
 MAGIC = b"LDJRNL1\n"
 FORMAT = 1
-HEADER, RUN, TOKENS, FINISH = b"HRTF"
+HEADER, RUN, TOKENS, FINISH, CLOSING = b"HRTFC"
 CHECKSUM = 8  # bytes
 MAX_RECORD = 1 << 28  # bytes of a payload; the header for a prompt of 10,000,000 tokens needs a quarter of this
+UNNAMED = {"machine": "x86_64", "tensor_parallel": "1"}  # of `arithmetic`: values that are left out
 _HEAD = struct.Struct("<BI")
 _STEP = struct.Struct("<dI")
 STEP_BYTES, TOKEN_BYTES = _HEAD.size + _STEP.size + CHECKSUM, 4  # of a T record without tokens; of each token
@@ -55,7 +57,8 @@ class Header:
     sampling       every setting by its name in SamplingParams, with the seed
     eos_token_ids  the model's end-of-text ids
     quantize       none | int8 | int4 | file
-    arithmetic     what determines the last bits of the logits: kernels, device, dtype and versions
+    arithmetic     what determines the last bits of the logits: kernels, device, dtype, versions, and what `UNNAMED`
+                   lists where it has another value
     exactness      bit-exact | distribution
     drafter, drafter_options, heads             informational: the text does not depend on these
     """
@@ -106,6 +109,18 @@ class Run:
     threads: int
 
 
+@dataclass(frozen=True)
+class Closing:
+    """A thought that was closed on request.
+
+    token           number of new tokens from which it closes, `thinking_close_at`
+    thinking_close  the tokens that close it
+    """
+
+    token: int
+    thinking_close: list[int]
+
+
 class StepRecord(NamedTuple):
     """One step: numbers of new and of drafted tokens, seconds, and the index of its run."""
 
@@ -123,6 +138,7 @@ class JournalContent(NamedTuple):
     size           bytes of the valid part
     damaged_bytes  bytes after the valid part
     digest         the running hash of the valid part, needed to append records
+    closing        of the thought, on request; None: it was not requested
     """
 
     header: Header
@@ -133,6 +149,15 @@ class JournalContent(NamedTuple):
     size: int
     damaged_bytes: int
     digest: RunningHash
+    closing: Closing | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling settings of the text: the header's, with the closing that was requested."""
+        params = self.header.params
+        if self.closing is None:
+            return params
+        return replace(params, thinking_close_at=self.closing.token, thinking_close=tuple(self.closing.thinking_close))
 
 
 class RunningHash:
@@ -161,8 +186,8 @@ def encode_record(kind: int, payload: bytes, digest: RunningHash) -> bytes:
     return body + digest.add(body)
 
 
-def dump_payload(payload: Header | Run) -> bytes:
-    """The JSON payload of an H or R record."""
+def dump_payload(payload: Header | Run | Closing) -> bytes:
+    """The JSON payload of an H, R or C record."""
     content = {"format": FORMAT, **asdict(payload)} if isinstance(payload, Header) else asdict(payload)
     return json.dumps(content).encode()
 
@@ -209,7 +234,7 @@ def read_file(file: IO[bytes], path: Path) -> JournalContent:
     header = _header(payload, path)
     runs: list[Run] = []
     steps: list[StepRecord] = []
-    tokens, finish = array("i"), None
+    tokens, finish, closing = array("i"), None, None
     for end, kind, payload in records:  # noqa: B007 - `end` is used after the loop
         if finish is not None:
             raise UnusableJournalError(f"{path}: there are records after the end of the text; it cannot be used")
@@ -217,6 +242,8 @@ def read_file(file: IO[bytes], path: Path) -> JournalContent:
             runs.append(_typed(Run, _json(payload, path), path))
         elif kind == TOKENS:
             steps.append(_step(payload, tokens, len(runs) - 1, path))
+        elif kind == CLOSING:
+            closing = _closing(payload, tokens, closing, path)
         elif kind == FINISH:
             finish = str(_json(payload, path).get("finish_reason"))
         else:
@@ -224,7 +251,7 @@ def read_file(file: IO[bytes], path: Path) -> JournalContent:
     ids = np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32)
     if len(ids) > header.params.max_new_tokens:
         raise UnusableJournalError(f"{path}: {len(ids)} tokens are more than max_new_tokens; it cannot be used")
-    return JournalContent(header, runs, ids, steps, finish, end, size - end, digest)
+    return JournalContent(header, runs, ids, steps, finish, end, size - end, digest, closing)
 
 
 def _records(file: IO[bytes], size: int, digest: RunningHash) -> Iterator[tuple[int, int, bytes]]:
@@ -257,6 +284,13 @@ def _step(payload: bytes, tokens: array[int], run: int, path: Path) -> StepRecor
     return StepRecord(len(new), drafted, seconds, run)
 
 
+def _closing(payload: bytes, tokens: array[int], earlier: Closing | None, path: Path) -> Closing:
+    closing = _typed(Closing, _json(payload, path), path)
+    if earlier is not None or closing.token < len(tokens) or not closing.thinking_close:
+        raise UnusableJournalError(f"{path}: a record of the end of a thought is out of its place; it cannot be used")
+    return closing
+
+
 def _header(payload: bytes, path: Path) -> Header:
     content = _json(payload, path)
     if content.pop("format", None) != FORMAT:
@@ -282,7 +316,7 @@ def _json(payload: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-_Record = TypeVar("_Record", Header, Run)
+_Record = TypeVar("_Record", Header, Run, Closing)
 _CHECKS = {
     "str": lambda value: isinstance(value, str),
     "str | None": lambda value: value is None or isinstance(value, str),

@@ -24,9 +24,9 @@ import numpy as np
 
 from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageError, check
 from longdraft.journal import format as form
-from longdraft.journal.format import Header, JournalContent, Run, RunningHash
+from longdraft.journal.format import Closing, Header, JournalContent, Run, RunningHash
 from longdraft.journal.snapshot_folder import remove_snapshot
-from longdraft.system.files import open_regular, sync_folder
+from longdraft.system.files import open_regular, sync_file, sync_folder
 
 if TYPE_CHECKING:
     from longdraft.journal.snapshot import Snapshot  # imports PyTorch
@@ -177,6 +177,10 @@ class Journal:
         if self.snapshot:
             self.snapshot.offer()
 
+    def close_thought(self, closing: Closing) -> None:
+        """Record that the text's thought closes on request, before any token that follows."""
+        self._put(form.CLOSING, form.dump_payload(closing))
+
     def finish(self, reason: str) -> None:
         """Write the last record: the text is complete."""
         self._looked = -math.inf  # a complete text that is not in the journal must not go unnoticed
@@ -197,7 +201,7 @@ class Journal:
                 if not self._has_failed:
                     self._check_path()
                     if self._interval < math.inf:
-                        os.fsync(self._file)
+                        sync_file(self._file)
             except OSError:
                 self._is_ours = self._lies_at_its_path()
                 raise
@@ -252,7 +256,7 @@ class Journal:
             self._looked = now
             self._check_path()
         if now - self._synced >= self._interval:
-            os.fsync(self._file)
+            sync_file(self._file)
             self._synced = time.monotonic()
 
     def _check_path(self) -> None:
@@ -309,7 +313,7 @@ def _create_file(folder: Path, content: bytes) -> int:
         is_ours = True
         os.ftruncate(file, 0)
         _write(file, content)
-        os.fsync(file)
+        sync_file(file)
         os.replace(partial, folder / form.FILE)
         sync_folder(folder)
         for each in new:  # a folder's own name is in its parent

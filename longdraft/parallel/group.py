@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longdraft.errors import UsageError, WorkerError, translate_memory_errors
+from longdraft.system import processor
 
 _MANY_NUMBERS = 1 << 18  # elements; from here on, sending less data outweighs the second message
 
@@ -122,7 +123,7 @@ class ProcessGroup:
     @property
     def cores(self) -> int:
         """CPU cores of this machine for each of its ranks."""
-        return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return max(1, processor.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _added(parts: Tensor) -> Tensor:

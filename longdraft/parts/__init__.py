@@ -4,6 +4,7 @@
     heads.py          TokenSwift's heads; medusa.py, Medusa's
     glide.py          a layer that reads the target's cache (LongSpec)
     eagle.py          EAGLE heads (eagle_config.py, eagle_files.py, eagle_probe.py)
+    block.py          block heads (block_config.py, block_files.py, block_probe.py)
     native_heads.py   multi-token prediction (MTP) layers that a model was trained with
     draft_copy.py     a quantised copy of the target's weights
 """

@@ -1,7 +1,7 @@
-"""Parts that draft for a target model: trained heads, a glide layer, an EAGLE head, a smaller draft model.
+"""Parts that draft for a target model: trained heads, a glide layer, an EAGLE or block head, a smaller draft model.
 
-Each part is either named by the user or found in the folder of the target model (`heads/`, `glide/`, `eagle/`,
-`draft/`).
+Each part is either named by the user or found in the folder of the target model (`heads/`, `glide/`, `eagle/`
+or `block/`, `draft/`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
-from longdraft.parts import eagle_config, glide, heads
+from longdraft.parts import block_config, eagle_config, glide, heads
+from longdraft.parts.block import BlockHead
+from longdraft.parts.block_files import load_block
+from longdraft.parts.draft_copy import SAME
 from longdraft.parts.eagle import Eagle
 from longdraft.parts.eagle_files import load_eagle
 from longdraft.parts.glide import Glide
@@ -35,6 +38,7 @@ class TrainedParts(NamedTuple):
     heads: Heads | None = None
     glide: Glide | None = None
     eagle: Eagle | None = None
+    block: BlockHead | None = None
 
 
 class Target(NamedTuple):
@@ -43,17 +47,21 @@ class Target(NamedTuple):
     fingerprint  SHA-256 of the target's weights
     vocabulary   SHA-256 of its tokenizer's vocabulary; "" if it has no tokenizer
     encode       the tokenizer; None: there is none
+    weights      format of the layers of a block head (draft_copy.CHOICES)
     """
 
     model: Transformer
     fingerprint: Callable[[], str]
     vocabulary: Callable[[], str]
     encode: Callable[[str], list[int]] | None = None
+    weights: str = SAME
 
     def load(self, folder: Path) -> TrainedParts:
         """The part in a folder that the user named. ModelError if it is none, or belongs to another model."""
         if glide.is_glide(folder):
             return TrainedParts(glide=self._glide(folder))
+        if block_config.is_block(folder):
+            return TrainedParts(block=self._block(folder))
         if eagle_config.is_eagle(folder):
             return TrainedParts(eagle=self._eagle(folder))
         return TrainedParts(heads=heads.load_heads(folder, *self[:3]))
@@ -61,7 +69,8 @@ class Target(NamedTuple):
     def find(self, folder: Path, required: str) -> TrainedParts:
         """The parts in the model's own folder. An unusable part is left out, unless it is the `required` one.
 
-        required  "heads", "glide", "eagle" or "": the part that the drafter cannot work without
+        required  "heads", "glide", "eagle", "block" or "": the part that the drafter cannot work without. Of an EAGLE
+                  head and a block head, which read states of the target, it gets one: the required one, else the block
         """
         def found_heads() -> Heads | None:
             found = heads.find_heads(folder)
@@ -74,9 +83,13 @@ class Target(NamedTuple):
             own = eagle_config.is_eagle(folder / "eagle")
             return self._eagle(folder / "eagle") if own else load_native_head(folder, self.model)
 
+        def found_block() -> BlockHead | None:
+            return self._block(folder / "block") if block_config.is_block(folder / "block") else None
+
+        block = None if required == "eagle" else optional_part("block", found_block, required)
+        eagle = None if block or required == "block" else optional_part("eagle", found_eagle, required)
         return TrainedParts(optional_part("heads", found_heads, required),
-                            optional_part("glide", found_glide, required),
-                            optional_part("eagle", found_eagle, required))
+                            optional_part("glide", found_glide, required), eagle, block)
 
     def _glide(self, folder: Path) -> Glide:
         return glide.load_glide(folder, self.model, self._check)
@@ -85,6 +98,9 @@ class Target(NamedTuple):
         if is_speculators_head(folder):
             return load_speculators_head(folder, self.model)
         return load_eagle(folder, self.model, self._check, self.encode)
+
+    def _block(self, folder: Path) -> BlockHead:
+        return load_block(folder, self.model, self._check, self.encode, self.weights)
 
     def _check(self, folder: Path, config: dict[str, Any]) -> None:
         heads.check_target(folder, config, *self[:3])

@@ -15,7 +15,7 @@ from longdraft.checkpoint.quantized_cache import open_packed
 from longdraft.checkpoint.sizing import USABLE, Sizes, quantized_bytes
 from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.errors import UsageError, check
-from longdraft.kernels import is_compiled
+from longdraft.kernels import Kernels, is_compiled
 from longdraft.kernels.weights import FILE
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
@@ -45,6 +45,14 @@ def auto_format(weights_bytes: int, weights_in_tokens: float) -> str:
     if weights_in_tokens >= _MIN_WEIGHTS_IN_TOKENS:
         return "int4"
     return "int8" if weights_bytes >= _MIN_BYTES else SAME
+
+
+def head_format(asked: str, nbytes: int, kernels: Kernels) -> str:
+    """The format of the layers of a head that drafts, for `pack`. asked: one of CHOICES, where `auto` is int4 for
+    layers of 4 MiB or more on the compiled CPU kernels"""
+    if asked == AUTO:
+        return "int4" if is_compiled(kernels) and nbytes >= _MIN_BYTES else "none"
+    return "none" if asked == SAME else asked
 
 
 def copy_size(config: ModelConfig, sizes: Sizes) -> tuple[str, int]:

@@ -29,6 +29,7 @@ from longdraft.model.rope import RopeTable
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 from longdraft.parts.eagle_config import FC, EagleConfig
+from longdraft.parts.head_tensors import layer_shapes
 
 OWN_KEY = "longdraft"  # entry of config.json that longdraft's own trainings add
 
@@ -184,21 +185,13 @@ def eagle_shapes(config: EagleConfig, present: set[str], vocabulary: int) -> dic
     """Shape of every floating-point tensor of a head, by our names. present: names in the file, of parts that may be
     missing; vocabulary: size of the target's."""
     layer = config.layer
-    hidden, inner, width = layer.hidden_size, layer.intermediate_size, config.num_taps * config.target_width
-    q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    hidden, width = layer.hidden_size, config.num_taps * config.target_width
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(layer.num_layers):
         part = f"layers.{index}."
-        columns = 2 * hidden if config.version == 3 and index == 0 else hidden
-        shapes |= {
-            f"{part}self_attn.q_proj.weight": (q, columns), f"{part}self_attn.k_proj.weight": (kv, columns),
-            f"{part}self_attn.v_proj.weight": (kv, columns), f"{part}self_attn.o_proj.weight": (hidden, q),
-            f"{part}mlp.gate_proj.weight": (inner, hidden), f"{part}mlp.up_proj.weight": (inner, hidden),
-            f"{part}mlp.down_proj.weight": (hidden, inner), f"{part}post_attention_layernorm.weight": (hidden,)}
+        shapes |= layer_shapes(layer, index, 2 * hidden if config.version == 3 and index == 0 else hidden)
         if config.version == 3 or index:
             shapes[f"{part}input_layernorm.weight"] = (hidden,)
-        if layer.head_norms != "none":
-            shapes |= {f"{part}self_attn.{name}.weight": (layer.head_dim,) for name in ("q_norm", "k_norm")}
     optional: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocabulary, hidden)}
     if config.version == 1:
         shapes[FC] = (hidden, 2 * hidden)

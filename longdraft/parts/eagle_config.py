@@ -24,11 +24,9 @@ FC = "fc.weight"
 _FIRST_Q = "layers.0.self_attn.q_proj.weight"
 _LATER_KINDS = {  # speculators that are not EAGLE, and what longdraft lacks for them
     "peagle": "rows of mask tokens that are drafted in one pass",
-    "dflash": "a block that is drafted in one pass, with attention in both directions",
-    "dflash2": "a block that is drafted in one pass, with attention in both directions",
-    "dspark": "DFlash's block, its Markov head and its confidence head",
     "xpress": "its refiner",
 }
+BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 _BIASES = ("attention_bias", "mlp_bias", "qkv_bias")
 
 
@@ -114,18 +112,18 @@ def read_eagle_config(folder: Path, files: TensorFiles) -> EagleConfig:
             raise ModelError(f"{folder}: {bias} is true in config.json; longdraft's EAGLE layers have no biases; use a "
                              "head without them")
     layer, window = _layer(folder, sizes, names)
-    width = _number(folder, config, "target_hidden_size", layer.hidden_size)
+    width = positive_number(folder, config, "target_hidden_size", layer.hidden_size)
     return EagleConfig(
         version=version,
         layer=layer,
         target_width=width,
         tapped_ids=_tapped_ids(folder, eagle),
         uses_taps=version == 3 and eagle.get("use_aux_hidden_state", True) is not False,
-        draft_vocab_size=_number(folder, config, "draft_vocab_size", layer.vocab_size),
-        norm_before_residual=_flag(eagle, "norm_before_residual", None if is_speculators else False),
-        norm_before_fc=bool(_flag(eagle, "norm_before_fc", False)),
-        fc_norm=bool(_flag(eagle, "fc_norm", bool(_flag(eagle, "use_aux_norm", False)))),
-        norm_output=(False if not _flag(eagle, "norm_output", False) else True if is_speculators else None),
+        draft_vocab_size=positive_number(folder, config, "draft_vocab_size", layer.vocab_size),
+        norm_before_residual=flag(eagle, "norm_before_residual", None if is_speculators else False),
+        norm_before_fc=bool(flag(eagle, "norm_before_fc", False)),
+        fc_norm=bool(flag(eagle, "fc_norm", bool(flag(eagle, "use_aux_norm", False)))),
+        norm_output=(False if not flag(eagle, "norm_output", False) else True if is_speculators else None),
         window=window,
     )
 
@@ -146,14 +144,22 @@ def layer_readings(config: EagleConfig, num_layers: int) -> list[tuple[int, ...]
     return [layers for layers in readings if layers[-1] <= num_layers]
 
 
+def is_block_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a block head (longdraft/parts/block_config.py)."""
+    kind = config.get("speculators_model_type")
+    return kind in BLOCK_KINDS or (kind is None and bool({"dflash_config", "target_layer_ids"} & config.keys()))
+
+
 def _refuse_other_kinds(folder: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("speculators_model_type")
-    if kind is None and ("dflash_config" in config or "target_layer_ids" in config):
-        kind = "dspark" if "markov_rank" in config else "dflash"
+    if is_block_config(config):
+        raise ModelError(f"{folder} has a block head, not an EAGLE head; give it by --heads with --drafter block, "
+                         "or put it into the folder block of the model")
     if kind is not None and kind not in ("eagle3", "eagle"):
         lacks = _LATER_KINDS.get(str(kind))
         raise ModelError(f"{folder} has a drafter of the kind {kind!r}, which longdraft does not load yet"
-                         + (f"; it lacks {lacks}" if lacks else "") + "; supported: eagle3, mtp, EAGLE-1 and EAGLE-2")
+                         + (f"; it lacks {lacks}" if lacks else "")
+                         + "; supported: eagle3, mtp, EAGLE-1 and EAGLE-2, and block heads")
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
@@ -199,7 +205,8 @@ def _tapped_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _number(folder: Path, config: Mapping[str, Any], name: str, default: int) -> int:
+def positive_number(folder: Path, config: Mapping[str, Any], name: str, default: int) -> int:
+    """A whole number of 1 or more. Raises ModelError for anything else."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or value < 1:
@@ -207,7 +214,8 @@ def _number(folder: Path, config: Mapping[str, Any], name: str, default: int) ->
     return value
 
 
-def _flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
+def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
+    """true, false, or null. Raises ModelError for anything else."""
     value = config.get(name, default)
     if value is not None and not isinstance(value, bool):
         raise ModelError(f"{name} is {value!r} in config.json; allowed: true or false")

@@ -7,21 +7,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
-from longdraft.kernels import LayerWeights, Linear
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 from longdraft.parts.eagle import OWN_KEY, Eagle, EagleWeights, eagle_shapes
 from longdraft.parts.eagle_config import FC, EagleConfig, canonical_names, layer_readings, read_eagle_config
 from longdraft.parts.eagle_probe import likeliest
+from longdraft.parts.head_tensors import MAPS, HeadTensors, draft_ids
 
 log = logging.getLogger(__name__)
-_MAPS = ("d2t", "t2d")
 
 
 def load_eagle(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any]], None],
@@ -68,8 +64,8 @@ def _read_weights(files: TensorFiles, config: EagleConfig, target: Transformer) 
     kernels, names, layer = local_kernels(target.kernels), canonical_names(files), config.layer
     shapes = eagle_shapes(config, set(names), target.whole.vocab_size)
     known = {names.get(name, name): shape for name, shape in shapes.items()}
-    files.check(known, files.names() - {names[name] for name in _MAPS if name in names}, "its config.json")
-    ids = _draft_ids(files, names, config, target.whole.vocab_size)
+    files.check(known, files.names() - {names[name] for name in MAPS if name in names}, "its config.json")
+    ids = draft_ids(files, names, config.draft_vocab_size, target.whole.vocab_size)
     hidden = layer.hidden_size
     if "embed_tokens.weight" not in shapes and hidden != target.whole.hidden_size:
         raise ModelError(f"{files.folder}: the head's rows have {hidden} numbers and the model's embeddings "
@@ -79,27 +75,9 @@ def _read_weights(files: TensorFiles, config: EagleConfig, target: Transformer) 
         raise ModelError(f"{files.folder} has no lm_head.weight, and the model's own does not fit the head's "
                          "vocabulary and width; get the file again")
 
-    def pack(*parts: str) -> Linear:
-        return kernels.pack(files.stack([names[f"{part}.weight"] for part in parts], kernels.dtype))
-
-    def norm(part: str) -> Tensor:
-        return files.read(names[f"{part}.weight"]).to(kernels.device, kernels.dtype, copy=True)
-
-    def read_layer(index: int) -> LayerWeights:
-        part = f"layers.{index}"
-        mlp_norm = norm(f"{part}.post_attention_layernorm")
-        first = f"{part}.input_layernorm.weight"
-        q_norm, k_norm = ((norm(f"{part}.self_attn.{name}") for name in ("q_norm", "k_norm"))
-                          if layer.head_norms != "none" else (None, None))
-        return LayerWeights(
-            norm(f"{part}.input_layernorm") if first in shapes else mlp_norm,  # the first layer's is not used
-            pack(*(f"{part}.self_attn.{name}_proj" for name in "qkv")), pack(f"{part}.self_attn.o_proj"), mlp_norm,
-            pack(f"{part}.mlp.gate_proj", f"{part}.mlp.up_proj"), pack(f"{part}.mlp.down_proj"), 0, q_norm, k_norm)
-
-    fc = None
-    if FC in shapes:
-        bias = files.read(names["fc.bias"]) if "fc.bias" in shapes else None
-        fc = kernels.pack(files.stack([names[FC]], kernels.dtype), bias)
+    tensors = HeadTensors(files, names, kernels)
+    pack, norm = tensors.pack, tensors.norm
+    fc = pack("fc") if FC in shapes else None
     is_third = config.version == 3
     fc_norms = [f"fc_norm.{i}" for i in range(config.num_taps)] if config.fc_norm else []
     fc_norms = ["input_norm"] if config.norm_before_fc else fc_norms
@@ -107,28 +85,6 @@ def _read_weights(files: TensorFiles, config: EagleConfig, target: Transformer) 
         pack("embed_tokens") if "embed_tokens.weight" in shapes else None, fc,
         tuple(norm(name) for name in fc_norms),
         (norm("layers.0.input_layernorm"), norm("layers.0.hidden_norm")) if is_third else (),
-        tuple(read_layer(index) for index in range(layer.num_layers)),
+        tuple(tensors.layer(index, layer.head_norms != "none") for index in range(layer.num_layers)),
         norm("norm") if is_third else None, pack("lm_head") if "lm_head.weight" in shapes else None,
         None if ids is None else ids.to(kernels.device))
-
-
-def _draft_ids(files: TensorFiles, names: dict[str, str], config: EagleConfig, vocabulary: int) -> Tensor | None:
-    """The target's id of each token of the head, checked; None: the same ids. `d2t` has differences, not ids."""
-    count = config.draft_vocab_size
-    if not names.keys() & set(_MAPS):
-        if count != vocabulary:
-            raise ModelError(f"{files.folder} guesses {count} of {vocabulary} tokens, but has neither d2t nor t2d to "
-                             "say which ones; get the file again")
-        return None
-    chosen = files.integers(names["t2d"]).bool().flatten().nonzero()[:, 0] if "t2d" in names else None
-    if "d2t" not in names:
-        assert chosen is not None
-        ids = chosen
-    else:
-        differences = files.integers(names["d2t"]).flatten()
-        ids = torch.arange(len(differences)) + differences
-    is_sound = len(ids) == count and bool((ids.diff() > 0).all()) and 0 <= int(ids[0]) <= int(ids[-1]) < vocabulary
-    if not is_sound or (chosen is not None and not torch.equal(ids, chosen)):
-        raise ModelError(f"{files.folder}: d2t and t2d do not name the same {count} tokens below {vocabulary}, in "
-                         "ascending order; the file is damaged, or d2t has ids where differences are expected")
-    return None if count == vocabulary else ids

@@ -18,8 +18,8 @@ from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts.eagle import Eagle
 
 log = logging.getLogger(__name__)
-_LONGEST = 256  # tokens of the text that are read
-_PROBE = (
+LONGEST_PROBE = 256  # tokens of the text that are read
+PROBE_TEXT = (
     "The rain had stopped before dawn, and the road to the village shone between the hedges. Nobody had expected the "
     "old man to come back. He carried a small bag, a stick, and a letter that he had not opened. At the bridge he "
     "waited for a while and looked at the water, which was brown and fast after the storm. A boy with two dogs came "
@@ -38,7 +38,8 @@ def likeliest(head: Eagle, readings: Sequence[Sequence[int]], target: Transforme
     heads = [head.reading(layers, norm_before_residual=bool(norm)) for layers in readings for norm in norms]
     if encode is None or (len(heads) == 1 and config.norm_output is not None):
         return heads[0]
-    probe = _Probe.of(target, encode(_PROBE)[:_LONGEST], {layer for each in heads for layer in each.taps})
+    probe = _Probe(ReadText.of(target, encode(PROBE_TEXT)[:LONGEST_PROBE],
+                               {layer for each in heads for layer in each.taps}))
     found = _best(heads, [probe.score(each) for each in heads], "first guesses")
     if config.norm_output is None:  # it matters from the second guess on
         heads = [found.reading(found.layers, norm_output=norm) for norm in (True, False)]
@@ -57,7 +58,7 @@ def _best(heads: Sequence[Eagle], scores: Sequence[float], of: str) -> Eagle:
     return taken
 
 
-class _Probe(NamedTuple):
+class ReadText(NamedTuple):
     """A short text that the target has read.
 
     ids      its tokens
@@ -72,14 +73,25 @@ class _Probe(NamedTuple):
     choices: Tensor
 
     @staticmethod
-    def of(target: Transformer, ids: list[int], layers: set[int]) -> _Probe:
+    def of(target: Transformer, ids: list[int], layers: set[int]) -> ReadText:
+        """Read a text. layers: whose rows are wanted"""
         tapped = target.with_taps(sorted(layers))
         cache = tapped.new_cache()
         result = tapped.forward(chain_rows(ids, 0), cache, len(ids))
         cache.commit(range(len(ids)))
         assert cache.taps is not None
-        return _Probe(ids, tapped.taps, torch.cat([run.states for run in cache.taps.take()], 1),
-                      result.logits.argmax(-1))
+        return ReadText(ids, tapped.taps, torch.cat([run.states for run in cache.taps.take()], 1),
+                        result.logits.argmax(-1))
+
+    def states_of(self, layers: Sequence[int]) -> Tensor:
+        """The rows [taps, T, target's hidden] of some layers."""
+        return self.states[[self.layers.index(layer) for layer in layers]]
+
+
+class _Probe(NamedTuple):
+    """How well heads predict the target in a text."""
+
+    text: ReadText
 
     def score(self, head: Eagle) -> float:
         """Mean log-likelihood of the target's choices in the head's first guesses."""
@@ -92,13 +104,13 @@ class _Probe(NamedTuple):
 
     def _forward(self, head: Eagle, own: Tensor | None) -> Tensor:
         """The layers' output for the rows of the text, and for rows `own` that follow one of them each."""
-        count = len(self.ids) - 1
-        y = head.fuse(self.states[[self.layers.index(layer) for layer in head.taps]])[:-1]
-        tokens, positions = list(self.ids[1:]), list(range(count))
+        count = len(self.text.ids) - 1
+        y = head.fuse(self.text.states_of(head.taps))[:-1]
+        tokens, positions = list(self.text.ids[1:]), list(range(count))
         parents = torch.arange(-1, count - 1, dtype=torch.int32)
         if own is not None:
             y = torch.cat([y, own])
-            tokens, positions = tokens + self.ids[2:], positions + list(range(1, count))
+            tokens, positions = tokens + self.text.ids[2:], positions + list(range(1, count))
             parents = torch.cat([parents, torch.arange(count - 1, dtype=torch.int32)])
         layer = head.config.layer
         stores = [head.kernels.new_store(layer.num_kv_heads, layer.head_dim) for _ in range(layer.num_layers)]
@@ -106,5 +118,5 @@ class _Probe(NamedTuple):
 
     def _agreement(self, head: Eagle, hidden: Tensor, first: int) -> float:
         """hidden: of rows that guess what follows the tokens `first`, `first` + 1, ..."""
-        said = head.logits(hidden).log_softmax(-1).gather(1, self.choices[first : first + len(hidden), None])[:, 0]
+        said = head.logits(hidden).log_softmax(-1).gather(1, self.text.choices[first : first + len(hidden), None])[:, 0]
         return float(said[said.isfinite()].mean()) if said.isfinite().any() else -torch.inf

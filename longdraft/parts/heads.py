@@ -86,7 +86,7 @@ def require_model(folder: Path) -> None:
     config = read_json(folder / "config.json")
     if is_eagle(folder):
         raise ModelError(f"{folder} has a drafter, not a model; give the model that it was trained for as --model, and "
-                         f"--heads {folder} --drafter eagle")
+                         f"--heads {folder} with --drafter eagle or block")
     if "model_type" not in config and (config.get("kind") == HEADS_KIND or medusa.is_medusa(config)):
         base = config.get("base_model") or config.get("base_model_name_or_path") or "the model they were trained for"
         raise ModelError(f"{folder} has heads, not a model; give --model {base} --heads {folder}")

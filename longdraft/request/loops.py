@@ -76,6 +76,15 @@ class LoopGuard:
         """Distinct 4-grams over 4-grams of the window; 1 if there are none yet."""
         return len(self._counts) / len(self._grams) if self._grams else 1.0
 
+    @property
+    def quiet_for(self) -> int:
+        """Tokens, at least 1, of which only the last can be the first token of a loop."""
+        period = self._due - self._unchecked
+        distinct, poor = len(self._counts), int(POOR * WINDOW)
+        # The window has to be full, and each token makes one 4-gram less distinct at most.
+        poverty = max(WINDOW - len(self._grams), distinct - poor if self._was_rich else int((RICH - POOR) * WINDOW))
+        return max(1, min(period, poverty))
+
     def push(self, token: int) -> None:
         self._num += 1
         self._count(token)

@@ -17,7 +17,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": ("",), "chat_template": ("",), "detokenize": (True,), "documents": ([],),
     "early_stopping": (False,), "include_stop_str_in_output": (False,), "length_penalty": (1,), "metadata": ({},),
     "modalities": (["text"],), "moderation": (), "parallel_tool_calls": (True, False), "prediction": (),
-    "prompt_logprobs": (), "reasoning_effort": (), "return_token_ids": (False,),
+    "prompt_logprobs": (), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "truncate_prompt_tokens": (-1,),
     "spaces_between_special_tokens": (True, False),
     "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "store": (False,), "suffix": ("",),

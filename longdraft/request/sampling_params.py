@@ -31,6 +31,12 @@ _OF_SAMPLER = {
     "top_n_sigma": ("top_n_sigma",), "top_k": ("top_k",), "typ_p": ("typical_p",), "top_p": ("top_p",),
     "min_p": ("min_p",), "xtc": ("xtc_probability",)}
 
+# Settings that a thought may have of its own. Windows and lengths are common to the whole text.
+IN_THINKING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
+               "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # ascending
+MAX_MESSAGE = 4096  # characters of a message that closes a thought
+
 # Scopes: OpenAI's own parameters are at the top level of a body; a few rare settings under `longdraft` only.
 _OPENAI = SettingScope.OPTION | SettingScope.BODY
 _RARE = SettingScope.OPTION | SettingScope.EXTENSION
@@ -75,6 +81,18 @@ def _check_mark(name: str, text: Any, *, has_structure: bool = True) -> None:
     is_short = isinstance(text, str) and len(text) <= MAX_PHRASE
     check(is_short and (has_structure or not text), name, text,
           f"a text of at most {MAX_PHRASE} characters, with structured_outputs")
+
+
+def _check_thinking(name: str, pairs: Any) -> None:
+    is_pairs = isinstance(pairs, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    check(is_pairs, name, pairs, "pairs of a setting and its value")
+    unknown = next((key for key, _ in pairs if key not in IN_THINKING), None)
+    check(unknown is None, name, unknown, ", ".join(IN_THINKING), "set others for the whole text")
+
+
+def _to_thinking(name: str, value: Any) -> Any:
+    """Settings and their values. On the command line and in journals they are pairs."""
+    return tuple(sorted(value.items())) if isinstance(value, Mapping) else tuple(map(tuple, value))
 
 
 def _to_texts(name: str, value: Any) -> tuple[str, ...]:
@@ -193,8 +211,42 @@ class SamplingParams:
         (), "ID=VALUE: add VALUE, -100 to 100, to a token's logit. Repeatable.", scopes=_OPENAI, check=_check_bias,
         convert=_to_pairs)
     ignore_eos: bool = setting(False, "Continue after the model's end-of-text token.")
-    on_loop: str = setting("warn", "If the text repeats itself: warn, stop (finish reason 'loop') or off.",
-                           ("warn", "stop", "off"), scopes=_RARE)
+    on_loop: str = setting(
+        "warn", "If the text repeats itself: warn, stop (finish reason 'loop'), answer (as stop, but a loop in a "
+        "thought closes the thought) or off.", ("warn", "stop", "answer", "off"), scopes=_RARE)
+    reasoning_effort: str = setting(
+        "", "How much a model thinks before it answers a chat: none to max. The chat template's own setting where it "
+        "has one, else a share of --max-new-tokens as --thinking-budget.", ("", *EFFORTS), scopes=_OPENAI,
+        shown="the template's")
+    thinking_budget: int = setting(
+        -1, "Tokens after which a thought is closed, and the answer begins; 0: no thought; -1: off.",
+        Range(-1, cure="-1 turns it off"),
+        aliases=("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens", "reasoning_budget",
+                 "max_thinking_tokens"))
+    thinking_reserve: int = setting(
+        0, "Tokens of --max-new-tokens that are kept for the answer: a thought is closed in time; 0: off.",
+        Range(0, cure=_OFF_AT_0))
+    min_thinking_tokens: int = setting(0, "Tokens of a thought before which the model cannot close it.", Range(0))
+    thinking_message: str = setting(
+        "", "Text that is written before a thought is closed.", aliases=("reasoning_budget_message",),
+        limits=(1, MAX_MESSAGE), shown="the family's own, else a line break",
+        check=lambda name, text: check(isinstance(text, str) and len(text) <= MAX_MESSAGE, name, text,
+                                       f"a text of at most {MAX_MESSAGE:,} characters"))
+    thinking_wait: int = setting(
+        0, "A thought goes on with 'Wait' where the model would close it, until it has this many.", Range(0, 1000))
+    thinking_soft: float = setting(
+        0.0, "Share of --thinking-budget from which the end of a thought becomes likelier after each sentence; 0: off, "
+        "usual 0.7.", Range(0, 1, below=True, cure=_OFF_AT_0))
+    thinking_close_at: int | None = setting(
+        None, "Number of new tokens after which a thought is closed, such as the place of an earlier 'answer now'.",
+        Range(0), shown="off")
+    stop_in_thinking: bool = setting(True, "Stop texts end a text in its thought, too.")
+    banned_in_thinking: bool = setting(True, "Banned phrases are banned in a thought, too.")
+    thinking: tuple[tuple[str, float], ...] = setting(
+        (), "KEY=VALUE: a sampling setting for the thought only, such as temperature=0.6. Repeatable.",
+        check=_check_thinking, convert=_to_thinking, shown="as the answer's")
+    thinking_close: tuple[int, ...] = ()
+    """The tokens that close a thought under these settings, once they are known (longdraft/text/thought_rules.py)."""
     from_model: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Names of the settings above that come from the model's own defaults; informational."""
 
@@ -205,6 +257,12 @@ class SamplingParams:
               f"at most max_new_tokens ({self.max_new_tokens})")
         check(self.dynatemp_range == 0 or self.temperature_last, "dynatemp_range", self.dynatemp_range,
               "0 without temperature_last", "dynamic temperature depends on what the filters leave")
+        check(not 0 <= self.thinking_budget < self.min_thinking_tokens, "min_thinking_tokens", self.min_thinking_tokens,
+              f"at most thinking_budget ({self.thinking_budget})")
+        check(not self.thinking_soft or self.thinking_budget > 0, "thinking_soft", self.thinking_soft,
+              "0 without thinking_budget", "it is a share of the budget")
+        if self.thinking:
+            _ = self.inside_thought
         _check_mark("structured_after", self.structured_after, has_structure=bool(self.structured_outputs))
         for name, allowed, reason in _OFF_WITH_STRUCTURE if self.structured_outputs else ():
             check(not getattr(self, name), name, getattr(self, name), f"{allowed} with structured_outputs", reason)
@@ -243,6 +301,28 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)
+
+    @property
+    def inside_thought(self) -> SamplingParams:
+        """The settings inside a thought."""
+        own: dict[str, Any] = dict(self.thinking)
+        return replace(self, thinking=(), **own) if own else self
+
+    @property
+    def steers_thoughts(self) -> bool:
+        """Whether a rule for thoughts is set, beside the place of a closing on request."""
+        return self.on_loop == "answer" or bool(self.thought_rule)
+
+    @property
+    def has_thought_rules(self) -> bool:
+        """Whether tokens inside a thought may be chosen, or banned, by other rules than elsewhere."""
+        frees = bool(self.banned_strings) and not self.banned_in_thinking
+        return self.steers_thoughts or self.thinking_close_at is not None or frees
+
+    @property
+    def thought_rule(self) -> str:
+        """The first setting that only a model with marked thoughts can follow; "": none is set."""
+        return next((name for name in _THOUGHT_RULES if getattr(self, name) != getattr(_NO_RULES, name)), "")
 
     @property
     def has_path_penalties(self) -> bool:
@@ -285,6 +365,9 @@ def _check_left_out(params: SamplingParams, samplers: Sequence[str]) -> None:
                              f"{name} out", "samplers")
 
 
+_NO_RULES = SamplingParams()
+_THOUGHT_RULES = ("thinking_budget", "thinking_reserve", "min_thinking_tokens", "thinking_wait", "thinking_soft",
+                  "thinking")
 _OFF_WITH_STRUCTURE = (
     ("ignore_eos", "false", "the grammar ends the text"), ("min_new_tokens", "0", "the grammar ends the text"),
     ("no_repeat_ngram_size", "off", "it could ban what the grammar demands"),

@@ -21,6 +21,7 @@ class Tree:
     tokens   token id of each node; the root's is the last token of the context
     parents  index of each node's parent; -1 for the root, smaller than the node's own index otherwise
     sources  name of the drafter that guessed each node ("" for the root), for statistics only
+    rates    the drafter's estimate that each node is the target's token, if its parent is; None: it has none
 
     Duplicate siblings are allowed. Verification follows the first one; the others only cost time.
     """
@@ -28,9 +29,11 @@ class Tree:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     sources: tuple[str, ...]
+    rates: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) == len(self.sources) >= 1
+        assert len(self.rates) in (0, len(self.tokens))
         assert self.parents[0] == -1
         assert all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
 
@@ -75,7 +78,8 @@ class Tree:
         moved = {0: 0}
         for node in range(1, len(self)):
             if wanted[node] and self.parents[node] in moved:
-                moved[node] = trie.add(moved[self.parents[node]], self.tokens[node], self.sources[node])
+                moved[node] = trie.add(moved[self.parents[node]], self.tokens[node], self.sources[node],
+                                       self.rates[node] if self.rates else None)
         return trie.tree()
 
 
@@ -86,18 +90,29 @@ class Trie:
         self._tokens = [root]
         self._parents = [-1]
         self._sources = [""]
+        self._rates: list[float | None] = [None]
         self._child: dict[tuple[int, int], int] = {}
+
+    @classmethod
+    def of(cls, tree: Tree) -> Trie:
+        """The nodes of a tree, to which others are added."""
+        trie, moved = cls(tree.tokens[0]), {0: 0}
+        for node in range(1, len(tree)):
+            moved[node] = trie.add(moved[tree.parents[node]], tree.tokens[node], tree.sources[node],
+                                   tree.rates[node] if tree.rates else None)
+        return trie
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def add(self, parent: int, token: int, source: str) -> int:
-        """The child of `parent` with this token; created if it is missing."""
+    def add(self, parent: int, token: int, source: str, rate: float | None = None) -> int:
+        """The child of `parent` with this token; created if it is missing. rate: as in `Tree`"""
         node = self._child.setdefault((parent, token), len(self._tokens))
         if node == len(self._tokens):
             self._tokens.append(token)
             self._parents.append(parent)
             self._sources.append(source)
+            self._rates.append(rate)
         return node
 
     def graft(self, parent: int, path: Iterable[int], source: str) -> int:
@@ -107,7 +122,8 @@ class Trie:
         return parent
 
     def tree(self) -> Tree:
-        return Tree(tuple(self._tokens), tuple(self._parents), tuple(self._sources))
+        rates = () if all(rate is None for rate in self._rates) else tuple(self._rates)
+        return Tree(tuple(self._tokens), tuple(self._parents), tuple(self._sources), rates)
 
 
 def root_only(token: int) -> Tree:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,16 +37,18 @@ from longdraft.request.tree import Tree
 from longdraft.system.limited import LimitedProcess, LimitError, on_large_stack
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Mask = NDArray[np.bool_]  # [V]: the tokens that are allowed
 FORCED = "grammar"  # the source of forced tokens in the statistics
 _MAX_FORCED = 32  # forced tokens that a step adds to a tree at most
 _TAG = re.compile(r"<[^<>\s]+>")
+GAP = "\0"  # for `after`: the grammar begins with at most two blanks or line breaks, which may follow a thought
 _MAX_FORCED_BYTES = 1 << 16  # that a grammar may demand from its first token on: each step would tokenise them
 _MAX_KEPT_CHARACTERS = 1 << 24  # of grammars whose results are kept; the texts of a server's queue have fewer
 MATCHER_BYTES = 160 << 20  # memory of a text's matcher, about: 250,000 states of the lexer, its limit, take 133 MB
 _OVERHEAD = 4096  # of a result, in characters
+_HEAVY_S = 0.02  # that the beginning of a text takes, from which on its tokens may take long, too
 _MISMATCH = "satisfy the grammar"  # in the engine's message about a token that is not allowed
 _NOTHING = "no text matches it"
 _WHITESPACE = r"[ \n]{0,2}"  # between the parts of JSON: unbounded white space can go on for ever
@@ -153,6 +156,20 @@ def _new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
+def _ended_matcher(tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher that has failed, and refuses every token at once."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(tokenizer, "", log_level=0)
+
+
+@cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(1)
+
+
 def _problem(matcher: LLMatcher) -> str:
     """The engine's message about a matcher that has failed, in one line; "" for others."""
     line = " ".join(matcher.get_error().partition("\n<")[0].split())
@@ -181,7 +198,7 @@ def _schema(text: str) -> dict[str, Any]:
 
 
 def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
-    """The grammar of free text, `after`, and then what the structure allows, in Lark's notation.
+    """The grammar of free text, `after`, and then what the structure allows, in Lark's notation. GAP: only the last.
 
     is_token: the tokenizer has one token for `after`, as for </think>; llguidance does not match it as text then.
     """
@@ -198,7 +215,8 @@ def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
         body = f"%lark {{\n{any_to_lark(text)}\n}}"
     free = f"free: /(.|\\n)*/ {after}" if is_token and _TAG.fullmatch(after) else (
         f"free[suffix={json.dumps(after)}]: /(.|\\n)*/")
-    return str(LLMatcher.grammar_from_lark(f"start: free body\n{free}\nbody: BLANK? structure\n"
+    start = "start: body\n" if after == GAP else f"start: free body\n{free}\n"
+    return str(LLMatcher.grammar_from_lark(f"{start}body: BLANK? structure\n"
                                            f"BLANK: /[ \\n]{{1,2}}/\nstructure: {body}\n"))
 
 
@@ -261,10 +279,27 @@ class Grammar:
 
     def __init__(self, rules: GrammarRules) -> None:
         self._rules = rules
+        began = time.perf_counter()
         self._matcher = rules.new_matcher()
+        is_heavy = time.perf_counter() - began > _HEAVY_S
+        self._companion = _ended_matcher(rules.tokenizer) if is_heavy else None
         self._num_seen = 0  # new tokens
+        self.has_begun = True
         self._is_ended = False
         self._walked: tuple[Tree, int, list[Mask | None]] | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits of the model."""
+        return self._rules.vocabulary
+
+    def wait(self) -> None:
+        """Cover nothing before `begin`."""
+        self.has_begun = False
+
+    def begin(self, num: int) -> None:
+        """Cover the text from its first `num` new tokens on."""
+        self._num_seen, self.has_begun = num, True
 
     def mask(self, context: Context, path: Sequence[int]) -> Mask | None:
         """The tokens that may follow the text and `path`; None where the path itself is not allowed."""
@@ -289,6 +324,12 @@ class Grammar:
         if self._walked and self._walked[0] is tree and self._walked[1] == len(context):
             return self._walked[2]
         self._update(context)
+        masks = self.walk(tree)
+        self._walked = tree, len(context), masks
+        return masks
+
+    def walk(self, tree: Tree) -> list[Mask | None]:
+        """As `masks`, from the state that has been reached, which is that of the root."""
         children: list[list[int]] = [[] for _ in tree.tokens]
         for node in range(1, len(tree)):
             children[tree.parents[node]].append(node)
@@ -308,7 +349,6 @@ class Grammar:
                 self._matcher.rollback(1)
 
         walk(0)
-        self._walked = tree, len(context), masks
         return masks
 
     def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
@@ -335,6 +375,8 @@ class Grammar:
 
     def _update(self, context: Context) -> None:
         """Follow the tokens that the text has gained."""
+        if not self.has_begun:
+            return
         new = context.slice(context.prompt_length + self._num_seen, len(context)).tolist()
         self._num_seen += len(new)
         for token in new:
@@ -343,8 +385,16 @@ class Grammar:
                 self._consume(token)
 
     def _consume(self, token: int) -> None:
-        """UsageError where the grammar does not allow it: the text was written with another one."""
-        if not self._matcher.consume_token(token):
+        """UsageError where the grammar does not allow it: the text was written with another one.
+
+        A token of a heavy grammar may take 40 ms. llguidance leaves the interpreter to other threads only where it is
+        given the tokens of several matchers, which takes 80 microseconds more.
+        """
+        if self._companion is None:
+            is_allowed = self._matcher.consume_token(token)
+        else:
+            is_allowed, _ = _executor().consume_token_par([(self._matcher, token), (self._companion, token)])
+        if not is_allowed:
             self._require_no_problem()
 
     def _mask(self) -> Mask:

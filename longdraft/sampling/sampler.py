@@ -10,6 +10,7 @@ every node and follows the tree while it agrees (longdraft/speculation/verify.py
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,15 @@ class MarkedTokens(NamedTuple):
 NO_MARKS = MarkedTokens()
 
 
+class Shortlist(NamedTuple):
+    """A drafter's best guesses for one place, as `Sampler.ranked` orders them, with their scores [K] in nats, falling:
+    logit / T + noise after penalties, at T = 0 the logit. Guesses that the filters remove have at most the score of
+    those before them."""
+
+    tokens: list[int]
+    scores: NDArray[np.float64]
+
+
 class Sampler:
     """Chooses tokens of one request.
 
@@ -79,6 +89,7 @@ class Sampler:
         self._marked = marked
         self._path_penalties: PathPenalties | None = None  # created when the vocabulary is known
         self._bans: tuple[int, list[int]] = (-1, [])  # tokens that cannot be chosen at one position
+        self.imposed: frozenset[int] = frozenset()  # nodes of the latest tree after which a rule imposed the token
         self._is_fast = is_fast and FastSampler.supports(params)
         self._fast: FastSampler | None = None
         self.on_device: DeviceSampler | None = None
@@ -92,9 +103,21 @@ class Sampler:
         """
         return Sampler(*self._settings, self._rules if is_structured else None)
 
+    def for_tree(self, tree: Tree, context: Context) -> Sampler:
+        """The sampler that chooses the tokens of a step with this tree, the same ones as this sampler."""
+        return self
+
+    def quiet_for(self, context: Context) -> int:
+        """Tokens that a step may append at most, at least 1."""
+        return sys.maxsize
+
     def ban(self, position: int, tokens: Sequence[int]) -> None:
         """Tokens cannot be chosen at this position of the text. It replaces an earlier ban."""
         self._bans = position, list(tokens)
+
+    def free_tokens(self, context: Context, count: int) -> list[bool]:
+        """For each of the last `count` tokens, those of the latest step, whether no banned phrase contains it."""
+        return [False] * count
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token after each node, from its logits [nodes, V] float32.
@@ -103,8 +126,7 @@ class Sampler:
         """
         if self.on_device:
             return self.on_device.choose(logits, tree, context)
-        masks = self._grammar.masks(tree, context) if self._grammar else None
-        logits = self._biased(logits, [len(context) + depth for depth in tree.depths], masks)
+        logits = self._biased(logits, [len(context) + depth for depth in tree.depths], self._masks(tree, context))
         if self._is_fast:
             return self._compiled(context, logits.shape[1]).choose(logits, tree, context)
         paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
@@ -140,7 +162,7 @@ class Sampler:
         """As `ranked`. A device has been given the work when this yields, and is waited for afterwards."""
         masks = None
         if self._grammar and not ahead:
-            masks = [self._grammar.mask(context, path)]
+            masks = [self._mask(context, path)]
             if masks[0] is None:
                 return Ranked([], math.inf)
         if self.on_device and logits.device == self.on_device.device and num <= MAX_GUESSES:
@@ -171,12 +193,30 @@ class Sampler:
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
         return Ranked([token for score, token in ranked if score >= ranked[0][0] - within], lead)
 
+    def shortlists(self, logits: torch.Tensor, context: Context, num: int) -> list[Shortlist]:
+        """A drafter's `num` best guesses for each of the places after the text, from their logits [places, V].
+
+        As `ranked` with no path and as many unknown tokens in between as there are places before; logits of a device
+        are copied to the host once.
+        """
+        rows, shortlists = logits.detach().float().cpu(), []
+        for ahead, row in enumerate(rows):
+            tokens = np.array(self.ranked(row, context, (), num, ahead).tokens, dtype=np.int64)
+            position = len(context) + ahead
+            values = self._penalised(self._biased(row[None], [position], None), context, [()], ahead)[0]
+            scores = values[tokens].astype(np.float64)
+            if self.params.temperature > 0:
+                scores = scores / self.params.temperature + noise.gumbel(self._seed, position, tokens)
+            sound = np.isfinite(scores)
+            shortlists.append(Shortlist(tokens[sound].tolist(), np.minimum.accumulate(scores[sound])))
+        return shortlists
+
     def log_probabilities(self, logits: torch.Tensor, context: Context,
                           paths: Sequence[Sequence[int]]) -> list[Support]:
         """For row i of logits [R, V], after the text and the tokens of paths[i]: the ids that penalty, bans and
         filters leave, and their log-probabilities. At T = 0, log-probabilities of the penalised logits at T = 1."""
         positions = [len(context) + len(path) for path in paths]
-        masks = [self._grammar.mask(context, path) for path in paths] if self._grammar else None
+        masks = [self._mask(context, path) for path in paths] if self._grammar else None
         rows = self._penalised(self._biased(logits, positions, masks), context, paths)
         supports = []
         for row, position in zip(rows, positions, strict=True):
@@ -192,8 +232,8 @@ class Sampler:
 
         It saves time and changes no text.
         """
-        if self._grammar and len(tree) > 1:
-            tree = tree.kept([mask is not None for mask in self._grammar.masks(tree, context)])
+        if len(tree) > 1 and (masks := self._masks(tree, context)) is not None:
+            tree = tree.kept([mask is not None for mask in masks])
         if not (self.params.dry_multiplier or self.params.no_repeat_ngram_size) or len(tree) == 1:
             return tree
         penalties = self._updated_penalties(context)
@@ -202,6 +242,15 @@ class Sampler:
     def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
         """A pruned tree with the tokens that the grammar forces after its leaves, at most `max_depth` deep."""
         return self._grammar.extended(tree, context, max_depth) if self._grammar else tree
+
+    def _masks(self, tree: Tree, context: Context) -> list[Mask | None] | None:
+        """The tokens that the grammar allows after each node; None without a grammar."""
+        return self._grammar.masks(tree, context) if self._grammar else None
+
+    def _mask(self, context: Context, path: Sequence[int]) -> Mask | None:
+        """The tokens that the grammar allows after the text and `path`; None where it forbids the path itself."""
+        assert self._grammar is not None
+        return self._grammar.mask(context, path)
 
     def _biased(self, logits: torch.Tensor, positions: Sequence[int],
                 masks: Sequence[Mask | None] | None) -> torch.Tensor:

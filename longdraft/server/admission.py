@@ -29,7 +29,9 @@ SMALL_BODY = 1 << 16  # bytes; preparing a larger one may take seconds
 _SMALL_THREADS, _MAX_SMALL = 2, 128  # more threads would starve the event loop; requests in the threads and their queue
 _MAX_LARGE = 8  # bodies that are read, wait or are prepared at the same time
 _PARTS = 2  # of large bodies that are taken in one turn of the event loop
-_REST = 2.0  # of the thread for large bodies, in times of its work; reading such a prompt takes far longer than either
+# Of threads for large bodies, exports and beginnings of texts, and of a text whose masks are slow, in times of their
+# work: so that texts that are being written get most of the processor.
+REST = 2.0
 _BODIES = 8  # largest bodies that may be in memory together
 _MAX_UNKNOWN = 1000  # names of unknown parameters in the log
 _DISCONNECT_POLL_S = 0.25  # how often to check that a waiting client is still connected
@@ -134,7 +136,7 @@ class Admission:
         self._num_bytes = 0  # of all bodies that are being read or prepared
         self._num_large = 0  # of them, the large ones
         self._small = BoundedThreads("small", _SMALL_THREADS, _MAX_SMALL, metrics)
-        self._large = BoundedThreads("large", 1, _MAX_LARGE, metrics, rest=_REST)
+        self._large = BoundedThreads("large", 1, _MAX_LARGE, metrics, rest=REST)
         self._parts = Turnstile(_PARTS)  # of large bodies
 
     def _log_unknown(self, name: str) -> None:

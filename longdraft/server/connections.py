@@ -11,6 +11,7 @@ import asyncio
 import ipaddress
 import resource
 import socket
+import sys
 from typing import Any
 
 import h11
@@ -19,6 +20,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 _HEADER_TIMEOUT_S = 30.0
 _UNACKNOWLEDGED_S = 300  # the system closes a connection whose client acknowledges no data for so long
+# The option of a socket, and its value, by the system: Linux counts milliseconds, macOS seconds.
+_UNACKNOWLEDGED = ((socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_S * 1000) if hasattr(socket, "TCP_USER_TIMEOUT")
+                   else (0x80, _UNACKNOWLEDGED_S) if sys.platform == "darwin"  # TCP_RXT_CONNDROPTIME
+                   else None)
+_MACOS_FILES = 10240  # open files that macOS allows where it reports no limit (OPEN_MAX)
 _MAX_READ = 1 << 15  # bytes that asyncio reads at once: other connections wait meanwhile
 _MAX_HEADERS = 100  # of a request; parsing 12,000, which fit into the limit of bytes, takes 40 ms
 _MAX_CHUNKS, _LEAST_CHUNK = 128, 64  # of a body: chunks of any size, and one more for so many bytes
@@ -135,9 +141,8 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # otherwise a closing connection waits for its client without limit
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT,
-                                                          _UNACKNOWLEDGED_S * 1000)
+        if _UNACKNOWLEDGED:  # otherwise a closing connection waits for its client without limit
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, *_UNACKNOWLEDGED)
         transport.max_size = _MAX_READ
         self._header_timer: asyncio.TimerHandle | None = None
         self._start_timer()
@@ -234,10 +239,13 @@ def _network_of(address: str) -> str:
 def raise_file_limit() -> int:
     """Raise the limit of open files to the largest one that the process may have; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    for limit in (hard, _MACOS_FILES):
+        if soft == hard or (limit == _MACOS_FILES and soft >= limit):
+            break
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError):  # macOS has a lower limit that it does not report
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
+            break
+        except (OSError, ValueError):  # macOS has a lower limit than the one that it reports
             pass
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft

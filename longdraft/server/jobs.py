@@ -140,6 +140,7 @@ class GenerationJob:
     generation: Generation | None = None
     beginning: Future[Generation] | None = None  # of `start` in a thread of its own
     number: int = -1  # in the batch; -1: not there yet
+    rests_until: float = 0.0  # monotonic time up to which other texts of the batch come first
     state: str = "queued"  # queued | prefill | running | finished | cancelled | failed
     cancelled: BaseException | None = None  # the reason; any thread may set it
     created: float = field(default_factory=time.time)  # Unix time; the next ones are monotonic times
@@ -184,6 +185,19 @@ class GenerationJob:
         with suppress(OutputError, JournalError):
             if self.journal:
                 remove_journal(self.journal)
+
+    def thinking(self) -> dict[str, Any] | None:
+        """The figures of the thought so far; None for a model that marks none."""
+        if self.stats is not None:
+            thinking: dict[str, Any] | None = self.stats["thinking"]
+            return thinking
+        return self.generation.stream.thinking() if self.generation else None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the thought so far, with those that closed it."""
+        thinking = self.thinking()
+        return thinking["tokens"] + thinking["forced"] if thinking else 0
 
     def _on_prefill(self, done: int, total: int) -> None:
         self.prefill = done, total
@@ -259,6 +273,8 @@ class GenerationJob:
             "own_tokens_per_second": self.throughput.own,
             "plain_tokens_per_second": 1 / plain if plain else None,
             "mean_accepted_length": self.acceptance.mean_length,
+            "thinking": self.thinking(),
+            "thinking_budget": self.params.thinking_budget if self.params.thinking_budget >= 0 else None,
             "elapsed_seconds": (self.ended or time.monotonic()) - self.arrived,
             "eta_seconds": self.eta_seconds if self.ended is None else None,
         }

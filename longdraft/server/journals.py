@@ -18,6 +18,7 @@ from longdraft.journal.writer import is_being_written, remove_journal
 from longdraft.server.logs import log, log_event
 from longdraft.server.settings import ServerSettings
 from longdraft.text.stream import TextStream
+from longdraft.text.thought_rules import new_thought
 from longdraft.text.tokenizer import Tokenizer
 
 _EXCERPT = 80  # length of an excerpt in characters; it is taken from as many tokens
@@ -106,7 +107,8 @@ class JournalFolder:
         header = content.header
         detail = self.summary(name) | {"sampling": header.sampling, "exactness": header.exactness}
         if header.tokenizer == self._tokenizer.sha256:
-            stream = TextStream(self._tokenizer, header.params, header.eos_token_ids)
+            stream = TextStream(self._tokenizer, content.params, header.eos_token_ids,
+                                new_thought(self._tokenizer, content.params, header.prompt))
             written = stream.push(content.tokens.tolist())
             detail |= {"prompt": self._tokenizer.decode(header.prompt), "prompt_ids": header.prompt,
                        "text": written.text, "tokens": list(written.tokens), "pieces": list(written.pieces)}

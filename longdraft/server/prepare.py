@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from longdraft.server.schemas import (
     TokenizeRequest,
 )
 from longdraft.server.settings import ServerSettings
-from longdraft.text.thinking import AnswerFormat, find_format
+from longdraft.text.effort import Effort
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
@@ -93,31 +93,39 @@ class Preparer:
     def chat(self, request: ChatRequest, events: EventQueue) -> PreparedRequest:
         self._require_few(request.n, "n")
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        ids = self._encode_chat(request.messages, request.chat_template_kwargs or {}, request.continue_final_message,
+        effort = self._effort(request)
+        ids = self._encode_chat(request.messages, effort.variables, request.continue_final_message,
                                 request.add_generation_prompt)
         room = max(1, self.context_limit - len(ids))
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs, check_grammar = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id,
-                                         logprobs, events)
+                                         logprobs, events, effort)
         divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
-        form = self._answer_format if divides else None
-        begun = request.messages[-1].for_template()["content"] if request.continue_final_message else ""
+        form = self.engine.loaded.answer_format if divides else None
+        last = request.messages[-1].for_template() if request.continue_final_message else {}
+        begun, thought = last.get("content", ""), last.get("reasoning_content", "")
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
-                                  new_reader=partial(form.reader, ids, begun) if form else None)
+                                  new_reader=partial(form.reader, ids, begun, thought) if form else None,
+                                  sends_reasoning=not (request.reasoning and request.reasoning.exclude))
         return PreparedRequest(jobs, options, events, check_grammar)
 
-    @cached_property
-    def _answer_format(self) -> AnswerFormat | None:
-        return find_format(self.engine.tokenizer)
+    def _effort(self, request: ChatRequest) -> Effort:
+        """What the request asks of the model's thinking, before its other settings are read."""
+        given = self._settings_of(request, 1)
+        names = [name for name in given if ALIASES[name] in ("reasoning_effort", "thinking_budget")]
+        with _spelled(given, request.longdraft.model_fields_set):
+            params = SamplingParams.from_names({name: given[name] for name in names})
+            return self.engine.effort(params, request.chat_template_kwargs or {})
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""
-        header = read_journal(folder).header
+        content = read_journal(folder)
+        header = content.header
         engine = self._engine_with(request.drafter, request.drafter_options)
         try:
-            params, prompt_tokens = header.params, len(header.prompt)
+            params, prompt_tokens = content.params, len(header.prompt)
             job = GenerationJob(
                 folder.name, 0, events, partial(engine.resume, folder, **self._snapshot), params, prompt_tokens,
                 self._num_bytes(engine, prompt_tokens + params.max_new_tokens),
@@ -194,7 +202,7 @@ class Preparer:
                            f"{self.settings.max_choices}; send several requests", param=param, code="invalid_value")
 
     def _jobs(self, request: SamplingRequest, prompts: list[list[int]], default_tokens: int, request_id: str,
-              logprobs: int | None, events: EventQueue
+              logprobs: int | None, events: EventQueue, effort: Effort | None = None
               ) -> tuple[list[GenerationJob], Callable[[], object] | None]:
         """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i. And the check of the
         grammar, as in `PreparedRequest`."""
@@ -203,7 +211,11 @@ class Preparer:
         loaded, spelled = self.engine.loaded, partial(_spelled, given, request.longdraft.model_fields_set)
         with spelled():
             params = self.engine.params(**given)
+            params = effort.applied(params) if effort else params
             loaded.check_settings(params)
+            for prompt in prompts:
+                loaded.thought_rules(params, prompt)
+            params = loaded.with_closing(params)
 
         def check_grammar() -> None:
             with spelled():

@@ -27,10 +27,6 @@ _LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token cos
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
 ObjectType = Literal["text_completion", "chat.completion"]
 _FINISH_REASONS = {"length": "length", "eos": "stop", "stop": "stop", "loop": "loop"}
-# GPT-2's byte-level alphabet: printable bytes are written as themselves, all other bytes as characters from 256 on.
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)}
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,7 @@ class ResponseOptions:
     n              texts for each prompt
     has_prompt_progress  send chunks with `prompt_progress` while prompts are read
     new_reader     divides an answer into thinking and content; None: all of it is content
+    sends_reasoning  replies have the thinking, too
     """
 
     object_type: ObjectType
@@ -59,6 +56,7 @@ class ResponseOptions:
     n: int = 1
     has_prompt_progress: bool = False
     new_reader: Callable[[], AnswerReader] | None = None
+    sends_reasoning: bool = True
 
 
 @dataclass
@@ -116,6 +114,7 @@ class ReplyBuilder:
         """One chunk for all the events that arrived together. The last one has acceptance and statistics."""
         choice = self._choices[job]
         reasoning, text = choice.read(events)
+        reasoning = reasoning if self._options.sends_reasoning else ""
         logprobs = [entry for event in events for entry in event.logprobs]
         reason = next((event.finish_reason for event in events if event.finish_reason), None)
         choice.finish_reason = reason and _FINISH_REASONS[reason]
@@ -152,7 +151,7 @@ class ReplyBuilder:
         """Collect events for `whole`."""
         choice = self._choices[job]
         reasoning, text = choice.read(events)
-        choice.reasoning.append(reasoning)
+        choice.reasoning += [reasoning] * self._options.sends_reasoning
         choice.text.append(text)
         for event in events:
             choice.logprobs += event.logprobs
@@ -225,7 +224,8 @@ class ReplyBuilder:
                      for start in range(0, len(jobs), self._options.n))
         return {"prompt_tokens": self._options.prompt_tokens, "completion_tokens": written,
                 "total_tokens": self._options.prompt_tokens + written,
-                "prompt_tokens_details": {"cached_tokens": cached}}
+                "prompt_tokens_details": {"cached_tokens": cached},
+                "completion_tokens_details": {"reasoning_tokens": sum(job.reasoning_tokens for job in jobs)}}
 
     def _envelope(self, suffix: str) -> dict[str, Any]:
         object_type = self._options.object_type + (suffix if self._is_chat else "")
@@ -269,16 +269,7 @@ class ReplyBuilder:
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": self._bytes(token, text)}
-
-    def _bytes(self, token: int, text: str) -> list[int] | None:
-        """A token's bytes, also where they are part of a character; None if the tokenizer does not reveal them."""
-        if "\ufffd" not in text:
-            return list(text.encode())
-        letters = self._tokenizer.letters(token)
-        if token in self._tokenizer.byte_fallbacks:
-            return [int(letters[3:5], 16)]  # <0xE2>
-        return [_BYTE_OF[letter] for letter in letters] if all(letter in _BYTE_OF for letter in letters) else None
+        return {"token": text, "logprob": logprob, "bytes": self._tokenizer.bytes_of(token, text)}
 
 
 DONE = b"data: [DONE]\n\n"

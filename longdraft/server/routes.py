@@ -124,6 +124,19 @@ async def cancel(name: GenerationId, service: ServiceDependency) -> dict[str, An
     return _generation_object(job)
 
 
+@router.post(_GENERATIONS + "/{name}/answer", summary="End the thought of a running text: its answer begins.")
+async def answer(name: GenerationId, service: ServiceDependency) -> dict[str, Any]:
+    job = _find_job(service, name)
+    if job is None:
+        raise _not_found(name)
+    generation, thinking = job.generation, job.thinking()
+    if generation is None or not thinking or not generation.is_thinking:
+        raise ApiError(409, f"{name!r} is not in a thought now; only a running text that thinks can be asked to answer",
+                       code="not_thinking")
+    generation.answer_now()
+    return _generation_object(job)
+
+
 @router.delete(_GENERATIONS + "/{name}", summary="Remove the journal of a text that is not being written.")
 async def remove(name: GenerationId, request: Request, service: ServiceDependency) -> dict[str, Any]:
     folder = _journal_of(service, name)

@@ -20,6 +20,7 @@ from longdraft.engine.generation import Generation
 from longdraft.errors import LongdraftError, OutputError, UsageError
 from longdraft.journal import format as form
 from longdraft.request.events import Event
+from longdraft.server.admission import REST
 from longdraft.server.errors import ApiError, Cancelled, retry_later
 from longdraft.server.jobs import GenerationJob
 from longdraft.server.journals import JournalFolder, has_space
@@ -30,6 +31,7 @@ from longdraft.server.settings import ServerSettings
 _MAX_ENDED = 100  # ended jobs that remain visible
 _PROMPT_TOKEN_BYTES = 7  # of a journal's header, in JSON, about
 _PAUSE_S = 0.005  # where no text is in the batch yet
+_SLOW_S = 0.02  # of a text's own work in a round: masks of a hard grammar take up to 0.4 s
 _STALLED_S = 60.0  # without a round, although texts run: something is wrong
 
 
@@ -54,6 +56,7 @@ class Scheduler:
         self._batch = engine.batch()
         self._tree = engine.loaded.prefixes
         self._resuming = ThreadPoolExecutor(1, "resume")
+        self._resuming_rests_until = 0.0  # monotonic time
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._add_gauges()
 
@@ -221,7 +224,7 @@ class Scheduler:
             time.sleep(_PAUSE_S)
         by_number = {job.number: job for job in self._running}
         try:
-            events = self._batch.step() if self._batch else []
+            events = self._batch.step(self._awake(by_number)) if self._batch else []
         except Exception as error:  # not the failure of one text, but a bug: no job can continue
             events = []
             for job in by_number.values():
@@ -240,12 +243,31 @@ class Scheduler:
     def _begin(self, job: GenerationJob) -> None:
         try:
             if job.begins_apart and job.beginning is None:
-                job.beginning = self._resuming.submit(self._start, job)
+                job.beginning = self._resuming.submit(self._start_apart, job)
             else:
                 job.number = self._batch.admit(job.beginning.result() if job.beginning else self._start(job))
                 job.beginning = None
         except Exception as error:
             self._fail(job, error)
+
+    def _awake(self, jobs: dict[int, GenerationJob]) -> list[int] | None:
+        """The texts that take part in the next round. One whose own work was long rests while others are written."""
+        now = time.monotonic()
+        for number, seconds in self._batch.own_seconds.items():
+            if seconds > _SLOW_S and number in jobs:
+                jobs[number].rests_until = now + REST * seconds
+        awake = [number for number, job in jobs.items() if number in self._batch and job.rests_until <= now]
+        return awake or None
+
+    def _start_apart(self, job: GenerationJob) -> Generation:
+        """Begin a text in a thread of its own, which rests after that: texts that are being written come first."""
+        time.sleep(max(0.0, self._resuming_rests_until - time.monotonic()))
+        began = time.monotonic()
+        try:
+            return self._start(job)
+        finally:
+            now = time.monotonic()
+            self._resuming_rests_until = now + REST * (now - began)
 
     def _start(self, job: GenerationJob) -> Generation:
         try:

@@ -20,6 +20,7 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
 from longdraft.request.openai_body import UNSUPPORTED, parse_json, unsupported
+from longdraft.request.sampling_params import EFFORTS
 from longdraft.server.body_types import (
     AnyObject,
     BodySettings,
@@ -182,8 +183,23 @@ class ChatMessage(StrictModel):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MAX_MESSAGES)]
 
 
+_EffortName: Any = Literal[EFFORTS]
+
+
+class ReasoningOptions(StrictModel):
+    """OpenRouter's names for the settings of thinking."""
+
+    path: ClassVar[str] = "reasoning."
+    effort: _EffortName | None = Field(default=None, description="As reasoning_effort.")
+    max_tokens: int | None = Field(default=None, ge=0, description="As thinking_budget.")
+    enabled: bool | None = Field(default=None, description="false: as the effort none.")
+    exclude: bool = Field(default=False, description="The thinking is written, and not sent.")
+
+
 class ChatRequest(SamplingRequest):
     messages: Messages
+    reasoning: ReasoningOptions | None = Field(default=None, description="How much the model thinks, as OpenRouter "
+                                               "has it.")
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: AnyObject | None = Field(default=None, description="Variables of the chat template.")
@@ -205,6 +221,25 @@ class ChatRequest(SamplingRequest):
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise PydanticCustomError("final", "continue_final_message needs an assistant's message at the end, not "
                                       "one with the role {role}", {"param": "messages", "role": self.messages[-1].role})
+        return self
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        given, reasoning = super().settings, self.reasoning or ReasoningOptions()
+        effort = "none" if reasoning.enabled is False else reasoning.effort
+        own = {"reasoning_effort": effort, "thinking_budget": reasoning.max_tokens}
+        return given | {name: value for name, value in own.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check_reasoning(self) -> ChatRequest:
+        reasoning, effort = self.reasoning, getattr(self, "reasoning_effort", None)
+        if reasoning is not None and reasoning.enabled is False and reasoning.effort not in (None, "none"):
+            raise PydanticCustomError("reasoning", "reasoning has enabled false and the effort {effort}; give one of "
+                                      "them", {"effort": reasoning.effort, "param": "reasoning"})
+        if reasoning is not None and effort is not None and (reasoning.effort not in (None, effort)
+                                                             or (reasoning.enabled is False and effort != "none")):
+            raise PydanticCustomError("reasoning", "reasoning contradicts reasoning_effort {effort}; give one of them",
+                                      {"effort": effort, "param": "reasoning"})
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from fastapi.responses import Response, StreamingResponse
 from longdraft.book.export import epub_pieces, markdown_pieces, parse_chapters
 from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
-from longdraft.server.admission import Admission, BoundedThreads
+from longdraft.server.admission import REST, Admission, BoundedThreads
 from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later, to_api_error
 from longdraft.server.jobs import EventQueue, GenerationJob
@@ -56,7 +56,7 @@ class Service:
         self.admission = Admission(settings, max(_MIN_VALUES, 2 * self.preparer.context_limit), self.metrics)
         self.grammars = BoundedThreads("grammar", 1, _MAX_GRAMMARS, self.metrics)
         self.files = BoundedThreads("file", 1, _MAX_FILES, self.metrics)
-        self._exporting = BoundedThreads("export", 1, _MAX_EXPORTS, self.metrics)
+        self._exporting = BoundedThreads("export", 1, _MAX_EXPORTS, self.metrics, rest=REST)
         self._num_exports = 0  # that are being sent
 
     def _prepare_engine(self) -> None:

@@ -1,4 +1,4 @@
-"""Plain decoding on a device that runs ahead of the host: several tokens are computed before the host reads one.
+"""Plain decoding that runs ahead of Python: several tokens are computed before the host reads one.
 
     host     a b c d e f g h | read all eight | a step for each, without a forward   | ...
     device   [ graph of four tokens ][ graph of four tokens ]                          [ ...
@@ -8,9 +8,14 @@ A plain step ends with a wait of the host, which then launches the next step whi
 cache (longdraft/kernels/cuda/model_chain.py), whose best guesses are the tokens that the target chooses: the same
 kernels rank them, after the same rows. Rows are written where the cache has them. Tokens after the end of a text are
 dropped.
+
+The compiled CPU kernels do the same in one call (longdraft/kernels/cpu/chain.py), from the embedding to the choice: a
+step in Python takes a millisecond, because the weights have driven it out of the processor's caches.
 """
 
 from __future__ import annotations
+
+from time import perf_counter
 
 from longdraft.cache.full import FullCache
 from longdraft.kernels.chain_plan import DraftStores
@@ -26,6 +31,7 @@ WRITES_AHEAD = is_on("WRITES_AHEAD")
 MOST = 8  # tokens
 _GRAPH = 4  # tokens of a graph: counts are multiples, so that no other graph is captured
 LONG_TEXT = 256  # new tokens, and tokens that may follow, from which graphs of its own pay for a text
+_BURST_SECONDS = 0.04  # of what a processor computes ahead: a reader does not see that tokens come together
 
 
 class PlainAhead:
@@ -39,6 +45,8 @@ class PlainAhead:
         self._tokens: list[int] = []
         self._place = 0  # length of the text that the first of them follows
         self._is_begun = False
+        self._is_possible = WRITES_AHEAD and not cache.taps and not cache.states
+        self._burst = 1  # tokens that a processor computes ahead
 
     def step(self, context: Context, max_tokens: int) -> Accepted | None:
         """The outcome of the next step, as that of `Step.run`; None where a step has to compute it."""
@@ -54,16 +62,30 @@ class PlainAhead:
 
     def _computed(self, context: Context, max_tokens: int) -> list[int]:
         """The tokens that follow the text, as many as pay; none where that is not possible."""
-        cache, model, is_on_device = self._cache, self._model, self._sampler.on_device is not None
-        self._is_begun = self._is_begun or min(context.num_new, max_tokens) >= LONG_TEXT
-        count = min(MOST, max_tokens // _GRAPH * _GRAPH - _GRAPH)  # a capture writes rows of a graph beyond
+        cache, model = self._cache, self._model
         is_alone = self._clock is None or self._clock.batch_size == 1
-        can_run = WRITES_AHEAD and is_on_device and is_alone and self._is_begun and count > 0
-        if not can_run or cache.taps or cache.states or cache.length + 1 != len(context):
+        if not self._is_possible or not is_alone or cache.length + 1 != len(context):
             return []
-        ranker = self._sampler.ranker(context, model.config.vocab_size, 1)
+        is_on_device = self._sampler.on_device is not None
+        count = self._graph_tokens(context, max_tokens) if is_on_device else min(self._burst, max_tokens)
+        ranker = self._sampler.ranker(context, model.config.vocab_size, 1) if count > 0 else None
         if ranker is None:
             return []
+        began = perf_counter()
+        if not is_on_device:
+            cache.reserve(cache.length + count)
         stores = DraftStores(cache.stores, cache.length)
         drafted = finished(ranker.draft(model.chain_plan(stores, [context.last], cache.length, count)))
-        return [tokens[0] for tokens, _ in drafted or () if tokens]
+        tokens = [tokens[0] for tokens, _ in drafted or () if tokens]
+        if not is_on_device:
+            self._is_possible = drafted is not None  # it depends on the model alone
+            fitting = _BURST_SECONDS * len(tokens) / (perf_counter() - began)
+            self._burst = max(1, min(MOST, int(fitting)))
+        return tokens
+
+    def _graph_tokens(self, context: Context, max_tokens: int) -> int:
+        """How many tokens a device computes ahead."""
+        self._is_begun = self._is_begun or min(context.num_new, max_tokens) >= LONG_TEXT
+        if not self._is_begun:
+            return 0
+        return min(MOST, max_tokens // _GRAPH * _GRAPH - _GRAPH)  # a capture writes rows of a graph beyond

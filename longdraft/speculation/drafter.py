@@ -42,7 +42,7 @@ class Accepted(NamedTuple):
     tokens    the new tokens: the accepted drafted ones, then the one that the target adds
     rows      nodes of the tree that became text, root first; len(rows) == len(tokens)
     sources   the drafter of each of tokens[:-1]
-    verified  the target's rows along `rows`; None where a device computed the token ahead, in plain decoding
+    verified  the target's rows along `rows`; None where the token was computed ahead, in plain decoding
     drafted   number of drafted tokens in the tree
     depth     depth of the tree
     logprobs  of each token, if the request asked for them

@@ -21,13 +21,16 @@ def path_logprobs(sampler: Sampler, logits: Tensor, tree: Tree, path: Sequence[i
     logits   [nodes, V] of the whole tree
     path     accepted nodes, root first; tokens[i] is the target's choice after path[i]
     context  the text before the step
+
+    A token that a rule imposed has the log-probability 0.
     """
     if sampler.on_device:
         drafted = [tree.tokens[node] for node in path]
         return tuple(sampler.on_device.log_probabilities(logits[list(path)], drafted, tokens, context, num))
     prefixes = [[tree.tokens[node] for node in path[1 : depth + 1]] for depth in range(len(path))]
     supports = sampler.log_probabilities(logits[list(path)], context, prefixes)
-    return tuple(_entry(token, support, num) for token, support in zip(tokens, supports, strict=True))
+    return tuple(TokenLogprob(token, 0.0) if node in sampler.imposed else _entry(token, support, num)
+                 for node, token, support in zip(path, tokens, supports, strict=True))
 
 
 def _entry(token: int, support: Support, num: int) -> TokenLogprob:

@@ -60,8 +60,9 @@ class Step(NamedTuple):
     """The common data of the steps of one request.
 
     num_logprobs  likeliest tokens to report beside each accepted one; None: no log-probabilities
-    drafts_forced  draft the tokens that a grammar forces, whatever the drafter proposes; not in plain decoding
-    ahead   tokens of plain decoding that a device computes ahead; None: each step computes its own
+    drafts_forced  draft the tokens that a grammar or a thought's closing forces, whatever the drafter proposes; not in
+                   plain decoding
+    ahead   tokens of plain decoding that are computed ahead; None: each step computes its own
     """
 
     model: Transformer
@@ -82,22 +83,24 @@ class Step(NamedTuple):
         """
         context, timings = self.context, self.timings
         began = clock()
+        max_tokens = min(max_tokens, self.sampler.quiet_for(context))
         if self.ahead and (accepted := self.ahead.step(context, max_tokens)):
             self.tally.steps += 1
             timings.verify += clock() - began
             return accepted
         tree = yield from self._propose(max_tokens - 1)
         drafted = clock()
-        device = self.sampler.on_device
+        sampler = self.sampler.for_tree(tree, context)
+        device = sampler.on_device
         choice = device.tree_choice(tree, context) if device and self.num_logprobs is None else None
         result = yield ForwardRequest(self.model, tree_rows(tree, len(context) - 1), self.cache, len(tree),
                                       choice=choice)
         verified = clock()
-        path, tokens = verify(self.sampler, result, tree, context, self.cache)
+        path, tokens = verify(sampler, result, tree, context, self.cache)
         if NO_TOKEN in tokens:
             raise NumericalError("the model's logits are not finite; its weights may be damaged")
         logprobs = () if self.num_logprobs is None else path_logprobs(
-            self.sampler, result.logits, tree, path, tokens, context, self.num_logprobs)
+            sampler, result.logits, tree, path, tokens, context, self.num_logprobs)
         chosen = clock()
         self.cache.commit(path)
         context.extend(tokens)

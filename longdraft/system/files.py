@@ -14,6 +14,8 @@ from typing import IO
 
 from longdraft.errors import OutputError, UsageError
 
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS
+
 
 class OutputFile:
     """Writes to `<path>.partial`, which `finish` renames to `path`. Devices and pipes are written directly."""
@@ -55,7 +57,7 @@ class OutputFile:
         """The file is complete: rename it to `path`. It gets the mode of the file that it replaces."""
         try:
             if not self._is_special:
-                os.fsync(self._file.fileno())  # else a power failure could leave an empty file of this name
+                sync_file(self._file.fileno())  # else a power failure could leave an empty file of this name
             self._file.close()
             if not self._is_special:
                 if self.path.exists():
@@ -118,11 +120,27 @@ def open_regular(path: Path) -> IO[bytes]:
     return os.fdopen(file, "rb")
 
 
+def sync_file(file: int) -> None:
+    """What was written to an open file is on the disk when this returns. Raises OSError.
+
+    On macOS fsync leaves it in the drive's cache, which a power failure loses. Where a file system refuses the stronger
+    operation, fsync is what there is.
+    """
+    if _FULL_SYNC is not None:
+        try:
+            fcntl.fcntl(file, _FULL_SYNC)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY):
+                raise
+    os.fsync(file)
+
+
 def sync_folder(folder: Path) -> None:
-    """Call fsync on a folder, so that the names of files created or renamed in it are on the disk."""
+    """Sync a folder, so that the names of files created or renamed in it are on the disk."""
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(file)
+        sync_file(file)
     finally:
         os.close(file)
 
@@ -153,7 +171,7 @@ def append_synced(file: int, data: bytes) -> None:
     remainder = memoryview(data)
     while remainder:
         remainder = remainder[os.write(file, remainder) :]
-    os.fsync(file)
+    sync_file(file)
 
 
 def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:

@@ -36,6 +36,7 @@ except ImportError:  # a system without limits of this kind; the time is limited
 
 T = TypeVar("T")
 
+_NICE = 5  # of the child, its start included: texts that are being written come first
 _WALL_TIMES = 5  # that a call may take on a busy machine, in times of its processor time
 _START_S = 120.0  # for imports and the preparation, on a busy machine
 _MAX_CHARACTERS = 1 << 26  # of a result: eight of the largest bodies of a server
@@ -121,7 +122,8 @@ class _Child:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
                                         "OPENBLAS_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+                [sys.executable, "-P", "-c", f"import os; os.nice({_NICE}); from {__name__} import serve; "
+                                             f"serve({theirs.fileno()})"],
                 pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
         self._connection = Connection(ours.detach())
@@ -188,7 +190,6 @@ def serve(descriptor: int) -> None:
 
 
 def _serve(connection: Connection, prepared: list[bool]) -> None:
-    os.nice(5)  # texts that are being written come first
     module, factory, arguments, limits = pickle.loads(connection.recv_bytes())
     function = getattr(importlib.import_module(module), factory)(*arguments)
     connection.send_bytes(b"")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import Kernels
+from longdraft.system import processor
 from longdraft.version import __version__
 
 _ROUNDS = 9  # the bandwidth is that of the fastest round; other processes may disturb some rounds
@@ -79,12 +80,12 @@ def description(kernels: Kernels | None = None) -> dict[str, Any]:
     """The machine and the software versions that a measurement depends on."""
     about = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "processor": processor(),
+        "processor": processor.name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
         "memory_bytes": memory_bytes(),
-        "last_level_cache_bytes": _last_level_cache(),
+        "last_level_cache_bytes": processor.last_level_cache(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -115,7 +116,7 @@ def memory_bytes() -> int | None:
 def available_memory() -> int:
     """Bytes of available memory, within the limit of the control group. Half of all memory, or one GiB, if the system
     does not report it."""
-    free = (memory_bytes() or 1 << 31) // 2
+    free = processor.macos_available_memory() or (memory_bytes() or 1 << 31) // 2
     with contextlib.suppress(OSError, ValueError, StopIteration):
         free = _read_counter(_PROC / "meminfo", "MemAvailable:") * 1024
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -141,25 +142,6 @@ def return_free_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-
-
-def processor() -> str:
-    """The processor's name and its vector units that the kernels can use."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-        flags = facts.get("flags", "").split()
-        units = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
-        if "model name" in facts:
-            return f"{facts['model name']} ({' '.join(units)})" if units else facts["model name"]
-    return platform.processor() or platform.machine()
-
-
-def _last_level_cache() -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        text = max(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")).read_text().strip()
-        return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]]
-    return None
 
 
 def _commit() -> str | None:

@@ -8,6 +8,9 @@ Letter case does not matter. A phrase that began in the prompt is cut at the fir
 one position the next one there is let through, so that the text goes on. The rule depends on tokens only, so it gives
 the same text whatever drafts and steps were.
 
+The tokens that close a thought are given, so no cut goes back before them: a phrase that they are part of is let
+through. So is one in a thought, unless phrases are banned there. The search begins anew behind them.
+
 A token is *held* while it may be part of a phrase: it is neither shown nor written to a journal. A resumed text
 repeats the tokens that were held, with the same outcome.
 """
@@ -27,11 +30,12 @@ _TAIL = 4  # tokens of the prompt for each character of the longest phrase, at l
 
 
 class ChosenToken(NamedTuple):
-    """A token of a step, with what is reported about it."""
+    """A token of a step, with what is reported about it. is_free: no phrase contains it"""
 
     token: int
     source: str = ""
     logprob: TokenLogprob | None = None
+    is_free: bool = False
 
 
 class _Held(NamedTuple):
@@ -46,11 +50,12 @@ class _Held(NamedTuple):
 class PhraseFilter:
     """The tokens of one text, in order; each is held until no phrase can contain it.
 
-    ends  token ids that end the text: no phrase continues after one
+    written  tokens of earlier runs, with their `is_free`
+    ends     token ids that end the text: no phrase continues after one
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int], written: Iterable[int],
-                 ends: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int],
+                 written: Iterable[tuple[int, bool]], ends: Iterable[int]) -> None:
         phrases = tuple(folded(phrase) for phrase in params.banned_strings)
         self._ends = frozenset(ends)
         self._max_new_tokens = params.max_new_tokens
@@ -65,8 +70,9 @@ class PhraseFilter:
         for token in prompt[-_TAIL * max(map(len, phrases)) :]:
             self._advance(self._decoder.push(token))
         self._num_characters = 0
-        for token in written:  # they were settled, so phrases in them were let through
+        for token, is_free in written:  # they were settled, so phrases in them were let through
             self._advance(self._decoder.push(int(token)))
+            self._state = 0 if is_free else self._state
             self._num_tokens += 1
 
     def push(self, chosen: Sequence[ChosenToken]) -> tuple[list[ChosenToken], int | None]:
@@ -76,6 +82,8 @@ class PhraseFilter:
             self._held.append(_Held(each, self._decoder.copy(), self._state, self._num_characters))
             self._num_tokens += 1
             began = self._advance(self._decoder.push(each.token))
+            if each.is_free:
+                began, self._state = None, 0
             if began is not None and (cut := self._cut(began)) is not None:
                 return self._settled(), cut
             if each.token in self._ends or self._num_tokens == self._max_new_tokens:

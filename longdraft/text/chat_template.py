@@ -9,7 +9,7 @@ in a child process with limits of time and memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.system.limited import CallError, LimitedProcess, LimitError
 from longdraft.text.gguf_vocabulary import template_of
 from longdraft.text.rendering import RefusedError, new_environment
-from longdraft.text.tokenizer_config import SPECIAL_TOKENS, read_settings, special_tokens
+from longdraft.text.tokenizer_config import SPECIAL_TOKENS, SideFiles
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
@@ -47,27 +47,32 @@ class ChatTemplate:
         self._knows_developer = any(each.value == "developer" for each in parsed.find_all(nodes.Const))
 
     @classmethod
-    def find(cls, folder: Path, other: Path | None = None) -> ChatTemplate | None:
+    def find(cls, folder: Path, other: Path | None = None, beside: SideFiles | None = None) -> ChatTemplate | None:
         """The template of a model folder or a GGUF file, if it has one. A file of its own overrides
         tokenizer_config.json.
 
-        other  a file whose template is used in place of the model's
+        other   a file whose template is used in place of the model's
+        beside  the small files of a folder, if they were read already
         """
+        beside = beside or SideFiles(folder)
         if other is not None:
-            tokens = template_of(open_gguf(folder))[1] if folder.is_file() else special_tokens(folder)
+            tokens = template_of(open_gguf(folder))[1] if folder.is_file() else beside.special
             return cls(_text_of(other), tokens)
         if folder.is_file():
             of_file, tokens = template_of(open_gguf(folder))
             return cls(_template_source(of_file), tokens) if of_file else None
-        settings = read_settings(folder / "tokenizer_config.json")
-        others = read_settings(folder / "chat_template.json")
-        source: object = settings.get("chat_template") or others.get("chat_template")
+        source: object = beside.settings.get("chat_template") or beside.read("chat_template.json").get("chat_template")
         file = folder / "chat_template.jinja"
         if file.is_file():
             source = _text_of(file)
         if not source:
             return None
-        return cls(_template_source(source), special_tokens(folder))
+        return cls(_template_source(source), beside.special)
+
+    def mentions(self, texts: Collection[str]) -> bool:
+        """Whether one of the texts is in the template, as such or by the name of a special token."""
+        return any(text in self.source for text in texts) or any(
+            name in self.source for name, text in self._tokens.items() if text in texts)
 
     @cached_property
     def options(self) -> list[str]:
@@ -108,10 +113,11 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template fails: {error.kind}: {error}") from error
 
     def _render_open(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
-        """The messages up to the end of the last one's content. A mark after the content shows where that is. It also
-        keeps templates from stripping white space at its end."""
+        """The messages up to the end of the last one's content, or of its thinking where it has no content. A mark
+        shows where that is. It also keeps templates from stripping white space at its end."""
         *others, last = messages
-        marked = {**last, "content": f"{last['content']}{_MARK}"}
+        part = "reasoning_content" if last.get("reasoning_content") and not last.get("content") else "content"
+        marked = {**last, part: f"{last.get(part) or ''}{_MARK}"}
         prompt, mark, after = self.render([*others, marked], options, add_generation_prompt=False).partition(_MARK)
         if not mark or _MARK in after:
             raise UsageError("the model's chat template does not show the last message once, so it cannot be "

@@ -45,9 +45,9 @@ class Harmony(NamedTuple):
                  if token in ids and tokenizer.is_silent(ids[token])}
         return cls(tokenizer, marks) if len(marks) == len(MARKS) else None
 
-    def reader(self, prompt: Sequence[int], begun: str = "") -> ChannelReader:
-        """A reader for the answer to a prompt, which may end within a message: its header names the channel of `begun`,
-        the answer's beginning in the prompt."""
+    def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "") -> ChannelReader:
+        """A reader for the answer to a prompt, which may end within a message: its header names the channel of `begun`
+        or `thought`, the answer's beginning in the prompt."""
         reader = ChannelReader(self)
         starts = [position for position, token in enumerate(prompt) if self.marks.get(token) == _START]
         if starts:

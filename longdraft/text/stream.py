@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longdraft.errors import JournalError
 from longdraft.request.events import Finish
 from longdraft.request.loops import Loop, LoopGuard
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.sampling.thought import AFTER, CLOSING, INSIDE, Thought
 from longdraft.text.tokenizer import StopText, Tokenizer
 
 _REPLAYED = 512  # tokens; some 8 ms
@@ -39,9 +40,11 @@ class TextStream:
     """The text so far.
 
     eos_token_ids  the model's end-of-text ids
+    thought        follows the thought of the text; None: the model marks none
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int],
+                 thought: Thought | None = None) -> None:
         self.finish_reason: Finish | None = None
         self.num_tokens = 0
         self._params = params
@@ -50,11 +53,13 @@ class TextStream:
         self._text = tokenizer.stream()
         self._stops = StopText(params.stop)
         self._guard = LoopGuard() if params.on_loop != "off" else None
+        self._loop: Loop | None = None  # of the thought, after it
+        self.thought = thought
 
     @property
     def loop(self) -> Loop | None:
         """The first loop in the text, if any."""
-        return self._guard.loop if self._guard else None
+        return self._loop or (self._guard.loop if self._guard else None)
 
     @property
     def distinct(self) -> float | None:
@@ -69,12 +74,15 @@ class TextStream:
             is_long_enough = self.num_tokens >= self._params.min_new_tokens
             if self._guard:
                 self._guard.push(token)
+            is_inside, is_searched = self._follow(token) if self.thought else (False, True)
             if token in self._stop_ids:
                 pieces.append("")
                 self.finish_reason = "eos" if token in self._eos else "stop"
             else:
                 text, is_stopped = self._text.push(token), False
-                if is_long_enough:
+                if not is_searched:  # the search begins anew afterwards
+                    text = self._stops.flush() + text
+                elif is_long_enough:
                     text, is_stopped = self._stops.push(text)
                 pieces.append(text)
                 if is_stopped:
@@ -82,7 +90,8 @@ class TextStream:
                     return DecodedTokens(tuple(tokens[:count]), tuple(pieces))
             if self.finish_reason is None and self.num_tokens == self._params.max_new_tokens:
                 self.finish_reason = "length"
-            stops = self._params.on_loop == "stop" and is_long_enough and self._guard and self._guard.is_looping
+            ends_loops = self._params.on_loop == "stop" or (self._params.on_loop == "answer" and not is_inside)
+            stops = ends_loops and is_long_enough and self._guard and self._guard.is_looping
             if self.finish_reason is None and stops:
                 self.finish_reason = "loop"
             if self.finish_reason:
@@ -92,6 +101,21 @@ class TextStream:
                     self.finish_reason = "stop"
                 return DecodedTokens(tuple(tokens[:count]), tuple(pieces))
         return DecodedTokens(tuple(tokens), tuple(pieces))
+
+    def _follow(self, token: int) -> tuple[bool, bool]:
+        """Follow the thought. Returns whether the token is part of it, its markers included, and whether stop texts
+        apply to the token."""
+        assert self.thought is not None
+        before = self.thought.state.phase
+        after = self.thought.push(token).phase
+        is_inside = before in (INSIDE, CLOSING) or after in (INSIDE, CLOSING)
+        if self._guard and is_inside and after == AFTER and self._params.on_loop == "answer":
+            self._loop, self._guard = self.loop, LoopGuard()
+        return is_inside, before != CLOSING and (not is_inside or self._params.stop_in_thinking)
+
+    def thinking(self) -> dict[str, Any] | None:
+        """The figures of the thought; None for a model that marks none."""
+        return self.thought.figures() if self.thought else None
 
     def replay(self, tokens: Sequence[int], pieces: list[str]) -> Iterator[None]:
         """Push the tokens of an earlier run, of which there may be very many, in parts of a few milliseconds.

@@ -68,8 +68,11 @@ class AnswerReader(Protocol):
 class AnswerFormat(Protocol):
     """How the answers of a model show which part of them is thinking."""
 
-    def reader(self, prompt: Sequence[int], begun: str = "") -> AnswerReader:
-        """A reader for the answer to a prompt. begun: the answer's beginning, if the prompt ends with one"""
+    def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "") -> AnswerReader:
+        """A reader for the answer to a prompt.
+
+        begun, thought  the beginning of the answer's content, or of its thinking, if the prompt ends with one
+        """
 
 
 def find_format(tokenizer: Tokenizer) -> AnswerFormat | None:
@@ -113,12 +116,13 @@ class ThinkingTags(NamedTuple):
             return cls(tokenizer, texts[0] + tag.name, texts[1], marks)
         return None
 
-    def reader(self, prompt: Sequence[int], begun: str = "") -> ThinkingReader:
+    def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "") -> ThinkingReader:
         """A reader for the answer to a prompt, which may end within the thinking."""
         end = marked_text(self.tokenizer, self.marks, prompt[-TAG_TOKENS:])
-        reader = ThinkingReader(self, is_open=not begun and end.rstrip().endswith(self.opening))
+        reader = ThinkingReader(self, is_open=not (begun or thought) and end.rstrip().endswith(self.opening))
         for token, mark in self.marks.items():
             begun = begun.replace(self.tokenizer.letters(token), mark)
+        begun = begun or (self.opening + thought if thought else "")
         if begun:
             reader.skip(begun)
         return reader

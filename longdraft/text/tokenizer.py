@@ -26,7 +26,7 @@ from longdraft.text import sentencepiece_file
 from longdraft.text.chat_template import ChatTemplate, Message
 from longdraft.text.gguf_vocabulary import template_of, tokenizer_of, twins_of
 from longdraft.text.pieces import has_long_piece
-from longdraft.text.tokenizer_config import add_tokens, special_tokens
+from longdraft.text.tokenizer_config import SideFiles, add_tokens
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
 _MAX_LISTED = 3  # differing tokens that an error message lists
@@ -46,6 +46,10 @@ _OTHER_FORMATS = ("tekken.json", "vocab.json")
 # What the library takes from a file unchecked, or letters that are escaped without need, which may spell it.
 _TRUSTED = re.compile(rb'precompiled_charsmap|continuing_subword_prefix"\s*:\s*"|\\u00[4-7]')
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# GPT-2's byte-level alphabet: printable bytes are written as themselves, all other bytes as characters from 256 on.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)}
 _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
             "AutoTokenizer as T; T.from_pretrained('MODEL').save_pretrained('FOLDER')\"`")
 
@@ -61,7 +65,8 @@ class Tokenizer:
         """Raises ModelError if the tokenizer is missing or malformed. template: a file with another chat template"""
         self._folder = folder
         self._template = template
-        self._tokenizer, self.sha256 = read_tokenizer(folder)
+        self._beside = SideFiles(folder)
+        self._tokenizer, self.sha256 = read_tokenizer(folder, self._beside)
         self._twins = twins_of(open_gguf(folder)) if folder.is_file() else {}
 
     _grammars: GrammarCompiler | None = None
@@ -80,7 +85,7 @@ class Tokenizer:
     @property
     def end_id(self) -> int | None:
         """The token that ends a text, as the tokenizer's own files say; None: they name none."""
-        special = template_of(open_gguf(self._folder))[1] if self._folder.is_file() else special_tokens(self._folder)
+        special = template_of(open_gguf(self._folder))[1] if self._folder.is_file() else self._beside.special
         end: int | None = self._tokenizer.token_to_id(special.get("eos_token", ""))
         return end
 
@@ -155,6 +160,19 @@ class Tokenizer:
         ids, before = self._context
         both = self.decode([*ids, token])
         return both[len(before) :] if both.startswith(before) else self.decode([token])
+
+    def bytes_of(self, token: int, text: str | None = None) -> list[int] | None:
+        """A token's bytes, also where they are part of a character; None if the tokenizer does not reveal them.
+
+        text  of the token, if it is known
+        """
+        text = self.text_of(token) if text is None else text
+        if _REPLACEMENT not in text:
+            return list(text.encode())
+        letters = self.letters(token)
+        if token in self.byte_fallbacks:
+            return [int(letters[3:5], 16)]  # <0xE2>
+        return [_BYTE_OF[letter] for letter in letters] if all(letter in _BYTE_OF for letter in letters) else None
 
     @cached_property
     def texts(self) -> list[str]:
@@ -237,11 +255,11 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        return ChatTemplate.find(self._folder, self._template)
+        return ChatTemplate.find(self._folder, self._template, self._beside)
 
 
-def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
-    """The tokenizer of a model folder or a GGUF file, and its hash (see `Tokenizer`).
+def read_tokenizer(folder: Path, beside: SideFiles | None = None) -> tuple[HFTokenizer, str]:
+    """The tokenizer of a model folder or a GGUF file, and its hash (see `Tokenizer`). beside: the folder's small files
 
     The settings of tokenizer.json that cut texts, fill them up, or merge at random (dropout) are left out.
 
@@ -270,7 +288,7 @@ def read_tokenizer(folder: Path) -> tuple[HFTokenizer, str]:
     tokenizer.no_padding()
     if isinstance(tokenizer.model, BPE):
         tokenizer.model.dropout = None
-    if changes := add_tokens(tokenizer, folder):
+    if changes := add_tokens(tokenizer, beside or SideFiles(folder)):
         content += json.dumps(changes).encode()
     return tokenizer, hashlib.sha256(content).hexdigest()
 

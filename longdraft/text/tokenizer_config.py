@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,33 +31,48 @@ class Change(NamedTuple):
     is_special: bool
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    return read_json(path) if path.exists() else {}
+class SideFiles:
+    """The small files beside the tokenizer of a folder. Each is read when it is needed, once.
+
+    Raises ModelError for files that hold no JSON object.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file; empty if there is no such file."""
+        path = self.folder / name
+        return read_json(path) if path.exists() else {}
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What tokenizer_config.json holds."""
+        return self.read("tokenizer_config.json")
+
+    @cached_property
+    def special(self) -> dict[str, str]:
+        """The special tokens by name. Others stay undefined, which templates can test."""
+        settings = self.read("special_tokens_map.json") | self.settings
+        values = ((name, settings.get(name)) for name in SPECIAL_TOKENS)
+        texts = ((name, value.get("content") if isinstance(value, dict) else value) for name, value in values)
+        return {name: text for name, text in texts if isinstance(text, str)}
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that a model folder defines, by name. Others stay undefined, which templates can test."""
-    settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / "tokenizer_config.json")
-    values = ((name, settings.get(name)) for name in SPECIAL_TOKENS)
-    texts = ((name, value.get("content") if isinstance(value, dict) else value) for name, value in values)
-    return {name: text for name, text in texts if isinstance(text, str)}
-
-
-def add_tokens(tokenizer: HFTokenizer, folder: Path) -> list[Change]:
-    """Give a tokenizer the added tokens of a folder, with their flags, as `transformers` does.
+def add_tokens(tokenizer: HFTokenizer, beside: SideFiles) -> list[Change]:
+    """Give a tokenizer the added tokens of its folder, with their flags, as `transformers` does.
 
     Raises ModelError for tokens that are malformed, or too many.
     """
-    settings = read_settings(folder / "tokenizer_config.json")
+    folder = beside.folder
     added: list[tuple[int, AddedToken]]
-    if isinstance(decoder := settings.get("added_tokens_decoder"), dict):
+    if isinstance(decoder := beside.settings.get("added_tokens_decoder"), dict):
         added = [(_id(number, folder), _token(token, folder)) for number, token in decoder.items()]
     else:
         own = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        special = set(special_tokens(folder).values())
+        special = set(beside.special.values())
         added = [(_id(number, folder), AddedToken(text, special=text in special, normalized=text not in special))
-                 for text, number in read_settings(folder / "added_tokens.json").items() if text not in own]
+                 for text, number in beside.read("added_tokens.json").items() if text not in own]
     if len(added) > _MAX_ADDED:
         raise ModelError(f"{folder} adds {len(added):,} tokens to its tokenizer; allowed: {_MAX_ADDED:,}")
     before = tokenizer.get_added_tokens_decoder()

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longdraft.errors import ModelError, OutputError
+from longdraft.system.files import sync_file
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 CHECKPOINT_FORMAT = 1
@@ -49,7 +50,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
         partial.chmod(mode)  # save_file creates a file that only its owner can read
         with partial.open("rb") as file:
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):

@@ -50,6 +50,7 @@ HONEST: Body = {"prompt": "The ship", "max_tokens": 200, "stream": False,
 SEEDS = 4
 PROBED = ("/health", "/ready", "/metrics")  # in turn
 PROBE_S = 0.01  # between two requests
+MAX_ALONE_S = 10.0  # of the honest client before an attack
 PAUSE_S = 0.2  # of an attacker between an answer and its next request; Retry-After says 5 s
 
 
@@ -64,6 +65,7 @@ class HonestText(NamedTuple):
 def probe(url: str, ends: Event, results: Connection) -> None:
     """Send (path, seconds) of requests for PROBED."""
     seconds: list[tuple[str, float]] = []
+    results.send("started")
     for path in itertools.cycle(PROBED):
         if ends.is_set():
             break
@@ -76,6 +78,7 @@ def honest(url: str, ends: Event, results: Connection) -> None:
     """Ask for texts, one after the other, and send them."""
     texts: list[HonestText] = []
     with httpx.Client(timeout=60) as client:
+        results.send("started")
         while not ends.is_set():
             seed = len(texts) % SEEDS
             began = time.perf_counter()
@@ -92,7 +95,8 @@ Work = Callable[[str, Event, Connection], None]
 
 @contextlib.contextmanager
 def beside(work: Work, url: str) -> Iterator[list[Any]]:
-    """Run `work` in another process until the block ends. Yields a list that has its result then."""
+    """Run `work` in another process until the block ends, which begins when that process has sent that it has started.
+    Yields a list that has its result then."""
     context = multiprocessing.get_context("spawn")
     ends = context.Event()
     ours, theirs = context.Pipe(False)
@@ -100,6 +104,7 @@ def beside(work: Work, url: str) -> Iterator[list[Any]]:
     child = context.Process(target=work, args=(url, ends, theirs), daemon=True)
     child.start()
     try:
+        ours.recv()
         yield result
     finally:
         ends.set()
@@ -232,7 +237,7 @@ ATTACKS: dict[str, Callable[[str, float], Coroutine[Any, Any, dict[str, int]]]] 
 def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Record:
     """The figures of one attack of so many seconds."""
     with beside(honest, url) as alone:
-        time.sleep(seconds / 2)
+        time.sleep(min(seconds / 2, MAX_ALONE_S))
     peak_mib = 0.0
 
     async def attack() -> dict[str, int]:
@@ -244,7 +249,6 @@ def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Rec
         return await task
 
     with beside(honest, url) as texts, beside(probe, url) as probed:
-        time.sleep(1.5)  # both processes have started
         statuses = asyncio.run(attack())
     time.sleep(1)
     began = time.perf_counter()

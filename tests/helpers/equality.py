@@ -55,6 +55,7 @@ DRAFTERS = {
     "eagle": ("eagle", {}),
     "eagle, window": ("eagle", dict(window=9, sinks=2, chain=7, width=3, margin=9, suffix="false")),
     "medusa": ("medusa", dict(tree="3,2,1")),
+    "medusa, likeliest": ("medusa", dict(tree="best-9")),
     "medusa, choices": ("medusa", dict(tree="0 1 2 0.0 0.1 1.0 0.0.0")),
     "magicdec, streaming": ("magicdec", dict(budget=24, sinks=4, refresh=5, width=2, least=0.6)),
     "magicdec, snapkv": ("magicdec", dict(selection="snapkv", budget=40, sinks=0, refresh=7, remainder="false",

@@ -13,6 +13,8 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import MarkedTokens, Sampler
+from longdraft.sampling.thinking_sampler import ThinkingSampler
+from longdraft.sampling.thought import ThoughtRules
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.routine import atomic, run_alone
 from longdraft.speculation.step import Step, Tally, Timings
@@ -21,23 +23,30 @@ Factory = Callable[[drafters.Resources], Drafter]
 
 
 def by_name(name: str, heads: object = None, draft: Transformer | None = None, glide: object = None,
-            eagle: Any = None, **options: object) -> Factory:
+            eagle: Any = None, block: Any = None, **options: object) -> Factory:
     parsed = drafters.parse_options(name, options)
 
     def factory(given: drafters.Resources) -> Drafter:
         return drafters.DRAFTERS[name].build(
-            parsed, given._replace(heads=heads, draft=draft, glide=glide, eagle=eagle))
+            parsed, given._replace(heads=heads, draft=draft, glide=glide, eagle=eagle, block=block))
 
-    factory.taps = eagle.taps if eagle and name in drafters.WITH_EAGLE else ()  # of the target, for the drafter
+    head = block if name == "block" else eagle
+    factory.taps = head.taps if head and name in drafters.WITH_STATES else ()  # of the target, for the drafter
     return factory
 
 
 def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, factory: Factory, *,
-             chunk: int = 512, banned: Sequence[int] = (), tally: Tally | None = None) -> list[int]:
-    """Return exactly params.max_new_tokens new tokens (the engine handles stops). Fill `tally` if given."""
+             chunk: int = 512, banned: Sequence[int] = (), tally: Tally | None = None,
+             thought: ThoughtRules | None = None) -> list[int]:
+    """Return exactly params.max_new_tokens new tokens (the engine handles stops). Fill `tally` if given.
+
+    thought  rules of the text's thought; its given tokens are drafted then
+    """
     model = model.with_taps(getattr(factory, "taps", ()))
     cache = model.new_cache()
-    sampler = Sampler(params, banned, marked=MarkedTokens(frozenset({7, 30, 41}), frozenset({1, 9})))
+    marked = MarkedTokens(frozenset({7, 30, 41}), frozenset({1, 9}))
+    sampler = (Sampler(params, banned, marked=marked) if thought is None
+               else ThinkingSampler(params, banned, marked=marked, thought=thought))
     drafter = factory(drafters.Resources(model, cache, sampler, params, None))
     context = Context(prompt)
     verified = None
@@ -47,7 +56,8 @@ def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
         cache.commit(range(len(rows)))
         verified = Verified(result, [-1])
     drafter.begin(context, verified)
-    step = Step(model, cache, drafter, sampler, context, Timings(), Tally() if tally is None else tally)
+    step = Step(model, cache, drafter, sampler, context, Timings(), Tally() if tally is None else tally,
+                drafts_forced=thought is not None)
     while context.num_new < params.max_new_tokens:
         run_alone(step.run(params.max_new_tokens - context.num_new))
     return context.slice(len(prompt), len(context)).tolist()

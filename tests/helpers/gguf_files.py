@@ -230,6 +230,8 @@ def hybrid_metadata(config: Any, arch: str) -> dict[str, Any]:
         f"{arch}.ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
         f"{arch}.full_attention_interval": 4, f"{arch}.rope.dimension_count": config.head_dim // 4,
     }
+    if arch != "qwen3next":  # pairs that rotate by place in time, rows and columns of an image, which are one in a text
+        found[f"{arch}.rope.dimension_sections"] = np.array([3, 3, 2, 0])
     if arch != "qwen35":
         found |= {f"{arch}.expert_count": config.num_experts,
                   f"{arch}.expert_used_count": config.num_experts_per_tok,
@@ -287,6 +289,7 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     """Write a model of `transformers` and the tokenizer of its folder.
 
     kind     the type of the matrices; norms are F32
+    values   metadata in the place of the model's own; None: the key is left out
     kinds    the type of those of a dense model whose names have this part in the file
     without  parts of the names of tensors that are left out
     """
@@ -327,4 +330,5 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
         own = next((own for part, own in (kinds or {}).items() if part in name), kind)
         converted[name] = stored(rows, own if tensor.ndim > 1 else "F32")
     converted = {name: tensor for name, tensor in converted.items() if not any(part in name for part in without)}
-    write_gguf(path, {**metadata(config, arch), **tokenizer_values(folder), **(values or {})}, converted)
+    written = {**metadata(config, arch), **tokenizer_values(folder), **(values or {})}
+    write_gguf(path, {key: content for key, content in written.items() if content is not None}, converted)

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from longdraft.errors import JournalError, LongdraftError
 from longdraft.journal import format as form
+from longdraft.journal import writer as writing
 from longdraft.journal.format import FILE, Header, Run, read_journal
 from longdraft.journal.writer import Journal
 
@@ -72,6 +74,12 @@ def finish_journal(folder: Path) -> None:
             journal.append(rest, 0, 0.0)
         journal.finish("length")
     assert read_journal(folder).tokens.tolist() == TOKENS and read_journal(folder).damaged_bytes == 0
+
+
+def replace_os(patch: pytest.MonkeyPatch, replaced: object) -> None:
+    """Let the writer of journals use this in place of `os`, and its `fsync` to sync files."""
+    patch.setattr(writing, "os", replaced)
+    patch.setattr(writing, "sync_file", replaced.fsync)
 
 
 class FaultyOS:

@@ -48,6 +48,8 @@ class Disk:
             def __enter__(self) -> Patched:
                 for module in modules:
                     self.setattr(module, "os", disk)
+                    if hasattr(module, "sync_file"):
+                        self.setattr(module, "sync_file", disk.fsync)
                 return self
 
             def __exit__(self, *error: object) -> None:

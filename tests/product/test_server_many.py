@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -14,12 +16,17 @@ import pytest
 import torch
 
 from helpers import serving
+from longdraft import kernels
 from longdraft.checkpoint.sizing import LARGEST_TREE
+from longdraft.server import scheduler
 from longdraft.server.jobs import EventQueue
 from longdraft.server.prepare import Preparer
+from longdraft.server.scheduler import Scheduler
 from longdraft.server.schemas import CompletionRequest
 from longdraft.server.settings import ServerSettings, cache_budget
 from longdraft.system import machine
+
+EVERYWHERE = kernels.available()[-2]  # the variant for every processor of this kind
 
 pytestmark = pytest.mark.full
 
@@ -38,6 +45,30 @@ def test_concurrent_texts_equal_those_generated_alone(server, engine):
     assert texts == [serving.written(engine, "The ship", seed=i, max_new_tokens=40 + i) for i in range(12)]
     serving.wait_for(lambda: server.scheduler.num_jobs == 0)
     assert server.scheduler.load()["reserved_bytes"] == 0
+
+
+@pytest.mark.parametrize("slow_s", [-1.0, 0.001])
+def test_a_text_whose_own_work_is_long_rests_while_others_are_written_and_is_the_same_text(
+        server, engine, monkeypatch, slow_s):
+    monkeypatch.setattr(scheduler, "_SLOW_S", slow_s)
+
+    def ask(i):
+        body = {"prompt": "The ship", "max_tokens": 30, "seed": i, "longdraft": {"min_p": 0.1, "drafter": "suffix"}}
+        return httpx.post(server.url + "/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(ask, range(4)))
+    assert texts == [serving.written(engine, "The ship", seed=i, max_new_tokens=30) for i in range(4)]
+
+
+def test_the_text_with_long_work_takes_part_in_rounds_that_have_no_other():
+    jobs = {1: SimpleNamespace(rests_until=0.0), 2: SimpleNamespace(rests_until=0.0)}
+    batch = type("Batch", (dict,), {"own_seconds": {1: 0.1, 2: 0.001}})
+    resting = SimpleNamespace(_batch=batch({1: None, 2: None}))
+    assert Scheduler._awake(resting, jobs) == [2]
+    assert jobs[1].rests_until > time.monotonic() + 0.1
+    del jobs[2]
+    assert Scheduler._awake(resting, jobs) is None
 
 
 def test_a_short_text_does_not_wait_for_a_long_one(server):
@@ -93,7 +124,7 @@ def bytes_of(engine, tokens: int, logprobs: int | None = None, **extension) -> i
 
 
 @pytest.mark.parametrize("name, dtype, width", [
-    ("reference", "bfloat16", 4), ("reference", "float32", 4), ("portable", "bfloat16", 2), ("portable", "float32", 4)])
+    ("reference", "bfloat16", 4), ("reference", "float32", 4), (EVERYWHERE, "bfloat16", 2), (EVERYWHERE, "float32", 4)])
 def test_the_budget_counts_the_cache_of_each_kernel(tiny, name, dtype, width):
     engine = serving.load(tiny["mha"], drafter="plain", dtype=dtype, kernels_name=name)
     config = engine.model.config

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from helpers import serving
-from helpers.journals import HEADER, RUN
+from helpers.journals import HEADER, RUN, replace_os
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.engine.generation import Generation
 from longdraft.journal import writer as writing
@@ -229,14 +229,14 @@ def test_a_disk_that_fills_while_a_text_is_written(server, engine, monkeypatch, 
 
         return SimpleNamespace(**{**vars(os), call: fail})
 
-    monkeypatch.setattr(writing, "os", full())
+    replace_os(monkeypatch, full())
     assert text_of(post(server, longdraft={"drafter": "plain"})) == expected
     assert any(entry.getMessage() == "journal_left_out" for entry in caplog.records)
     assert not list(root.iterdir()), "what was written of it is removed"
-    monkeypatch.setattr(writing, "os", full())
+    replace_os(monkeypatch, full())
     reply = post(server, longdraft={"journal": "mine", "drafter": "plain"})
     assert reply.status_code == 503 and os.strerror(number) in reply.json()["error"]["message"]
-    monkeypatch.setattr(writing, "os", os)
+    replace_os(monkeypatch, os)
     resumed = httpx.post(f"{server.url}{URL}/mine/resume", json={}, timeout=60)
     assert text_of(resumed) == expected
 

@@ -8,7 +8,7 @@ import pytest
 
 import longdraft
 from helpers.equality import batch_params, prompt_of
-from helpers.journals import FaultyOS
+from helpers.journals import FaultyOS, replace_os
 from longdraft.drafters import streaming_model
 from longdraft.engine.generation import Generation
 from longdraft.errors import NumericalError, OutputError
@@ -65,7 +65,7 @@ def test_a_full_disk_ends_only_the_request_with_a_journal(plain, tmp_path, monke
     with_journal = batch.add(prompt_of(20), batch_params(), journal=tmp_path / "work")
     without = batch.add(prompt_of(20, 2), batch_params())
     last = dict(batch.step())
-    monkeypatch.setattr(writing, "os", FaultyOS(1, errno.ENOSPC))
+    replace_os(monkeypatch, FaultyOS(1, errno.ENOSPC))
     while batch:
         last |= dict(batch.step())
     assert isinstance(last[with_journal].error, OutputError) and last[without].finish_reason == "length"

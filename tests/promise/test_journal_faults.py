@@ -12,7 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.journals import HEADER, RUN, STEPS, TOKENS, FaultyOS, check_one_line, finish_journal, is_true_prefix
+from helpers.journals import (
+    HEADER,
+    RUN,
+    STEPS,
+    TOKENS,
+    FaultyOS,
+    check_one_line,
+    finish_journal,
+    is_true_prefix,
+    replace_os,
+)
 from longdraft.errors import JournalError, LongdraftError, OutputError
 from longdraft.journal import writer as writing
 from longdraft.journal.format import FILE, read_journal
@@ -40,7 +50,7 @@ def test_a_fault_of_any_system_call_loses_nothing_confirmed(tmp_path, monkeypatc
     for at in range(1, 1000):
         folder, done, faulty = tmp_path / str(at), [], FaultyOS(at, number)
         with monkeypatch.context() as patch:
-            patch.setattr(writing, "os", faulty)
+            replace_os(patch, faulty)
             patch.setattr(writing, "fcntl", SimpleNamespace(flock=faulty.flock, LOCK_EX=2, LOCK_NB=4))
             patch.setattr(writing, "_PATH_CHECK_INTERVAL_S", 0.0)
             try:
@@ -60,7 +70,7 @@ def test_a_fault_of_any_system_call_loses_nothing_confirmed(tmp_path, monkeypatc
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "os", FaultyOS(0, 0, is_short=True))
+    replace_os(monkeypatch, FaultyOS(0, 0, is_short=True))
     done: list[int] = []
     life(tmp_path, done)
     assert done == TOKENS and is_true_prefix(tmp_path) and read_journal(tmp_path).finish == "length"
@@ -96,7 +106,7 @@ def test_a_failed_write_leaves_no_partial_record(tmp_path, monkeypatch):
     with Journal.create(tmp_path, HEADER, RUN) as journal:
         journal.append(STEPS[0], 0, 0.0)
         size = (tmp_path / FILE).stat().st_size
-        monkeypatch.setattr(writing, "os", FaultyOS(1, errno.ENOSPC))
+        replace_os(monkeypatch, FaultyOS(1, errno.ENOSPC))
         with pytest.raises(OutputError, match="No space left"):
             journal.append(STEPS[1], 0, 0.0)
     assert (tmp_path / FILE).stat().st_size == size and read_journal(tmp_path).damaged_bytes == 0

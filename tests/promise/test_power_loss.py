@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.journals import HEADER, RUN, finish_journal, is_true_prefix
+from helpers.journals import HEADER, RUN, finish_journal, is_true_prefix, replace_os
 from helpers.journals import STEPS as SHORT_STEPS
 from longdraft.journal import writer as writing
 from longdraft.journal.format import FILE, read_journal
@@ -70,7 +70,7 @@ def record_life(folder: Path, clock: list[float]) -> tuple[bytes, list[Operation
     """Write a journal in two runs, a second for each step. Returns the first content and what happened later."""
     recorder = RecordingOS()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "os", recorder)
+        replace_os(patch, recorder)
         patch.setattr(writing.time, "monotonic", lambda: clock[0])
         journal = Journal.create(folder, HEADER, RUN, 2.0)
         first = (folder / FILE).read_bytes()

@@ -208,6 +208,21 @@ def test_a_text_begun_on_a_device_is_resumed_on_the_cpu_where_there_is_none(engi
     assert written(longdraft.resume(tmp_path, allow_different_kernels=True))[2]["exactness"] == "distribution"
 
 
+@pytest.mark.parametrize("began, resumes, named", [
+    ("aarch64", "x86_64", "machine aarch64, now x86_64"), ("x86_64", "arm64", "machine x86_64, now arm64"),
+    ("x86_64", "x86_64", None), ("aarch64", "aarch64", None)])
+def test_a_text_is_resumed_on_the_kind_of_machine_that_began_it(engine, tmp_path, monkeypatch, began, resumes, named):
+    monkeypatch.setattr("platform.machine", lambda: began)
+    cut(engine, tmp_path, 3)
+    assert read_journal(tmp_path).header.arithmetic.get("machine") == (None if began == "x86_64" else began)
+    monkeypatch.setattr("platform.machine", lambda: resumes)
+    if named:
+        with pytest.raises(JournalError, match=named):
+            longdraft.resume(tmp_path)
+    else:
+        assert written(longdraft.resume(tmp_path))[2]["exactness"] == "bit-exact"
+
+
 def test_a_token_outside_the_vocabulary_is_refused(engine, tmp_path):
     cut(engine, tmp_path, 2)
     journal, _ = writing.Journal.open(tmp_path)

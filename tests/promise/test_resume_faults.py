@@ -10,12 +10,11 @@ import pytest
 
 import longdraft
 from helpers import resuming
-from helpers.journals import FaultyOS
+from helpers.journals import FaultyOS, replace_os
 from helpers.processes import Fork, run_code
 from helpers.resuming import SETTINGS, cut, written
 from longdraft.checkpoint.tensor_files import WEIGHTS
 from longdraft.errors import OutputError
-from longdraft.journal import writer as writing
 from longdraft.journal.format import read_journal
 
 pytestmark = pytest.mark.full
@@ -30,7 +29,7 @@ def test_a_full_disk_stops_the_text_and_the_journal_resumes(engine, tmp_path, mo
     generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path, fsync="always")
     given: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "os", FaultyOS(at, 28))
+        replace_os(patch, FaultyOS(at, 28))
         with pytest.raises(OutputError, match="No space left"):
             given.extend(token for event in generation for token in event.tokens)
     generation.close()
@@ -93,9 +92,9 @@ def test_truncating_the_models_files_after_loading_changes_nothing(folder, tmp_p
     """In another process: the system ends one that reads a page which its file no longer has."""
     shutil.copytree(folder, tmp_path / "m")
     code = f"""
-import hashlib, os, sys, longdraft
+import hashlib, os, sys, longdraft, longdraft.kernels
 params = longdraft.SamplingParams(max_new_tokens=20, seed=7)
-for kernels in ("reference", "portable"):
+for kernels in longdraft.kernels.available()[-2:]:
     os.environ["LONGDRAFT_KERNELS"] = kernels
     whole = longdraft.load({str(folder)!r}, drafter="auto")
     engine = longdraft.load({str(tmp_path / "m")!r}, drafter="auto")

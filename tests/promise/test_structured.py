@@ -103,6 +103,13 @@ def test_a_batch_and_log_probabilities_change_nothing(tiny_engine, plain):
     assert [entry.token for event in generation for entry in event.logprobs] == plain
 
 
+def test_a_heavy_grammar_consumes_its_tokens_apart_and_changes_nothing(tiny_engine, plain, monkeypatch):
+    monkeypatch.setattr(longdraft.sampling.grammar, "_HEAVY_S", -1.0)
+    generation = tiny_engine.with_drafter("suffix").generate("It was", params_of())
+    list(generation)
+    assert generation.tokens.tolist() == plain and generation.stats()["by_source"][FORCED]["accepted"] > 0
+
+
 @pytest.mark.parametrize("after", [1, 9, 30])
 def test_a_text_cut_anywhere_is_resumed_to_the_same_text(tiny_engine, plain, tmp_path, after):
     generation = tiny_engine.generate("It was", params_of(), journal=tmp_path)

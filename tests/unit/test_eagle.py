@@ -227,7 +227,7 @@ def test_a_probe_finds_whether_a_head_of_specforge_feeds_back_normalised_rows(tm
     (dict(attention_bias=True), "attention_bias is true in config.json; longdraft's EAGLE layers have no biases"),
     (dict(transformer_layer_config=None), "config.json has no transformer_layer_config"),
     (dict(speculators_model_type="peagle"), "'peagle', which longdraft does not load yet; it lacks rows of mask"),
-    (dict(speculators_model_type="dspark"), "'dspark', which longdraft does not load yet; it lacks DFlash's block"),
+    (dict(speculators_model_type="xpress"), "'xpress', which longdraft does not load yet; it lacks its refiner"),
     (dict(longdraft={"hidden_size": 9}), "trained for hidden_size 9, but the model has 48"),
 ])
 def test_a_head_that_does_not_fit_is_refused_with_the_reason(tiny, tmp_path, change, message):

@@ -392,8 +392,8 @@ FORMS: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
         {"rope.scaling.yarn_ext_factor": 1.0}, {"rope.scaling.attn_factor": 1.0},
         {"rope.scaling.yarn_attn_factor": 1.0}, {"rope.scaling.yarn_log_multiplier": 0.0},
         {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0})
-    ] + [(YARN | {"rope.scaling.attn_factor": 0.5},
-          YARN | {"rope.scaling.attn_factor": None, "rope.scaling.yarn_attn_factor": 0.5})],
+    ] + [(YARN, YARN | more) for more in ({"rope.scaling.yarn_ext_factor": -1.0},
+                                          {"rope.scaling.yarn_log_multiplier": 1.0})],
     "granite": [
         ({"residual_scale": 1.0, "embedding_scale": 1.0}, {"residual_scale": 0.0, "embedding_scale": 0.0}),
         ({"residual_scale": 1.0, "embedding_scale": 1.0}, {"residual_scale": None, "embedding_scale": None}),
@@ -443,11 +443,26 @@ def test_each_form_of_the_metadata_is_the_same_configuration(tmp_path, name, cha
     assert meaning(plain) == meaning(other)
 
 
+def test_the_converters_factor_of_attention_is_the_whole_factor(tmp_path):
+    factors = {"rope.scaling.yarn_attn_factor": 0.5, "rope.scaling.attn_factor": 0.5}
+    assert header_of("llama", YARN | factors, tmp_path / "a.gguf").rope.settings["attention_factor"] == 0.25
+
+
+def test_arrays_with_the_number_of_heads_leave_the_order_of_rows(tmp_path, llama):
+    folder, model = llama
+    convert(folder, model, tmp_path / "one.gguf")
+    convert(folder, model, tmp_path / "each.gguf", values={
+        "llama.attention.head_count": [4, 4], "llama.attention.head_count_kv": [2, 2]})
+    one, each = (TensorFiles(tmp_path / name) for name in ("one.gguf", "each.gguf"))
+    assert all(torch.equal(one.read(name), each.read(name)) for name in one.names())
+
+
 @pytest.mark.parametrize("changes, message", [
     ({"attention.causal": False}, "attention.causal is false: this is an embedding model"),
     (YARN | {"rope.scaling.yarn_ext_factor": 0.0}, "yarn_ext_factor is 0.0; supported: 1"),
     (YARN | {"rope.scaling.factor": -1.0, "rope.scaling.attn_factor": 2.0}, "factor is -1.0; allowed: above 0"),
     ({"attention.head_count_kv": [2, 2]}, "must have 3 equal values, one for each layer"),
+    ({"expert_count": 4, "expert_used_count": 2, "expert_group_count": 2}, "expert_group_count is 2; supported: 1"),
 ])
 def test_a_form_that_means_something_else_is_refused(tmp_path, changes, message):
     with pytest.raises(ModelError, match=message):

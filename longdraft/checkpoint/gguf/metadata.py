@@ -132,6 +132,8 @@ def config_of(model: Gguf) -> dict[str, Any]:
     if FAMILIES[kind.model_type].hybrid:
         config |= _delta_layers(model, read)
     if experts:
+        if read.has("expert_group_count") and read.number("expert_group_count") > 1:
+            model.fail(f"{name}.expert_group_count is {read.number('expert_group_count'):g}; supported: 1")
         config |= {"num_local_experts": read.whole("expert_count"), "norm_topk_prob": True,
                    "num_experts_per_tok": read.whole("expert_used_count"),
                    "moe_intermediate_size": read.whole("expert_feed_forward_length", config["intermediate_size"])}
@@ -144,19 +146,24 @@ def config_of(model: Gguf) -> dict[str, Any]:
             config[theirs] = read.number(ours)
     if name == "granite":
         config.setdefault("attention_multiplier", head_dim**-0.5)
+        if model.values.get(f"{name}.rope.scaling.finetuned") is False:  # so does llama.cpp read it, for Granite only
+            model.fail(f"{name}.rope.scaling.finetuned is false: a Granite without rotations, which is not supported")
     if kind.model_type == "phi3" or (kind.model_type == "llama" and read.has("attention.sliding_window")):
         _add_window(config, read)
     if name != "gemma4":
-        _add_rope(config, model, read)
+        _add_rope(config, model, read, name)
     if read.has("attention.temperature_scale"):
         config["rope_parameters"]["llama_4_scaling_beta"] = read.number("attention.temperature_scale")
+        config["rope_parameters"].setdefault("original_max_position_embeddings", read.whole(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]))
     if "truncate" in FAMILIES[kind.model_type].defaults.get("rope_parameters", {}):  # which files do not say
         config["rope_parameters"]["truncate"] = False
     if FAMILIES[kind.model_type].window_period:
         _add_windows(config, read, kind.model_type)
     if kind is _OLMO3:  # layers with a window have the rope without its scaling
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": {
-            "rope_theta": config["rope_parameters"]["rope_theta"], "rope_type": "default"}}
+            "rope_theta": read.number("rope.freq_base_swa", config["rope_parameters"]["rope_theta"]),
+            "rope_type": "default"}}
     if name.startswith("gemma"):
         gemma.add(config, model, read, name)
     return config
@@ -202,7 +209,20 @@ def _add_window(config: dict[str, Any], read: Reader) -> None:
 
 def _add_windows(config: dict[str, Any], read: Reader, model_type: str) -> None:
     """Which layers have a window, where a family lists them."""
+    if not FAMILIES[model_type].is_gemma4:
+        dims = config["head_dim"]
+        same = {"attention.key_length": dims, "attention.value_length": dims, "rope.dimension_count": dims}
+        if not FAMILIES[model_type].has_window_rope:
+            same["rope.freq_base"] = config["rope_parameters"]["rope_theta"]
+        for key, value in same.items():
+            read.require_equal(f"{key}_swa", value)
+        if FAMILIES[model_type].has_window_rope:  # llama.cpp scales these layers alike
+            read.require_equal("rope.scaling.attn_factor", 1.0)
     default = FAMILIES[model_type].defaults["sliding_window"]
+    if model_type == "gemma3_text" and not (read.has("attention.sliding_window")
+                                            and read.number("attention.sliding_window")):
+        config |= {"sliding_window": default, "layer_types": ["full_attention"] * read.layers}
+        return
     config["sliding_window"] = read.whole("attention.sliding_window", default)
     if read.has("attention.sliding_window_pattern"):
         pattern = read.flags_or_period("attention.sliding_window_pattern")
@@ -213,50 +233,70 @@ def _add_windows(config: dict[str, Any], read: Reader, model_type: str) -> None:
             config["layer_types"] = [kinds[bool(flag)] for flag in pattern]
 
 
-def _add_rope(config: dict[str, Any], model: Gguf, read: Reader) -> None:
+def _add_rope(config: dict[str, Any], model: Gguf, read: Reader, name: str) -> None:
     dims = read.whole("rope.dimension_count", config["head_dim"])
     rope: dict[str, Any] = {"rope_theta": read.number("rope.freq_base", 10000.0), "rope_type": "default"}
     config["rope_parameters"] = rope
     if dims != config["head_dim"]:
         config["partial_rotary_factor"] = (dims + 0.5) / config["head_dim"]  # rounded down again to `dims`
+    elif "partial_rotary_factor" in FAMILIES[config["model_type"]].defaults:
+        config["partial_rotary_factor"] = 1.0
+    if name == "glm4" and read.has("rope.dimension_sections"):
+        model.fail(f"{name}.rope.dimension_sections: a GLM that reads images, whose rotations are not supported")
     trained = config["max_position_embeddings"]
     original = read.whole("rope.scaling.original_context_length", trained)
     kind = read.text("rope.scaling.type", "linear")
+    attention = read.number("rope.scaling.attn_factor", 1.0)  # on cos and sin
     earlier = read.number("rope.scale_linear", 1.0)  # the name of the factor in the first files
     factor = read.number("rope.scaling.factor", earlier) or 1.0
     if "rope_freqs.weight" in model.tensors:
         factors = model.floats("rope_freqs.weight", dims // 2)
-        rope |= _llama3(factors, rope["rope_theta"], dims, original, trained)
+        rope |= (_llama3(factors, rope["rope_theta"], dims, original, trained) if attention == 1
+                 else _divided(factors, attention, original))
     elif "rope_factors_long.weight" in model.tensors:
         config["original_max_position_embeddings"] = original
         rope |= {"rope_type": "longrope", **{
             f"{length}_factor": model.floats(f"rope_factors_{length}.weight", dims // 2)
             for length in ("long", "short")}}
         if read.has("rope.scaling.attn_factor"):
-            rope["attention_factor"] = read.number("rope.scaling.attn_factor")
+            rope["attention_factor"] = attention
+    elif kind in ("none", "linear") and attention != 1:
+        rope |= _divided([factor if kind == "linear" else 1.0] * (dims // 2), attention, original)
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        rope |= _yarn(model, read, factor, original)
+        rope |= _yarn(model, read, name, factor, original)
     elif kind not in ("none", "linear"):
         model.fail(f"rope.scaling.type is {kind!r}; supported: none, linear, yarn, longrope")
 
 
-def _yarn(model: Gguf, read: Reader, factor: float, original: int) -> dict[str, Any]:
+def _yarn(model: Gguf, read: Reader, name: str, factor: float, original: int) -> dict[str, Any]:
+    """YaRN's settings. llama.cpp reads those of its ramp for `mistral3` only, but its converter writes them for all."""
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    for name in ("beta_fast", "beta_slow"):
-        if read.has(f"rope.scaling.yarn_{name}"):
-            scaling[name] = read.number(f"rope.scaling.yarn_{name}")
-    if log_factor := read.number("rope.scaling.yarn_log_multiplier", 0.0):
+    for part in ("beta_fast", "beta_slow"):
+        if read.has(f"rope.scaling.yarn_{part}"):
+            scaling[part] = read.number(f"rope.scaling.yarn_{part}")
+    log_factor = read.number("rope.scaling.yarn_log_multiplier", 0.0) if name == "mistral3" else 0.0
+    if log_factor:
         scaling |= {"mscale": 1.0, "mscale_all_dim": log_factor}
-    if (extent := read.number("rope.scaling.yarn_ext_factor", 1.0)) != 1:
+    if (extent := read.number("rope.scaling.yarn_ext_factor", 1.0)) != 1 and extent >= 0:  # below: not set
         model.fail(f"rope.scaling.yarn_ext_factor is {extent}; supported: 1")
     if factor <= 0:
         model.fail(f"rope.scaling.factor is {factor}; allowed: above 0")
-    by = read.number("rope.scaling.attn_factor", 1.0) * read.number("rope.scaling.yarn_attn_factor", 1.0)
-    if by != 1:
-        scaling["attention_factor"] = by * (0.1 * math.log(factor) + 1)
+    rule = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    # The converter writes the whole factor of the original model here; llama.cpp saves 1 where it has none.
+    own = read.number("rope.scaling.yarn_attn_factor", 1.0)
+    whole = own if own != 1 else rule / (log_factor * (rule - 1) + 1)
+    by = read.number("rope.scaling.attn_factor", 1.0)
+    if by != 1 or own != 1:
+        scaling["attention_factor"] = by * whole
     return scaling
+
+
+def _divided(factors: list[float], attention: float, trained: int) -> dict[str, Any]:
+    """Rotations whose frequencies are divided by `factors`, and cos and sin multiplied by `attention`."""
+    return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": attention,
+            "factor": 1.0, "original_max_position_embeddings": trained}
 
 
 def _llama3(factors: list[float], theta: float, dims: int, original: int, trained: int) -> dict[str, Any]:
@@ -269,8 +309,7 @@ def _llama3(factors: list[float], theta: float, dims: int, original: int, traine
         if np.allclose(rule, factors, rtol=1e-4, atol=0):
             return {"rope_type": "llama3", "factor": shortest(factor), "low_freq_factor": low,
                     "high_freq_factor": high, "original_max_position_embeddings": length}
-    return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0,
-            "factor": 1.0, "original_max_position_embeddings": trained}
+    return _divided(factors, 1.0, trained)
 
 
 def end_ids(model: Gguf) -> list[int]:

@@ -40,6 +40,11 @@ class Reader:
             self._model.fail(f"{self._prefix}.{key} is {value!r}; allowed: a finite number")
         return shortest(value)
 
+    def require_equal(self, key: str, value: float) -> None:
+        """ModelError if a number of layers with a window differs from that of other layers."""
+        if (given := self.number(key, value)) != value:
+            self._model.fail(f"{self._prefix}.{key} is {given:g}; supported: {value:g}, as in layers without a window")
+
     def flags_or_period(self, key: str) -> int | list[Any]:
         """A number, or an array with a value for each layer."""
         name = f"{self._prefix}.{key}"

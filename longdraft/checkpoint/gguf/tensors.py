@@ -16,7 +16,7 @@ from longdraft.checkpoint.gguf import gemma
 from longdraft.checkpoint.gguf.blocks import dequantise, grouped, mxfp4_parts, q4_0_parts
 from longdraft.checkpoint.gguf.container import Gguf, GgufFile
 from longdraft.checkpoint.gguf.metadata import architecture
-from longdraft.checkpoint.gguf.types import TYPES, TensorEntry
+from longdraft.checkpoint.gguf.types import TYPES, Array, TensorEntry
 from longdraft.checkpoint.memory import forget_pages, mapped_numbers, temporary
 from longdraft.checkpoint.tensor_file import Entry, StoredTensors
 from longdraft.kernels.formats.groups import BlockRows
@@ -302,7 +302,12 @@ def _expert_name(layer: str, part: str, index: int, form: ExpertsFormat, kind: s
 
 
 def _heads(model: Gguf, name: str, key: str) -> int:
-    value = model.values.get(f"{name}.attention.{key}", model.values.get(f"{name}.attention.head_count"))
+    """The number of heads of a layer; 0 where the metadata has none. Layers that differ are refused elsewhere."""
+    full = f"{name}.attention.{key}"
+    full = full if full in model.values else f"{name}.attention.head_count"
+    value = model.values.get(full)
+    if isinstance(value, Array):
+        value = next(iter(model.array(full)), None)
     return value if isinstance(value, int) else 0
 
 

@@ -87,9 +87,12 @@ class NodeAcceptance:
                 self._rates[kind].add(node in accepted)
 
     def reach(self, tree: Tree) -> list[float]:
-        """P(node becomes text), for each node."""
+        """P(node becomes text), for each node: from the drafter's own rates, where it has some."""
         reach = [1.0]
         for node, kind in enumerate(self._kinds(tree)[1:], 1):
-            expected = self._PRIOR_LATER if kind[2] else self._PRIOR_FIRST
-            reach.append(reach[tree.parents[node]] * self._rates[kind].value(expected, self._PRIOR_WEIGHT))
+            rate = tree.rates[node] if tree.rates else None
+            if rate is None:
+                expected = self._PRIOR_LATER if kind[2] else self._PRIOR_FIRST
+                rate = self._rates[kind].value(expected, self._PRIOR_WEIGHT)
+            reach.append(reach[tree.parents[node]] * rate)
         return reach

@@ -60,8 +60,9 @@ from longdraft.speculation.routine import CostClock, Routine, run_alone
 class AutoOptions(DrafterOptions):
     """Options of `auto`.
 
-    draft_weights     as for `tokenswift`: weights that its self-drafting candidates draft with
-    draft_vocabulary  as for `tokenswift`: tokens that they can guess
+    draft_weights     as for `tokenswift`: weights that its self-drafting candidates draft with; those of a block head's
+                      layers as well
+    draft_vocabulary  as for `tokenswift`: tokens that they, and a block head, can guess
     """
 
     draft_weights: str = AUTO_WEIGHTS
@@ -73,6 +74,10 @@ class AutoOptions(DrafterOptions):
 
     @property
     def copy_weights(self) -> str:
+        return self.draft_weights
+
+    @property
+    def head_weights(self) -> str:
         return self.draft_weights
 
     @property

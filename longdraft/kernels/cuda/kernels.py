@@ -136,7 +136,8 @@ class CudaKernels(CudaOperations):
         free: int = torch.cuda.mem_get_info(self.device)[0]
         index = self.device.index or 0
         # What PyTorch holds for graphs (pools of their own) can be used by those graphs only.
-        held = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        held = [segment for segment in segments if segment["device"] == index
                 and segment.get("segment_pool_id", (0, 0)) == (0, 0)]
         unused: int = sum(segment["total_size"] - segment["allocated_size"] for segment in held)
         return free + unused

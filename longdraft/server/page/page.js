@@ -27,7 +27,7 @@ let run = null; // the text on display: { id, journal, seed, max, prompt, prompt
 function settings() {
   const ours = { details: true, journal: window.keepsJournals || undefined, drafter: $("drafter").value || undefined,
     min_p: number("min_p"), top_k: number("top_k"), repetition_penalty: number("repetition_penalty"),
-    penalty_window: number("penalty_window"), on_loop: $("on_loop").value };
+    penalty_window: number("penalty_window"), on_loop: $("on_loop").value, thinking_budget: number("thinking_budget") };
   const body = { stream: true, max_tokens: number("max_tokens"), temperature: number("temperature"), top_p: number("top_p"),
     stop: $("stop").value || undefined, longdraft: ours };
   // A seed with more digits than a JavaScript number holds exactly is refused by the server.
@@ -86,9 +86,9 @@ async function resume(id) {
 
 // What is known of a text from its journal.
 function ofJournal(about, id) {
-  const { temperature, top_p, stop, min_p, top_k, repetition_penalty, penalty_window } = about.sampling;
+  const { temperature, top_p, stop, min_p, top_k, repetition_penalty, penalty_window, thinking_budget, on_loop } = about.sampling;
   const body = { stream: true, temperature, top_p, stop: stop?.length ? stop : undefined,
-    longdraft: { details: true, journal: true, min_p, top_k, repetition_penalty, penalty_window } };
+    longdraft: { details: true, journal: true, min_p, top_k, repetition_penalty, penalty_window, thinking_budget, on_loop } };
   return { prompt: about.prompt, promptIds: about.prompt_ids, max: about.max_new_tokens, id, body, isResumed: true };
 }
 
@@ -187,8 +187,30 @@ function update() {
     $("elapsed").textContent = clock(progress.elapsed_seconds);
     document.title = isOn ? `${Math.floor(100 * share)} % · longdraft` : "longdraft";
   }
+  showThought(progress?.thinking, progress?.thinking_budget);
   for (const id of ["copy", "save-text", "save-markdown", "save-epub", "save-tokens", "save-report"]) $(id).disabled = !done;
   legend();
+}
+
+// The thought's length beside its budget, and the button that ends it.
+function showThought(thinking, budget) {
+  const isOpen = Boolean(thinking?.opened) && !thinking.closed_by, isOn = document.body.dataset.state === "running";
+  $("thought").hidden = !thinking?.opened;
+  $("answer").hidden = !(isOpen && isOn);
+  if (!thinking?.opened) return;
+  const most = budget ?? run.max ?? 0, bar = $("thought-bar");
+  bar.setAttribute("aria-valuenow", thinking.tokens);
+  bar.setAttribute("aria-valuemax", most);
+  bar.firstElementChild.style.width = `${100 * Math.min(1, most ? thinking.tokens / most : 0)}%`;
+  const closed = { budget: "closed at its budget", reserve: "closed for the answer", loop: "closed in a loop", request: "closed on request" };
+  const state = isOpen ? "" : `, ${closed[thinking.closed_by] ?? "ended by the model"}`;
+  $("thought-count").textContent = `Thought: ${thinking.tokens.toLocaleString()}${budget == null ? "" : ` of ${budget.toLocaleString()}`} tokens${state}`;
+}
+
+async function answerNow() {
+  $("answer").disabled = true;
+  try { await ask(`${GENERATIONS}/${run.id}/answer`, "POST"); } catch (error) { if (error.code !== "not_thinking") showError(error); }
+  $("answer").disabled = false;
 }
 
 function legend() {
@@ -431,6 +453,7 @@ async function start() {
   const on = (id, action) => $(id).addEventListener("click", action);
   on("dice", () => { $("seed").value = Math.floor(Math.random() * 2 ** 31); });
   on("stop-run", stop);
+  on("answer", answerNow);
   on("resume", () => resume(run.id).catch(showError));
   on("copy", copy);
   on("save-text", () => download("text"));

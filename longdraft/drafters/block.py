@@ -1,0 +1,195 @@
+"""The drafter `block`: one pass of a block head guesses a block of tokens, from which the likeliest tree is verified.
+
+longdraft/parts/block.py has the head. Its only state is the keys and values of the text's rows, which the target's own
+states give without a forward. So a text that is resumed, or that begins like an earlier one, needs nothing saved: the
+states of its latest rows come from the target's forwards (longdraft/cache/taps.py), and rows that are missing are left
+out.
+
+A head sees a window of the text, as `eagle`'s does, so that all distances stay in the range that it was trained with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longdraft.cache.full import FullCache
+from longdraft.cache.taps import FIRST, LATEST, TappedRows
+from longdraft.cache.window import RowWindow
+from longdraft.drafters.draft_vocabulary import (
+    AUTO,
+    DraftVocabulary,
+    VocabularySize,
+    check_draft_vocabulary,
+    vocabulary_size,
+)
+from longdraft.drafters.eagle import READ_CHUNK, USUAL_SINKS, USUAL_WINDOW
+from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, MarginalTrees, Slot
+from longdraft.drafters.options import DrafterOptions
+from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
+from longdraft.errors import check
+from longdraft.kernels import KVStore
+from longdraft.parts.block import BlockHead
+from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
+from longdraft.parts.draft_copy import check_draft_weights
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Tree, Trie
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Verified
+from longdraft.speculation.routine import atomic
+
+BLOCK = "block"  # the source of the guesses in the statistics
+
+
+@dataclass(frozen=True)
+class BlockOptions(DrafterOptions):
+    """Options of `block`.
+
+    nodes   guesses that are verified at most: the likeliest of those that the block makes
+    rows    rows of a block at most; 0: as many as the head was trained with
+    suffix  add what followed the longest suffix of the text earlier, after the root
+    window  latest rows of the text that layers without a window of their own see; 0: 2048
+    sinks   first rows of the text that these layers see as well
+    draft_weights     auto | same | int8 | int4: weights of the head's layers, set when the head is loaded. auto: int4
+                      for layers of 4 MiB or more on a CPU, else those of the file
+    draft_vocabulary  auto | all | number of tokens that a head can guess which has no output head of its own; as for
+                      `tokenswift`
+    """
+
+    nodes: int = 8
+    rows: int = 0
+    suffix: bool = True
+    window: int = 0
+    sinks: int = USUAL_SINKS
+    draft_weights: str = AUTO_WEIGHTS
+    draft_vocabulary: VocabularySize = AUTO
+
+    def __post_init__(self) -> None:
+        check(1 <= self.nodes <= MAX_NODES, "nodes", self.nodes, f"1 to {MAX_NODES}")
+        check(self.rows == 0 or self.rows >= 2, "rows", self.rows, "0, or 2 or more")
+        check(0 <= self.window <= LATEST, "window", self.window, f"0 to {LATEST}")
+        check(0 <= self.sinks <= FIRST, "sinks", self.sinks, f"0 to {FIRST}")
+        check_draft_weights(self.draft_weights)
+        check_draft_vocabulary(self.draft_vocabulary)
+
+    @property
+    def head_weights(self) -> str:
+        return self.draft_weights
+
+
+class ContextRows:
+    """The keys and values of the text in all layers of a head, for one text.
+
+    cache   of the target, which holds the tapped states of the text
+    window  latest rows of the text that layers see which were trained without a window
+    sinks   first rows of the text that these see as well
+    """
+
+    def __init__(self, head: BlockHead, cache: FullCache, window: int, sinks: int) -> None:
+        layer = head.config.layer
+        assert cache.taps is not None and cache.taps.layers == head.taps, "the target's cache holds the head's states"
+        self._head, self._taps, self._sinks = head, cache.taps, sinks
+        # Layers with one window share a RowWindow; those that were trained with a window see no sinks.
+        sizes = [(min(own, LATEST), 0) if own else (window, sinks) for own in head.config.windows]
+        self._groups = {size: [index for index, other in enumerate(sizes) if other == size]
+                        for size in dict.fromkeys(sizes)}
+        self.windows = {size: RowWindow(head.kernels, len(layers), layer.num_kv_heads, layer.head_dim, size[0],
+                                        head.config.block_size, size[1]) for size, layers in self._groups.items()}
+        self._longest = max(size[0] for size in sizes)
+        self._first = next(iter(self.windows.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows, and of the states that are not yet read."""
+        return sum(rows.nbytes for rows in self.windows.values()) + self._taps.nbytes
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self._first.end
+
+    def read(self, context: Context) -> bool:
+        """Read the rows whose states are new: of many, the first and the latest ones that the head can see. Returns
+        whether all rows of the text up to its last token were read without a gap at the end."""
+        first_seen = len(context) - 1 - self._longest
+        for run in self._taps.take():
+            end = run.start + run.states.shape[1]
+            for start, stop in ((run.start, min(end, self._sinks)), (max(run.start, first_seen, self._sinks), end)):
+                for place in range(start, stop, READ_CHUNK):
+                    self._read(run.cut(place, min(place + READ_CHUNK, stop)))
+        return self.end == len(context) - 1
+
+    def _read(self, run: TappedRows) -> None:
+        count = run.states.shape[1]
+        k, v = self._head.context(run.states, range(run.start, run.start + count))
+        for size, rows in self.windows.items():
+            if run.start != rows.end:
+                rows.restart(run.start)
+            layers = self._groups[size]
+            rows.add_text(k[layers], v[layers])
+            rows.turn_sinks(self._head.rotations)
+
+    @property
+    def stores(self) -> list[tuple[KVStore, int]]:
+        """The store of each layer, and how many of its rows the text has."""
+        found: dict[int, tuple[KVStore, int]] = {}
+        for size, layers in self._groups.items():
+            rows = self.windows[size]
+            found |= {layer: (store, rows.num_text) for layer, store in zip(layers, rows.stores, strict=True)}
+        return [found[index] for index in range(len(found))]
+
+
+class BlockDrafter:
+    def __init__(self, options: BlockOptions, head: BlockHead, cache: FullCache, sampler: Sampler,
+                 params: SamplingParams) -> None:
+        assert cache.taps is not None
+        self._head, self._sampler, self._taps = head, sampler, cache.taps
+        self._num_nodes = options.nodes
+        self._num_rows = min(options.rows or head.config.block_size, head.config.block_size)
+        self.rows = ContextRows(head, cache, options.window or USUAL_WINDOW, options.sinks)
+        size = vocabulary_size(options.draft_vocabulary, head.target) if head.target else None
+        self._vocabulary = DraftVocabulary(head.target, size) if head.target and size else None
+        self._trees = MarginalTrees(BLOCK)
+        self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + sum(part.nbytes for part in (self._suffix, self._vocabulary) if part)
+
+    def follow(self, is_wanted: bool) -> None:
+        self._taps.follow(is_wanted)
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        if self._suffix:
+            self._suffix.update(context)
+        if self._vocabulary and verified:
+            self._vocabulary.learn(verified)
+
+    @atomic
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        slots = self.slots(context, max_depth) if max_depth else []
+        tree = self._trees.grow(context.last, slots, self._num_nodes)
+        if not self._suffix:
+            return tree
+        trie = Trie.of(tree)
+        self._suffix.add_matches(trie, 0, context, (), max_depth)
+        return trie.tree()
+
+    def slots(self, context: Context, max_depth: int) -> list[Slot]:
+        """The candidates of the places after the text; none while the state of its last row is not known."""
+        if not self.rows.read(context):
+            return []
+        head, count = self._head, self._num_rows
+        if all(head.config.causal):  # the first rows do not depend on later ones
+            count = min(count, max_depth + (not head.first_guesses))
+        limited = self._vocabulary.model(context) if self._vocabulary else None
+        rows = head.block(context.last, len(context) - 1, count, self.rows.stores, limited)
+        shortlists = self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST)
+        candidates = head.candidates(rows, context.last, [shortlist.tokens for shortlist in shortlists])
+        scale = self._sampler.params.temperature or 1.0
+        return [Slot(shortlist.tokens, shortlist.scores, None if own.pairs is None else own.pairs / scale, own.trust)
+                for shortlist, own in zip(shortlists, candidates, strict=False)]
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        self._trees.learn(accepted.tokens)
+        self.begin(context, accepted.verified)

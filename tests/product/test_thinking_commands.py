@@ -1,0 +1,189 @@
+"""Rules for thoughts where users set them: the server and its route "answer", the command line, rows of a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+import longdraft
+from helpers import serving
+from helpers.thinkers import make_thinker
+from longdraft.__main__ import run
+from longdraft.batch import requests
+from longdraft.journal.format import read_journal
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.settings import settings_of
+
+SETTINGS = dict(seed=5, temperature=1.0, max_tokens=60)
+EXTENSION = dict(min_p=0.02, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_thinker(tmp_path_factory.mktemp("thinker"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> longdraft.Engine:
+    return longdraft.load(str(folder), drafter="suffix", threads=1)
+
+
+@pytest.fixture(scope="module")
+def server(engine, tmp_path_factory):
+    with serving.running(engine, journals=tmp_path_factory.mktemp("journals")) as running:
+        yield running
+
+
+def post(server, path: str, body: dict) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+def ask(server, status: int = 200, **body) -> dict:
+    body = SETTINGS | {"messages": [{"role": "user", "content": "Hi"}], "longdraft": EXTENSION} | body
+    reply = post(server, "/v1/chat/completions", body)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def tokens_of(engine, **changes) -> list[int]:
+    params = SamplingParams.from_names(SETTINGS | EXTENSION | changes)
+    generation = engine.generate(engine.chat("Hi"), params)
+    list(generation)
+    return generation.tokens.tolist()
+
+
+ALIASES = settings_of(SamplingParams)["thinking_budget"].names
+
+
+@pytest.mark.parametrize("name", [*ALIASES, "longdraft", "reasoning"])
+def test_a_budget_has_the_names_of_other_servers(server, name):
+    given = {"longdraft": {"longdraft": EXTENSION | {"thinking_budget": 12}}, "reasoning": {"reasoning": {
+        "max_tokens": 12}}}.get(name, {name: 12})
+    reply = ask(server, **given)
+    thinking = reply["longdraft"]["stats"]["thinking"]
+    assert thinking["closed_by"] == "budget" and 11 <= thinking["tokens"] <= 14
+    assert reply["longdraft"]["stats"]["sampling"]["thinking_budget"] == 12
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == thinking["tokens"] + thinking["forced"]
+    assert reply["choices"][0]["message"]["reasoning_content"]
+
+
+def test_several_texts_of_a_request_are_under_the_same_rules(server):
+    reply = ask(server, n=2, thinking_budget=12)
+    closed = [choice["longdraft"]["stats"]["thinking"]["closed_by"] for choice in reply["choices"]]
+    assert closed == ["budget", "budget"]
+    alone = ask(server, thinking_budget=12, seed=6)
+    assert reply["choices"][1]["message"] == alone["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("body, param, words", [
+    ({"thinking_budget": -2}, "thinking_budget", "-1 or more"),
+    ({"max_thinking_tokens": "many"}, "max_thinking_tokens", "integer"),
+    ({"thinking_budget": 5, "thinking_token_budget": 6}, "thinking_token_budget", "contradicts"),
+    ({"reasoning_effort": "much"}, "reasoning_effort", "minimal"),
+    ({"reasoning": {"effort": "low", "enabled": False}}, "reasoning", "give one of"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning", "contradicts"),
+    ({"longdraft": {"thinking": {"seed": 1}}}, "longdraft.thinking", "temperature, top_k"),
+    ({"longdraft": {"thinking": {"temperature": -1}}}, None, "temperature is -1"),
+    ({"thinking_budget": 9, "longdraft": {"min_thinking_tokens": 10}}, "longdraft.min_thinking_tokens", "at most"),
+    ({"longdraft": {"thinking_message": "</think>"}}, None, ""),
+    ({"thinking_budget": 9, "thinking_message": "</think>"}, "thinking_message", "marker"),
+])
+def test_wrong_rules_are_refused_by_name(server, body, param, words):
+    if param is None and not words:  # a message without a rule is never written
+        ask(server, **body)
+        return
+    error = ask(server, 400, **body)["error"]
+    assert words in error["message"] and (param is None or error["param"] == param)
+
+
+def test_an_effort_is_for_chats(server):
+    reply = post(server, "/v1/completions", SETTINGS | {"prompt": "Hi", "reasoning_effort": "low"})
+    assert reply.status_code == 400 and "chats only" in reply.json()["error"]["message"]
+    found = ask(server, reasoning_effort="low")["longdraft"]["stats"]
+    assert found["sampling"]["thinking_budget"] == 12 and found["thinking"]["closed_by"] == "budget"
+    assert "reasoning_content" not in ask(server, reasoning_effort="none")["choices"][0]["message"]
+
+
+def test_answer_now_closes_the_thought_of_a_running_text(server, engine):
+    """The rest of the text is that of a request with the place."""
+    body = SETTINGS | {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 3000,
+                       "longdraft": EXTENSION | {"journal": "clicked", "details": True}}
+    tokens: list[int] = []
+    stats, was_open = None, None
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as stream:
+        held = b""
+        for part in stream.iter_bytes():
+            *lines, held = (held + part).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                detail = json.loads(line[6:]).get("longdraft", {})
+                tokens += detail.get("tokens", [])
+                stats = detail.get("stats") or stats
+                if was_open is None and detail.get("progress"):
+                    was_open = detail["progress"]["thinking"]["opened"]
+                    reply = post(server, "/v1/longdraft/generations/clicked/answer", {})
+                    assert reply.status_code == 200, reply.text
+    place = stats["sampling"]["thinking_close_at"]
+    assert was_open and stats["thinking"]["closed_by"] == "request" and 0 < place < 3000
+    assert tokens == tokens_of(engine, max_tokens=3000, thinking_close_at=place)
+    content = read_journal(server.app.service.settings.journals / "clicked")
+    assert content.closing.token == place
+    shown = httpx.get(f"{server.url}/v1/longdraft/generations/clicked").json()
+    assert shown["tokens"] == tokens
+    assert post(server, "/v1/longdraft/generations/clicked/answer", {}).json()["error"]["code"] == "not_thinking"
+    assert post(server, "/v1/longdraft/generations/other/answer", {}).status_code == 404
+
+
+def test_the_command_line_has_every_rule(engine, folder, tmp_path):
+    stats = tmp_path / "stats.json"
+    options = ["--model", str(folder), "--chat", "--max-new-tokens", "60", "--seed", "5", "--min-p", "0.02",
+               "--ignore-eos", "--quiet", "--stats", str(stats), "--drafter", "plain"]
+    rules = ["--thinking-budget", "20", "--thinking-reserve", "10", "--min-thinking-tokens", "5", "--thinking-message",
+             "So:", "--thinking-wait", "1", "--thinking-soft", "0.7", "--no-stop-in-thinking", "--stop", "QQ",
+             "--no-banned-in-thinking", "--thinking", "temperature=0.7", "--thinking", "top_k=40", "--on-loop",
+             "answer"]
+    assert run(["generate", "Hi", *options, *rules]) == 0
+    found = json.loads(stats.read_text())
+    assert found["sampling"]["thinking"] == [["temperature", 0.7], ["top_k", 40]]
+    assert found["sampling"]["stop_in_thinking"] is False and found["thinking"]["closed_by"] == "budget"
+    assert run(["generate", "Hi", *options, "--reasoning-effort", "low"]) == 0
+    assert json.loads(stats.read_text())["sampling"]["thinking_budget"] == 12
+    assert run(["generate", "Hi", *options, "--thinking", "temperature=hot"]) == 2
+
+
+def test_rows_of_a_batch_have_the_names_too():
+    row = {"id": "a", "prompt": "x", "thinking_token_budget": 5, "thinking": {"temperature": 0.5}, "on_loop": "answer"}
+    parsed = requests.parse(row, 1, "")
+    assert not parsed.problem and parsed.settings["thinking_budget"] == 5
+    assert SamplingParams.from_names(parsed.settings).thinking == (("temperature", 0.5),)
+    chat = {"custom_id": "b", "url": "/v1/chat/completions", "body": {
+        "messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "high"}}
+    assert requests.parse(chat, 1, "").settings == {"reasoning_effort": "high"}
+
+
+def test_a_batch_job_writes_the_texts_of_the_server(engine, folder, server, tmp_path):
+    rows = [{"id": str(number), "messages": [{"role": "user", "content": "Hi"}], **SETTINGS, **EXTENSION, **rules}
+            for number, rules in enumerate(({"thinking_budget": 12}, {"reasoning_effort": "low"}))]
+    source, output = tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["batch", str(source), str(output), "--model", str(folder), "--drafter", "suffix", "--quiet"]
+    assert run(command) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    expected = ask(server, thinking_budget=12)["longdraft"]["stats"]["sha256_tokens"]
+    assert {record["sha256_tokens"] for record in records} == {expected}
+
+
+@pytest.mark.full
+def test_the_chapters_of_a_book_have_no_thinking(folder, tmp_path):
+    pytest.importorskip("llguidance")
+    command = ["book", "A night.", "--chapters", "1", "--words", "50", "--seed", "4", "--model", str(folder),
+               "--folder", str(tmp_path / "book"), "--quiet", "--thinking-budget", "20", "--drafter"]
+    assert run([*command, "suffix"]) == 0
+    content = read_journal(tmp_path / "book" / "chapter-001")
+    close = longdraft.load(str(folder), drafter="plain", threads=1).tokenizer.vocabulary()["</think>"]
+    assert close in content.tokens and "think>" not in (tmp_path / "book" / "book.md").read_text()
+    assert run([*command, "plain"]) == 0  # the same settings: the chapter is kept

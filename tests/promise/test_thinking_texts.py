@@ -1,0 +1,267 @@
+"""Texts whose thought is under rules, written by an engine: journals, batches, closings on request, phrases, stops."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+import longdraft
+from helpers.thinkers import TOKENS, make_thinker
+from longdraft.errors import UsageError
+from longdraft.journal import format as form
+from longdraft.journal.format import read_journal
+from longdraft.request.sampling_params import SamplingParams
+
+HELLO = "Hi"
+PARAMS = dict(max_new_tokens=70, seed=5, temperature=1.0, min_p=0.02, thinking_budget=25, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> longdraft.Engine:
+    return longdraft.load(str(make_thinker(tmp_path_factory.mktemp("thinker"))), drafter="suffix", threads=1)
+
+
+def params_of(**changes) -> SamplingParams:
+    return SamplingParams(**(PARAMS | changes))
+
+
+def text_of(generation: longdraft.Generation) -> tuple[list[int], str]:
+    text = "".join(event.text for event in generation)
+    return generation.tokens.tolist(), text
+
+
+def write(engine, params, **options) -> list[int]:
+    return text_of(engine.generate(engine.chat(HELLO), params, **options))[0]
+
+
+RULES = {
+    "budget": {}, "reserve": dict(thinking_budget=-1, thinking_reserve=30), "minimum": dict(min_thinking_tokens=20),
+    "message": dict(thinking_message="So:"), "waits and a soft close": dict(thinking_wait=2, thinking_soft=0.5),
+    "own sampling": dict(thinking=(("temperature", 0.5), ("top_k", 30)), repetition_penalty=1.2),
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_a_text_cut_anywhere_is_resumed_to_the_same_text(engine, tmp_path, rules):
+    params = params_of(**RULES[rules])
+    whole = write(engine, params)
+    plain = engine.with_drafter("plain")
+    assert write(plain, params) == whole
+    for after in (1, 8, 25, 26, 40):
+        folder = tmp_path / str(after)
+        with plain.generate(engine.chat(HELLO), params, journal=folder) as generation:
+            for _ in range(after):
+                next(generation)
+        resumed = engine.resume(folder)
+        list(resumed)
+        assert resumed.tokens.tolist() == whole, after
+
+
+def test_batches_and_several_texts_of_a_prompt_are_the_same_texts(engine):
+    prompt, settings = engine.chat(HELLO), [params_of(**rules) for rules in RULES.values()]
+    tokens: dict[int, list[int]] = {place: [] for place in range(len(settings))}
+    for place, event in engine.generate_many([prompt] * len(settings), settings):
+        assert event.error is None
+        tokens[place] += event.tokens
+    assert list(tokens.values()) == [write(engine, params) for params in settings]
+
+
+def test_log_probabilities_are_those_of_the_same_text_and_0_for_given_tokens(engine):
+    params = params_of()
+    generation = engine.generate(engine.chat(HELLO), params, logprobs=2)
+    entries = [entry for event in generation for entry in event.logprobs]
+    assert [entry.token for entry in entries] == write(engine, params)
+    given = generation.stats()["thinking"]["forced"]
+    at = [entry.token for entry in entries].index(engine.tokenizer.vocabulary()["</think>"]) - 1
+    assert given and {entry.logprob for entry in entries[at : at + given]} == {0.0}
+
+
+def test_without_a_rule_the_text_is_that_of_a_model_without_marks(engine):
+    """The statistics know the thought; nothing else does."""
+    plain = params_of(thinking_budget=-1)
+    generation = engine.generate(engine.chat(HELLO), plain)
+    list(generation)
+    thinking = generation.stats()["thinking"]
+    assert thinking["opened"] and thinking["forced"] == 0 and type(generation.step.sampler).__name__ == "Sampler"
+    assert generation.params == plain
+
+
+def test_the_statistics_say_what_closed_the_thought(engine):
+    def figures(**changes):
+        generation = engine.generate(engine.chat(HELLO), params_of(**changes))
+        list(generation)
+        return generation.stats()["thinking"]
+
+    message = len(engine.tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
+    assert figures() | {"tokens": 0} == {
+        "opened": True, "tokens": 0, "closed_by": "budget", "forced": message, "waits": 0}
+    assert 24 <= figures()["tokens"] <= 27  # the template's line break behind <think> is the first of the budget
+    assert figures(thinking_budget=-1, thinking_reserve=40)["closed_by"] == "reserve"
+    close = engine.tokenizer.vocabulary()["</think>"]
+    assert figures(logit_bias=((close, 100.0),))["closed_by"] == "model"
+    assert figures(logit_bias=((close, 100.0),), thinking_wait=3)["waits"] == 3
+    assert figures(thinking_close_at=4, thinking_budget=-1)["closed_by"] == "request"
+
+
+def test_answer_now_enters_the_journal_and_a_text_with_its_place_is_the_same_text(engine, tmp_path):
+    for after in (0, 1, 7, 20):
+        folder, params = tmp_path / str(after), params_of(thinking_budget=-1)
+        generation = engine.generate(engine.chat(HELLO), params, journal=folder)
+        shown = [token for _ in range(after) for token in next(generation).tokens]
+        generation.answer_now()
+        whole = shown + text_of(generation)[0][len(shown) :]
+        place = generation.stats()["sampling"]["thinking_close_at"]
+        assert place == len(shown) and generation.stats()["thinking"]["closed_by"] == "request"
+        assert write(engine, params_of(thinking_budget=-1, thinking_close_at=place)) == whole
+        assert write(engine.with_drafter("plain"), params_of(thinking_budget=-1, thinking_close_at=place)) == whole
+        content = read_journal(folder)
+        assert content.closing.token == place and content.params.thinking_close_at == place
+        assert content.tokens.tolist() == whole
+
+
+def records(path: Path) -> list[tuple[int, int]]:
+    """Kind and end offset of each record."""
+    content, digest = path.read_bytes(), form.RunningHash()
+    with path.open("rb") as file:
+        file.seek(len(form.MAGIC))
+        return [(kind, end) for end, kind, _ in form._records(file, len(content), digest)]
+
+
+def test_a_process_that_ends_between_the_record_and_the_next_token_loses_nothing(engine, tmp_path):
+    folder = tmp_path / "journal"
+    generation = engine.generate(engine.chat(HELLO), params_of(thinking_budget=-1), journal=folder)
+    for _ in range(5):
+        next(generation)
+    generation.answer_now()
+    whole = text_of(generation)[0]
+    path = folder / form.FILE
+    content, ends = path.read_bytes(), records(path)
+    at = next(index for index, (kind, _) in enumerate(ends) if kind == form.CLOSING)
+    for cut in (ends[at][1], ends[at + 1][1], ends[at][1] + 3):
+        path.write_bytes(content[:cut])
+        resumed = engine.resume(folder)
+        list(resumed)
+        assert resumed.tokens.tolist() == whole
+    path.write_bytes(content[: ends[at - 1][1]])  # before the record, the request is lost, as a token would be
+    resumed = engine.resume(folder)
+    list(resumed)
+    assert resumed.tokens.tolist() == write(engine, params_of(thinking_budget=-1))
+
+
+def test_a_request_outside_a_thought_has_no_effect(engine, tmp_path):
+    params = params_of(thinking_budget=4)
+    generation = engine.generate(engine.chat(HELLO), params, journal=tmp_path / "a")
+    while not (generation.stats()["thinking"]["closed_by"]):
+        next(generation)
+    generation.answer_now()
+    assert text_of(generation)[0] == write(engine, params) and read_journal(tmp_path / "a").closing is None
+
+
+@pytest.mark.parametrize("in_thinking", [True, False])
+def test_stop_texts_end_the_thought_only_if_they_are_searched_there(engine, in_thinking):
+    """And they are never searched in the tokens that close it, nor across them."""
+    tokens, text = text_of(engine.generate(engine.chat(HELLO), params_of()))
+    inside = text[3:5]
+    generation = engine.generate(engine.chat(HELLO), params_of(stop=(inside,), stop_in_thinking=in_thinking))
+    shown = text_of(generation)[1]
+    thought_tokens = generation.stats()["thinking"]["forced"]
+    if in_thinking:
+        assert generation.finish_reason == "stop" and shown == text[: text.index(inside)] and not thought_tokens
+    else:
+        assert thought_tokens and shown.startswith(text[: text.index("</think>")])
+    never = engine.generate(engine.chat(HELLO), params_of(stop=("\n</think>", "</think>\n\n"),
+                                                          stop_in_thinking=in_thinking))
+    assert text_of(never)[0] == tokens
+
+
+@pytest.mark.parametrize("in_thinking", [True, False])
+def test_banned_phrases_are_banned_in_the_thought_only_if_they_are_searched_there(engine, tmp_path, in_thinking):
+    _, text = text_of(engine.generate(engine.chat(HELLO), params_of()))
+    thought, answer = text.split("</think>")
+    phrases = (thought[3:5], answer.lstrip()[3:5], "\n</think>", "</think>\n", ">\n\n")
+    params = params_of(banned_strings=phrases, banned_in_thinking=in_thinking, thinking_budget=20)
+    generation = engine.with_drafter("plain").generate(engine.chat(HELLO), params)
+    tokens, shown = text_of(generation)
+    new_thought, _, new_answer = shown.partition("</think>")
+    assert generation.stats()["thinking"]["closed_by"] == "budget" and new_answer
+    assert (phrases[0].casefold() in new_thought.casefold()) == (not in_thinking)
+    assert not any(phrase.casefold() in new_answer.casefold() for phrase in phrases[:2])
+    assert write(engine, params) == tokens
+    for after in (2, 12, 24):
+        folder = tmp_path / str(after)
+        with engine.generate(engine.chat(HELLO), params, journal=folder) as cut:
+            for _ in range(after):
+                next(cut)
+        resumed = engine.resume(folder)
+        list(resumed)
+        assert resumed.tokens.tolist() == tokens, after
+
+
+def test_a_loop_in_the_thought_is_answered(engine, caplog):
+    loop = engine.tokenizer.encode("x", add_special_tokens=False)[0]
+    params = params_of(thinking_budget=-1, on_loop="answer", max_new_tokens=1200, temperature=0.0,
+                       logit_bias=((loop, 100.0),))
+    with caplog.at_level(logging.ERROR):
+        generation = engine.generate(engine.chat(HELLO), params)
+        list(generation)
+    stats = generation.stats()
+    assert stats["thinking"]["closed_by"] == "loop" and stats["loop"]["period"] == 1
+    assert stats["finish_reason"] == "loop" and 1000 < stats["new_tokens"] < 1100  # the answer loops as well
+    assert generation.tokens.tolist() == write(engine.with_drafter("plain"), params)
+
+
+def test_messages_and_rules_that_cannot_be_used_are_refused(engine, tiny):
+    ids = engine.chat(HELLO)
+    for changes, words in [(dict(thinking_message="a</think>b"), "thinking_message holds a marker"),
+                           (dict(thinking_message="a " * 300), "thinking_message is '600 tokens'; allowed: at most"),
+                           (dict(reasoning_effort="low"), "reasoning_effort is 'low'; allowed: chats only")]:
+        with pytest.raises(UsageError, match=words):
+            engine.generate(ids, params_of(**changes))
+    unmarked = longdraft.load(str(tiny["gqa"]), drafter="plain", threads=1)
+    with pytest.raises(UsageError, match="thinking_budget needs a model that marks its thinking"):
+        unmarked.generate("It was", params_of())
+    for changes, words in [(dict(min_thinking_tokens=30), "min_thinking_tokens is 30; allowed: at most"),
+                           (dict(thinking_soft=0.5, thinking_budget=-1), "thinking_soft is 0.5; allowed: 0 without"),
+                           (dict(thinking=(("seed", 1),)), "thinking is 'seed'; allowed: temperature, top_k"),
+                           (dict(thinking=(("temperature", -1),)), "temperature is -1")]:
+        with pytest.raises(UsageError, match=words):
+            params_of(**changes)
+
+
+def test_a_continuation_inside_the_thought_is_the_longer_text(engine):
+    """A special token would begin another message."""
+    never = tuple((token, -100.0) for token in (0, 1, *map(engine.tokenizer.vocabulary().get, TOKENS)))
+    prompt, whole = engine.chat(HELLO), write(engine, params_of(logit_bias=never))
+    for cut in (5, 24, 26, 40):
+        params = params_of(max_new_tokens=70 - cut, logit_bias=never)
+        assert text_of(engine.generate(prompt + whole[:cut], params))[0] == whole[cut:], cut
+
+
+SCHEMA = {"type": "object", "additionalProperties": False, "required": ["a"],
+          "properties": {"a": {"enum": ["x", "yz"]}}}
+
+
+@pytest.mark.parametrize("drafter", ["plain", "suffix"])
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_structured_answer_comes_after_the_closed_thought(engine, drafter, opens):
+    pytest.importorskip("llguidance")
+    prompt = engine.chat(HELLO) if opens else engine.tokenizer.encode("Hi")
+    think = engine.tokenizer.vocabulary()["<think>"]
+    params = params_of(structured_outputs=("json", json.dumps(SCHEMA)), ignore_eos=False, logit_bias=((think, 8.0),))
+    generation = engine.with_drafter(drafter).generate(prompt, params)
+    tokens, text = text_of(generation)
+    assert generation.finish_reason == "eos"
+    assert json.loads(text.rpartition("</think>")[2]) in ({"a": "x"}, {"a": "yz"})
+    assert generation.stats()["thinking"]["closed_by"] == ("budget" if opens or "<think>" in text else None)
+    assert tokens == text_of(engine.with_drafter("ngram").generate(prompt, params))[0]
+
+
+def test_a_text_that_begins_with_no_thought_matches_its_structure(engine):
+    pytest.importorskip("llguidance")
+    think = engine.tokenizer.vocabulary()["<think>"]
+    params = params_of(structured_outputs=("regex", "ab{20}c"), ignore_eos=False, logit_bias=((think, -100.0),))
+    _, text = text_of(engine.generate(engine.tokenizer.encode("Hi"), params))
+    assert text == "a" + 20 * "b" + "c"
