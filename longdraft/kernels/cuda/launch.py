@@ -88,7 +88,8 @@ def shared_bytes(device: torch.device) -> int:
     """Bytes of shared memory that one program can have. Of the CPU, in Triton's interpreter, those of Hopper."""
     if device.type != "cuda":
         return 227 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @functools.cache
