@@ -7,6 +7,7 @@
 #include "amx.h"
 #include "layout.h"
 #include "simd.h"
+#include "words_neon.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -24,6 +25,10 @@ constexpr int WIDEST = 4, LEAST_WIDE = 4;    // vectors of dimensions that are s
 #elif defined(__AVX2__)
 constexpr int SCORE_ROWS = 5, SUM_ROWS = 5;  // 5 x 2 registers of sums, 4 of keys or values and a broadcast fill all 16
 constexpr int CHAINS = 4;
+constexpr int WIDEST = 4, LEAST_WIDE = 1;
+#elif defined(__ARM_NEON)
+constexpr int SCORE_ROWS = 6, SUM_ROWS = 6;  // 6 x 4 of the 32 registers
+constexpr int CHAINS = 6;
 constexpr int WIDEST = 4, LEAST_WIDE = 1;
 #else
 constexpr int SCORE_ROWS = 2, SUM_ROWS = 2;
@@ -220,6 +225,24 @@ template <> struct Products<BF16> : amx::Unit {
             });
         }
         amx::each<TILES * WIDE>([&](auto i) { amx::store<amx::SUM + i>(at(i), to); });
+    }
+};
+#elif defined(__ARM_NEON)
+// With the same instructions as linear layers.
+template <> struct Products<BF16> {
+    using Operand = BF16::Operand;
+    static constexpr int BATCH = 16;
+    static constexpr long TILE = BLOCK;
+    static constexpr bool FETCHES_AHEAD = false;  // not measured
+
+    static void score(int rows, const Operand* q, const uint32_t* keys, long count, long steps, float (*out)[BLOCK], Ahead&) {
+        for (int r = 0; r < rows; r++) std::fill_n(out[r], count, 0.0f);
+        words_neon::add_products(rows, q, steps, {keys, LANES, LANES * steps}, count, steps, out[0], BLOCK);
+    }
+
+    static void accumulate(int rows, const Operand* weights, const uint32_t* values, long count, long padded, float* sums,
+                           long stride, Ahead&) {
+        words_neon::add_products(rows, weights, BLOCK / 2, {values, padded, LANES}, padded, count / 2, sums, stride);
     }
 };
 #endif

@@ -12,6 +12,7 @@
 
 #include "amx.h"
 #include "groups_avx2.h"
+#include "groups_neon.h"
 #include "half.h"
 #include "layout.h"
 #include "pool.h"
@@ -28,11 +29,13 @@ constexpr long BLOCK_GROUPS = 16;  // groups that all rows read while they are i
 constexpr int ROWS = 4;
 #elif defined(__AVX2__)
 constexpr int ROWS = 2;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int ROWS = 4;
 #else
 constexpr int ROWS = 1;
 #endif
 
-#if !defined(__AVX2__) || defined(__AVX512F__)
+#if (!defined(__AVX2__) || defined(__AVX512F__)) && !defined(__ARM_FEATURE_DOTPROD)
 // Byte i of each word.
 inline Ints bytes_of(Raw line, int i) { return as<Ints>(as<Words>(line) >> (8 * i) & 0xffu); }
 
@@ -262,6 +265,10 @@ inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, 
             if constexpr (unpacks_once(of))
                 for (; rows - r >= least_together(of); r += MOST_TOGETHER)
                     add_groups_together<of>(std::min(MOST_TOGETHER, rows - r), tile, from, to, x, r, sums + r);
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+            for (; rows - r >= LEAST_TOGETHER; r += MOST_TOGETHER)
+                add_groups_together<of>(std::min(MOST_TOGETHER, rows - r), tile, from, to, x, r, sums + r);
 #endif
             for (; r < rows; r += ROWS)
                 add_rows<of>(static_cast<int>(std::min<long>(ROWS, rows - r)), tile, from, to, x, r, sums + r);

@@ -5,6 +5,7 @@
 #include "layout.h"
 #include "mxfp4.h"
 #include "simd.h"
+#include "words_neon.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -23,6 +24,10 @@ constexpr int TILE_ROWS = 5;  // 5 x 2 registers of sums, 4 of weights and a bro
 constexpr int CONVERTING_ROWS = 1;
 constexpr int TURN_VECTORS = 4;  // of sums that one turn holds
 constexpr bool IN_TURN = true, BYTES_IN_TURN = true;
+#elif defined(__ARM_NEON)
+constexpr int TILE_ROWS = 6, CONVERTING_ROWS = 1;
+constexpr int TURN_VECTORS = 6;  // 24 of the 32 registers
+constexpr bool IN_TURN = true, BYTES_IN_TURN = false;
 #else
 constexpr int TILE_ROWS = 2, CONVERTING_ROWS = 1;
 constexpr int TURN_VECTORS = 2;
@@ -304,6 +309,30 @@ template <> struct Multiply<BF16> : amx::Unit {
             });
         }
         amx::each<VECTORS>([&](auto v) { amx::store<amx::SUM + v>(sums[0] + v * LANES, COLUMNS * 4); });
+    }
+};
+#elif defined(__ARM_NEON)
+// With the instructions for bfloat16, or fused operations that have them for a model. Codes are converted by chunks.
+template <> struct Multiply<BF16> {
+    static constexpr int READ_ROWS = 1;
+
+    static void tile(long rows, const uint32_t* x, const Linear& w, long tile, float (*sums)[COLUMNS]) {
+        std::fill_n(sums[0], rows * COLUMNS, 0.0f);
+        with_source<BF16>(w, tile, [&](auto source) {
+            for (long first = 0; first < w.steps; first += CHUNK) {
+                const long count = std::min(CHUNK, w.steps - first);
+                auto add = [&](const uint32_t* words) {
+                    words_neon::add_products(rows, x + first, w.steps, {words, COLUMNS, LANES}, COLUMNS, count, sums[0], COLUMNS);
+                };
+                if constexpr (std::is_pointer_v<decltype(source)>) {
+                    add(source + first * COLUMNS);
+                } else {
+                    alignas(64) uint32_t words[CHUNK * COLUMNS];
+                    source.unpack(first, count, words);
+                    add(words);
+                }
+            }
+        });
     }
 };
 #endif

@@ -72,6 +72,38 @@ template <> inline void unpack_in_group<BF16>(const uint8_t* group, long step, l
         }
     }
 }
+#elif defined(__ARM_NEON)
+// The same for bfloat16: tables of the two bytes of the 16 numbers, whose exponent bits the group's exponent is added to.
+template <> inline void unpack_in_group<BF16>(const uint8_t* group, long step, long count, uint32_t* words) {
+    alignas(16) static constexpr uint8_t LOW[16] = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
+    alignas(16) static constexpr uint8_t HIGH[16] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,
+                                                     0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
+    const uint8x16_t low = vld1q_u8(LOW), high = vld1q_u8(HIGH);
+    for (long v = 0; v < COLUMNS; v += LANES) {
+        const uint8x16_t exponents = vld1q_u8(group + v);
+        auto power = [](uint8x8_t exponent) { return vshlq_n_u16(vsubq_u16(vmovl_u8(exponent), vdupq_n_u16(127)), 7); };
+        const uint16x8_t powers[2] = {power(vget_low_u8(exponents)), power(vget_high_u8(exponents))};
+        auto numbers = [&](uint8x16_t codes, uint16x8_t* to) {
+            const uint8x16_t lower = vqtbl1q_u8(low, codes), upper = vqtbl1q_u8(high, codes);
+            const uint8x16_t bytes[2] = {vzip1q_u8(lower, upper), vzip2q_u8(lower, upper)};
+            UNROLLED for (int i = 0; i < 2; i++) {
+                const uint16x8_t found = vreinterpretq_u16_u8(bytes[i]);
+                to[i] = vaddq_u16(found, vandq_u16(powers[i], vtstq_u16(found, vdupq_n_u16(0x7fff))));  // of 0, nothing
+            }
+        };
+        for (long s = 0; s < count; s++) {
+            const uint8x16_t both = vld1q_u8(group + (1 + step + s) * COLUMNS + v);
+            uint16x8_t first[2], second[2];
+            numbers(vandq_u8(both, vdupq_n_u8(15)), first);
+            numbers(vshrq_n_u8(both, 4), second);
+            auto* to = reinterpret_cast<uint16_t*>(words + s * COLUMNS + v);
+            UNROLLED for (int i = 0; i < 2; i++) {
+                vst1q_u16(to + 16 * i, vzip1q_u16(first[i], second[i]));
+                vst1q_u16(to + 16 * i + 8, vzip2q_u16(first[i], second[i]));
+            }
+        }
+    }
+}
 #endif
 
 // The steps of a tile, as `Int8Codes` in linear.h.

@@ -125,14 +125,6 @@ struct F32 {
     static Words unpack(const int8_t* lanes) { return as<Words>(from_int8(lanes)); }
 };
 
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-// acc plus the products of the two bfloat16 of each word, every sum and product rounded to odd and without denormals.
-template <class V, class W> INLINED V dot_words(V acc, W words, bfloat16x8_t by) {
-    if constexpr (IS_PAIR<V>) return {dot_words(acc.low, words.low, by), dot_words(acc.high, words.high, by)};
-    else return (V)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)words, by);
-}
-#endif
-
 struct BF16 {
     using Element = uint16_t;
     static constexpr int PER_WORD = 2;
@@ -144,12 +136,9 @@ struct BF16 {
                                         (__m512bh)_mm512_set1_epi32(static_cast<int>(by)));
     }
     static void narrow_operands(Operand* p, Floats x) { narrow(reinterpret_cast<Element*>(p), x); }
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    using Operand = uint32_t;
+#elif defined(__ARM_NEON)
+    using Operand = uint32_t;  // words_neon.h multiplies
     static Operand operand(uint32_t word) { return word; }
-    static INLINED Floats mac(Floats acc, const uint32_t* lanes, Operand by) {
-        return dot_words(acc, load_as<Words>(lanes), vreinterpretq_bf16_u32(vdupq_n_u32(by)));
-    }
     static void narrow_operands(Operand* p, Floats x) { narrow(reinterpret_cast<Element*>(p), x); }
 #else
     struct Operand { float first, second; };

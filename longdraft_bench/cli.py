@@ -27,7 +27,7 @@ def _group() -> None:
 
 _PANELS = {
     "This machine": (machine.machine, machine.kernels, machine.roofline, machine.forwards, machine.eagle_cost,
-                     machine.memory, cuda.cuda, cuda.cuda_tilings),
+                     machine.block_cost, machine.memory, cuda.cuda, cuda.cuda_tilings),
     "Texts": (texts.real, texts.length, texts.batch, texts.batch_turns, texts.replay, texts.acceptance,
               texts.perplexity, texts.context, texts.samplers, texts.sampler_cost, texts.structure, texts.reuse),
     "Other engines": (peers.peers, peers.peers_perplexity),

@@ -21,6 +21,7 @@ from typing import IO
 
 from longdraft.errors import OutputError, UsageError
 from longdraft.report.turns import MeasuredText, Record, seeds_of
+from longdraft.system.files import sync_file
 
 # The entries that may differ between the sessions of one file.
 _SESSION_SPECIFIC = {"kind", "began", "date", "load_average", "limits", "prompt_file", "seeds"}
@@ -141,7 +142,7 @@ class ResultsWriter:
             try:
                 self._file.write((json.dumps(record) + "\n").encode())
                 self._file.flush()
-                os.fsync(self._file.fileno())
+                sync_file(self._file.fileno())
             except OSError as error:
                 raise OutputError(f"--output cannot write {self._path}: {error.strerror or error}; free some space "
                                   "and run the same command again to continue") from error

@@ -8,8 +8,16 @@
 #   all     also the kernels' tests and the equality tests
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1") extent=${2:-short} folder=build/arm
+skip() { echo "ARM is not tested: $1"; exit 77; }
+
+is_native=$([[ $(uname -m) =~ ^(aarch64|arm64)$ ]] && echo yes || true)
+if [ ! "$is_native" ]; then
+    missing=()
+    for tool in aarch64-linux-gnu-g++ qemu-aarch64-static apt-get dpkg; do command -v $tool > /dev/null || missing+=($tool); done
+    [ ${#missing[@]} -eq 0 ] || skip "${missing[*]} missing; on Debian: apt install g++-aarch64-linux-gnu qemu-user-static"
+fi
 mkdir -p $folder
-"$python" -m pip install --quiet --disable-pip-version-check cmake nanobind ninja
+"$python" -m pip install --quiet --disable-pip-version-check cmake nanobind ninja || skip "its build tools cannot be installed"
 PATH="$(dirname "$python"):$PATH"
 short=(tests/unit/test_kernel_bits.py)
 all=("${short[@]}" tests/unit/test_kernels.py tests/unit/test_groups.py tests/unit/test_int4.py tests/unit/test_int8.py
@@ -18,28 +26,16 @@ all=("${short[@]}" tests/unit/test_kernels.py tests/unit/test_groups.py tests/un
 
 build() { cmake -S . -B $folder/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLONGDRAFT_CHECK=ON -DPython_EXECUTABLE="$python" "$@" > $folder/log; }
 
-if [[ $(uname -m) =~ ^(aarch64|arm64)$ ]]; then
+if [ "$is_native" ]; then
     build && ninja -C $folder/build kernel_check
     $folder/build/kernel_check
     exec "$python" -m pytest -m "not full" "${tests[@]}"
 fi
 
-missing=()
-for tool in aarch64-linux-gnu-g++ qemu-aarch64-static apt-get dpkg; do command -v $tool > /dev/null || missing+=($tool); done
-if [ ${#missing[@]} -gt 0 ]; then
-    echo "ARM is not tested: ${missing[*]} missing; on Debian: apt install g++-aarch64-linux-gnu qemu-user-static"
-    exit 77
-fi
-if [ ! -x $folder/python ] && ! packaging/emulated_python.sh $folder "$python"; then
-    echo "ARM is not tested: the emulated Python cannot be set up; it needs Debian's and PyPI's packages"
-    exit 77
-fi
+[ -x $folder/python ] || packaging/emulated_python.sh $folder "$python" || skip "the emulated Python needs Debian's and PyPI's packages"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 root=$PWD/$folder/root
-if [ ! -d "$root/usr/include/python$version" ]; then
-    echo "ARM is not tested: Debian's Python is not $version; give one that is with PYTHON=... (then make clean)"
-    exit 77
-fi
+[ -d "$root/usr/include/python$version" ] || skip "Debian's Python is not $version; make clean, then give one that is with PYTHON=..."
 build -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
     -DCMAKE_CXX_FLAGS="-isystem $root/usr/include" -DPython_INCLUDE_DIR="$root/usr/include/python$version" \
     -DSKBUILD_SOABI="cpython-${version/./}-aarch64-linux-gnu"

@@ -21,8 +21,10 @@ from typing import Any, Literal, NamedTuple
 from longdraft.errors import UsageError
 from longdraft.request.openai_body import UNSUPPORTED, unsupported
 from longdraft.request.sampling_params import ALIASES, SamplingParams
+from longdraft.request.tools import FIELDS as TOOL_FIELDS
+from longdraft.request.tools import ToolRequest, history, is_shallow, parse_tools
 from longdraft.system.files import require_text
-from longdraft.text.harmony import ChannelText
+from longdraft.text.tools.reader import WholeAnswer, chat_message
 
 Row = Mapping[str, Any]
 OutputRecord = dict[str, Any]
@@ -36,6 +38,7 @@ _SIMPLE = ("id", "prompt", "messages", "chat_options", "metadata")
 _OTHER_FIELDS = ("model", "messages", "prompt", "chat_template_kwargs", "user", "longdraft")
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "n": (1,), "stream": (False,), "stream_options": (), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,)}
+_ALLOWED_IN_CHATS = {name: idle for name, idle in _ALLOWED_VALUES.items() if name not in TOOL_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class BatchRequest:
     prompt    a text, token ids, or messages (if kind is chat, or `is_chat`)
     settings  sampling settings, by longdraft's names
     problem   why the text cannot be written; the other fields have no meaning then
+    tools     functions that the answer may call
     """
 
     key: str
@@ -56,6 +60,7 @@ class BatchRequest:
     settings: dict[str, Any] = field(default_factory=dict)
     metadata: Any = None
     problem: str = ""
+    tools: ToolRequest | None = None
 
 
 class RowProgress(NamedTuple):
@@ -79,23 +84,17 @@ def parse(row: Row | str, line: int, model: str) -> BatchRequest:
     try:
         if isinstance(row, str):
             raise UsageError(row)
-        is_shallow = _is_shallow(row, _MAX_DEPTH)
-        metadata = _plain(row.get("metadata")) if is_shallow else None
+        is_flat = is_shallow(row, _MAX_DEPTH)
+        metadata = _plain(row.get("metadata")) if is_flat else None
         row = {name: value for name, value in row.items() if value is not None}  # empty cells of a table
         is_openai = "custom_id" in row
         kind = _kind(row) if is_openai else "simple"
         key = _key(row, "custom_id" if is_openai else "id")
-        if not is_shallow:
+        if not is_flat:
             raise UsageError(f"the row nests lists or objects more than {_MAX_DEPTH} deep; allowed: {_MAX_DEPTH}")
         return _openai(key, kind, row, model) if is_openai else _simple(key, row, metadata)
     except UsageError as error:
         return BatchRequest(key, kind, metadata=metadata, problem=str(error))
-
-
-def _is_shallow(value: Any, levels: int) -> bool:
-    """Whether lists and objects are nested at most `levels` deep."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inner if isinstance(each, dict | list | tuple))
 
 
 def _plain(value: Any) -> Any:
@@ -146,16 +145,19 @@ def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
     if body.get("model") not in (None, model):
         raise UsageError(f"the body asks for model {str(body['model'])[:80]!r}, the job has {model!r}; use that name "
                          "or give --served-model-name")
-    if refused := unsupported(body, _ALLOWED_VALUES):
+    known = _ALLOWED_VALUES if kind == "completion" else _ALLOWED_IN_CHATS
+    if refused := unsupported(body, known):
         name, allowed = refused
         raise UsageError(f"{name} is {str(body[name])[:80]!r}; supported: {allowed}")
     wanted, other = ("messages", "prompt") if kind == "chat" else ("prompt", "messages")
     if wanted not in body or other in body:
         raise UsageError(f"a body for {row['url']} has {wanted}, and no {other}")
     prompt = _messages(body["messages"]) if kind == "chat" else _prompt(body["prompt"])
+    tools = parse_tools(body) if kind == "chat" else None
     settings = {name: value for name, value in body.items() if name not in (*_OTHER_FIELDS, *_ALLOWED_VALUES)}
     settings |= _options(body, "longdraft", "settings that OpenAI has no name for")  # as in the server
-    return BatchRequest(key, kind, prompt, kind == "chat", _options(body, "chat_template_kwargs"), _settings(settings))
+    return BatchRequest(key, kind, prompt, kind == "chat", _options(body, "chat_template_kwargs"), _settings(settings),
+                        tools=tools)
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +179,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     is_list = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
     if not messages or not is_list or not all(isinstance(each.get("role"), str) for each in messages):
         raise UsageError(f"messages is {str(messages)[:80]!r}; allowed: a list of objects with role and content")
+    history(messages)
     return [_message(each) for each in messages]
 
 
@@ -208,7 +211,7 @@ def seed_of(key: str, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def text_record(request: BatchRequest, text: str, answer: ChannelText, stats: Mapping[str, Any], model: str,
+def text_record(request: BatchRequest, text: str, answer: WholeAnswer, stats: Mapping[str, Any], model: str,
                 fingerprint: str) -> OutputRecord:
     """The record of a text.
 
@@ -221,11 +224,10 @@ def text_record(request: BatchRequest, text: str, answer: ChannelText, stats: Ma
         return _with_metadata(request, {"id": request.key, "text": text, **counts, **facts,
                                      "system_fingerprint": fingerprint})
     number = hashlib.blake2b(f"{fingerprint} {request.key}".encode(), digest_size=12).hexdigest()
-    reason = "length" if stats["finish_reason"] == "length" else "stop"
+    calls = "function_call" if request.tools and request.tools.is_legacy else "tool_calls"
+    reason = "length" if stats["finish_reason"] == "length" else calls if answer.calls else "stop"
     choice: OutputRecord = {"index": 0, "logprobs": None, "finish_reason": reason}
-    thinking = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-    message = {"role": "assistant", "content": answer.content} | thinking
-    choice |= {"message": message} if request.kind == "chat" else {"text": text}
+    choice |= {"message": chat_message(answer, request.tools)} if request.kind == "chat" else {"text": text}
     name, prefix = ("chat.completion", "chatcmpl") if request.kind == "chat" else ("text_completion", "cmpl")
     prompt, new = stats["prompt_tokens"], stats["new_tokens"]
     body = {"id": f"{prefix}-{number}", "object": name, "created": 0, "model": model, "choices": [choice],

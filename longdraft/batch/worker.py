@@ -10,7 +10,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from longdraft.journal.format import journal_exists, read_journal
 from longdraft.journal.writer import is_being_written, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.text.thinking import divide
+from longdraft.text.stream import TextStream
+from longdraft.text.tools.forms import GENERIC, ToolForm, find_form, template_messages
+from longdraft.text.tools.grammar import ToolGrammar
+from longdraft.text.tools.reader import ToolAnswers, WholeAnswer, put_together
 
 log = logging.getLogger(__name__)
 _BUSY_JOURNAL_S = 30.0  # how long to wait for the row's previous worker to exit
@@ -171,19 +175,40 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         if event.stats is None:
             return RowProgress(row.request.key, tokens, resumed)
         text = "".join(row.text)
-        form = self._engine.loaded.answer_format if row.request.kind == "chat" else None
-        answer = divide(form, row.generation.prompt, row.generation.tokens.tolist(), text)
+        answer = self._answer(row.request, row.generation, text)
         record = text_record(row.request, text, answer, event.stats, self._job.model, self._fingerprint)
         return RowProgress(row.request.key, tokens, resumed, record)
+
+    def _answer(self, request: BatchRequest, generation: Generation, text: str) -> WholeAnswer:
+        """The parts of a row's text. Only those of OpenAI's chats are apart."""
+        if request.kind != "chat":
+            return WholeAnswer("", text, [])
+        tokenizer = self._engine.tokenizer
+        answers = ToolAnswers(self._tool_form if request.tools else GENERIC, tokenizer,
+                              self._engine.loaded.answer_format, request.tools)
+        tokens = generation.tokens.tolist()
+        stream = TextStream(tokenizer, generation.params, self._engine.model.config.eos_token_ids)
+        pieces = stream.push(tokens).pieces
+        return put_together(answers.whole(generation.prompt, tokens, pieces, generation.params.seed))
+
+    @cached_property
+    def _tool_form(self) -> ToolForm:
+        return find_form(self._engine.tokenizer.chat_template)
 
     def _checked(self, request: BatchRequest) -> tuple[list[int], SamplingParams]:
         """The row's token ids and settings, checked against the model."""
         engine = self._engine
         params = engine.params(**{**self._job.defaults, **request.settings})
-        prompt = request.prompt
+        prompt, tools = request.prompt, request.tools
         if request.is_chat:
             effort = engine.effort(params, request.chat_options)
-            prompt, params = engine.chat(request.prompt, effort.variables), effort.applied(params)
+            if tools or any(message.get("tool_calls") for message in prompt):
+                prompt = template_messages(self._tool_form, prompt, tools)
+            prompt = engine.chat(prompt, effort.variables, tools=tools.definitions if tools else None)
+            params = effort.applied(params)
+        if tools:
+            grammar = ToolGrammar.of(self._tool_form, engine.tokenizer, self._engine.loaded.answer_format)
+            params = replace(params, structured_outputs=grammar.structure(tools, params.structured_outputs))
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))
         return engine.check_request(prompt, params), engine.loaded.with_closing(params)

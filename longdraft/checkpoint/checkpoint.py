@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longdraft.checkpoint import tensor_names
 from longdraft.checkpoint.packed_file import PackedFile
+from longdraft.checkpoint.sizing import fine_mlps
 from longdraft.checkpoint.tensor_names import StackedLinear, expected_shapes, linears_of, norms_of
 from longdraft.checkpoint.tensor_source import HEADS_PREFIX, TensorSource
 from longdraft.errors import ModelError
@@ -102,7 +103,8 @@ def load_draft_copy(files: TensorSource, target: Transformer, quantize: str,
                     packed: PackedFile | None = None) -> Transformer:
     """A copy of `target` with quantised matrices, read from its files again, for drafts that the target verifies.
 
-    quantize  int8 | int4, for the layers; the head is int8 with both
+    quantize  int8 | int4, for the layers; the head is int8 with both, and so are the last MLPs of an int4 copy for the
+              compiled CPU kernels (`fine_mlps`). Or file: the numbers of quantised files
     packed    as for `load_transformer`. Without it, an int8 copy has layers with a scale for each 32 inputs on a CPU:
               their products are those of whole numbers, which take half the time where weights stay in caches
 
@@ -120,6 +122,8 @@ class Loader:
         """drafts: the model is a draft copy, whose products need not be those of a target."""
         self._packed = packed
         self._in_groups = drafts and quantize == "int8" and not packed and isinstance(kernels, CpuKernels)
+        has_fine = drafts and quantize == "int4" and isinstance(kernels, CpuKernels)
+        self._fine_mlps = fine_mlps(config) if has_fine else range(0)
         self._files = files
         self._whole = config
         self._kernels = kernels
@@ -163,7 +167,7 @@ class Loader:
         """The weights of a layer, whose tensors' names begin with `prefix` and the layer's number."""
         spec = self._config.layers[index]
         hidden = self._config.hidden_size
-        layer = f"{prefix}layers.{index}."
+        layer, is_fine = f"{prefix}layers.{index}.", index in self._fine_mlps
         whole = self._whole.layers[index]
         linears = linears_of(whole, hidden)
         order = spec.delta.projection_order() if spec.delta else None
@@ -177,8 +181,8 @@ class Loader:
             qkv=self._linear(layer, linears["qkv"], order),
             out=self._linear(layer, linears["out"]),
             mlp_norm=norms["mlp_norm"],
-            gate_up=self._linear(layer, linears["gate_up"]) if spec.mlp else None,
-            down=self._linear(layer, linears["down"]) if spec.mlp else None,
+            gate_up=self._linear(layer, linears["gate_up"], is_fine=is_fine) if spec.mlp else None,
+            down=self._linear(layer, linears["down"], is_fine=is_fine) if spec.mlp else None,
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
             experts=self._experts(layer, linears, spec.experts) if spec.experts else None,
@@ -249,7 +253,9 @@ class Loader:
                        None if scales is None else scales.to(self._kernels.device, torch.float32, copy=True),
                        self._kernels.group.sum if isinstance(self._kernels, ParallelKernels) else None)
 
-    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None) -> Linear:
+    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None,
+                is_fine: bool = False) -> Linear:
+        """is_fine: in int8, whatever the format of the others is."""
         def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
             names = [f"{layer}{name}.{suffix}" for name, _ in stacked.parts]
             rows = self._files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))
@@ -262,24 +268,27 @@ class Loader:
         shard = self._shard
         is_row_parallel = stacked.is_row_parallel and shard.size > 1
         has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
+        quantize = "int8" if is_fine else self._format
+
         def pack() -> Linear:
             bias = read("bias", self._kernels.dtype) if has_bias else None
             names = [f"{layer}{name}.weight" for name, _ in stacked.parts]
-            if kept := self._packed_blocks(names, self._quantize, order, bias):
+            if not is_fine and (kept := self._packed_blocks(names, self._quantize, order, bias)):
                 return kept
             if self._format == "none" and order is None and isinstance(self._kernels, CpuKernels):
                 packed = self._files.mxfp4(names)
                 if packed is not None:
                     return self._kernels.pack_mxfp4(packed, bias)
-            weight = exact() or read("weight", self._dtype)
+            weight = (None if is_fine else exact()) or read("weight", self._dtype)
             if self._in_groups and isinstance(weight, Tensor) and weight.shape[1] % GROUP == 0:
                 weight = groups.quantise(weight)
-            return self._kernels.pack(weight, bias, quantize=self._format)
+            return self._kernels.pack(weight, bias, quantize=quantize)
 
         if self._packed:
             rows = sum(sum(segments) for _, segments in stacked.parts)
             name = f"{layer}{stacked.parts[0][0]}"
-            return self._packed.linear(name, self._quantize, (rows, stacked.columns), has_bias, pack)
+            stored = "int8" if is_fine else self._quantize
+            return self._packed.linear(name, stored, (rows, stacked.columns), has_bias, pack)
         return RowParallel(pack()) if is_row_parallel else pack()
 
     def _packed_blocks(self, names: Sequence[str], quantize: str, order: Tensor | None = None,

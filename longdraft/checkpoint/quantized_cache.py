@@ -14,6 +14,7 @@ import torch
 
 from longdraft.checkpoint.fingerprint import cache_dir, weights_sha256
 from longdraft.checkpoint.packed_file import PackedFile
+from longdraft.checkpoint.sizing import fine_mlps
 from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.kernels import Kernels
 from longdraft.kernels.cpu.kernels import CpuKernels
@@ -51,7 +52,8 @@ def open_packed(folder: Path | None, files: TensorSource, config: ModelConfig, k
         return None
     weights = weights_sha256(files)
     dtype = str(kernels.dtype).removeprefix("torch.")
-    key = hashlib.sha256(f"{weights} {config} {dtype} {quantize} {purpose} {_layout(kernels)}".encode())
+    fine = fine_mlps(config) if (purpose, quantize) == ("draft", "int4") else range(0)
+    key = hashlib.sha256(f"{weights} {config} {dtype} {quantize} {purpose} {fine or ''}{_layout(kernels)}".encode())
     name = f"{weights[:16]}-{dtype}-{quantize}-{purpose}-{key.hexdigest()[:16]}.safetensors"
     return PackedFile(folder / name, kernels)
 

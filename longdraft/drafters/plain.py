@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from longdraft.drafters.options import DrafterOptions
@@ -17,6 +18,8 @@ class PlainOptions(DrafterOptions):
 
 
 class PlainDrafter:
+    plain_steps = sys.maxsize  # all
+
     def begin(self, context: Context, verified: Verified | None) -> None:
         pass
 

@@ -74,9 +74,10 @@ class SelfDraftOptions(ChainOptions):
     budget     rows of the partial cache for each layer and KV head, at each selection for `magicdec` (TokenSwift: the
                prompt's length; MagicDec: 257, 4097)
     sinks      first positions of the text, always held
-    draft_weights  auto | same | int8 | int4: weights that the chain drafts with; the target verifies with its own.
-               auto, on a CPU: int4 where the weights are larger than the cache of 16,384 tokens, else int8 where they
-               have 4 MiB or more, else same
+    draft_weights  auto | same | file | int8 | int4: weights that the chain drafts with; the target verifies with its
+               own. file: the numbers of the quantised file that the target was expanded from. auto, on a CPU: file
+               where such a file takes less than 0.45 of the target's weights, else int4 where the weights are larger
+               than the cache of 16,384 tokens, else int8 where they have 4 MiB or more, else same
     draft_vocabulary  auto | all | number of tokens that the chain can guess, the frequent ones of the text.
                auto: 32,768 where that saves a fifth of what a draft token reads, else all
     """

@@ -46,7 +46,7 @@ class Batch:
         # shares with another text, which reads it now. Between two steps a text needs nothing.
         self._needs: dict[int, ForwardRequest | Launched | Waiting] = {}
         self._numbers = count()
-        self.own_seconds: dict[int, float] = {}  # of each text, in the latest round: its work outside shared forwards
+        self.own_seconds: dict[int, float] = {}  # processor time of texts in the latest round, forwards apart
 
     def __len__(self) -> int:
         """Number of texts in the batch."""
@@ -140,7 +140,7 @@ class Batch:
         """
         generation = self._texts[text]
         self._needs.pop(text, None)
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             outcome = generation.advance(result, batch_size)
             while isinstance(outcome, Event):
@@ -157,7 +157,7 @@ class Batch:
                 last = events.pop()[1]
             events.append((text, last._replace(finish_reason=None, error=error)))
             self.remove(text)
-        self.own_seconds[text] = self.own_seconds.get(text, 0.0) + time.perf_counter() - began
+        self.own_seconds[text] = self.own_seconds.get(text, 0.0) + time.thread_time() - began
 
     def _charge(self, requests: dict[int, ForwardRequest], seconds: float) -> None:
         """Charge a forward's time to the texts it served: reading the weights in equal parts, the rest by rows.

@@ -104,7 +104,7 @@ class Generation(Iterator[Event]):
         drafts = drafter.name != "plain"
         has_rules = isinstance(sampler, ThinkingSampler)
         # A ranker of a text under rules may guess wrong beyond its thought.
-        ahead = None if drafts or has_rules or logprobs is not None else PlainAhead(target, cache, sampler, self.clock)
+        ahead = None if has_rules or logprobs is not None else PlainAhead(target, cache, sampler, self.clock)
         self.step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
                          drafts and (bool(params.structured_outputs) or has_rules), ahead)
         self.phrases = _phrase_filter(model.tokenizer, params, context, ends, rules) if params.banned_strings else None

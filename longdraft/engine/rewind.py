@@ -37,7 +37,8 @@ def _rewound(step: Step, num_new: int, banned: Sequence[int],
              new_drafter: Callable[[Sampler], Drafter]) -> Step:
     """The parts of a step, with the text cut after its first `num_new` new tokens. `banned` cannot be chosen next.
 
-    The sampler and the drafter remember the text that they have seen, so they are made anew.
+    The sampler and the drafter remember the text that they have seen, so they are made anew. Tokens that were computed
+    ahead are dropped.
     """
     context = step.context
     num_retracted = context.num_new - num_new
@@ -49,4 +50,5 @@ def _rewound(step: Step, num_new: int, banned: Sequence[int],
     if isinstance(drafter, HasSummary):
         drafter.inherit(step.drafter, num_retracted)
     drafter.begin(context, None)
-    return step._replace(sampler=sampler, drafter=drafter)
+    ahead = step.ahead.with_sampler(sampler) if step.ahead else None
+    return step._replace(sampler=sampler, drafter=drafter, ahead=ahead)

@@ -3,6 +3,7 @@
     DFlash, JetSpec   `dflash_config`; layers as Qwen3's, the target's embeddings and output head
     DFlash2           the same with convolutions and a selector of pairs
     DSpark            `target_layer_ids` at the top level; a Markov head and a confidence head
+    GGUF              the architecture `dflash` of llama.cpp, with the parts of any of them
     speculators       `speculators_model_type` dflash, dflash2 or dspark, sizes in `transformer_layer_config`
 
 The same tensors mean different things in these files, and a head that is read wrongly loads and drafts badly: the
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from longdraft.checkpoint.config_file import parse_config, read_json
+from longdraft.checkpoint.gguf.block_head import block_head_config, is_block_head
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
 from longdraft.parts.eagle_config import flag, is_block_config, positive_number
@@ -78,14 +80,16 @@ class BlockConfig:
 
 
 def is_block(folder: Path) -> bool:
-    """Whether a folder has a block head."""
+    """Whether a folder, or a GGUF file, has a block head."""
+    if folder.is_file():
+        return is_block_head(folder)
     return (folder / "config.json").is_file() and is_block_config(read_json(folder / "config.json"))
 
 
-def read_block_config(folder: Path, names: Mapping[str, str]) -> BlockConfig:
-    """The configuration in a head's folder. names: of its tensors, by ours. Raises ModelError for what is not
-    supported."""
-    config = read_json(folder / "config.json")
+def read_block_config(folder: Path, names: Mapping[str, str], vocabulary: int) -> BlockConfig:
+    """The configuration in a head's folder or GGUF file. names: of its tensors, by ours; vocabulary: of the target.
+    Raises ModelError for what is not supported."""
+    config = (block_head_config(folder, vocabulary) if folder.is_file() else read_json(folder / "config.json"))
     is_speculators = "speculators_model_type" in config
     own = config.get("dflash_config")
     given: dict[str, Any] = config | (own if isinstance(own, dict) else {})

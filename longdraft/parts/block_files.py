@@ -1,4 +1,4 @@
-"""Reading of block heads from their folders, checked against the target."""
+"""Reading of block heads from their folders or GGUF files, checked against the target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _CURE = "use a head that was trained for this model"
 
 def load_block(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any]], None],
                encode: Callable[[str], list[int]] | None = None, asked: str = SAME) -> BlockHead:
-    """The head in a folder, which `is_block` has accepted. Raises ModelError for a head that does not fit the target.
+    """The head in a folder or GGUF file, which `is_block` has accepted. Raises ModelError for one that does not
+    fit the target.
 
     check   raises ModelError if the head's own record (`OWN_KEY`) names another target
     encode  the target's tokenizer, for the short text that settles what config.json leaves open; None: the likeliest
@@ -36,8 +37,8 @@ def load_block(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     """
     files = TensorFiles(folder)
     names = canonical_names(files)
-    config = read_block_config(folder, names)
-    own = read_json(folder / "config.json").get(OWN_KEY)
+    config = read_block_config(folder, names, target.whole.vocab_size)
+    own = None if folder.is_file() else read_json(folder / "config.json").get(OWN_KEY)
     if isinstance(own, dict):
         check(folder, own)
     count = target.config.num_layers

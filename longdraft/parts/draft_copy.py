@@ -3,6 +3,9 @@
 A draft token reads all weights of the model that drafts. With int4 layers and an int8 head that is a third of a
 bfloat16 target's bytes, with int8 half of them, and hardly a guess differs. The copy drafts on a partial cache of the
 target's own KV rows (longdraft/drafters).
+
+A target that was expanded from a quantised file has a better copy: the numbers of the file. It takes what the file
+takes, and differs from the target only by its activations of 8 bits.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from longdraft.system.machine import available_memory
 
 log = logging.getLogger(__name__)
 AUTO, SAME = "auto", "same"
-CHOICES = (AUTO, SAME, "int8", "int4")
+CHOICES = (AUTO, SAME, FILE, "int8", "int4")
 # `auto` makes a copy in int4 of models whose weights are as large as the cache of this many tokens. Below, drafts cost
 # less beside a verification, and a copy that agrees less often is slower: int8 then (notebook/2026-11.md).
 _MIN_WEIGHTS_IN_TOKENS = 16_384
+_OWN_SHARE = 0.45  # of an expanded target's weights: a file of up to six bits. Of a larger one an int4 copy reads half
 _SMALLER = 0.75  # of a quantised file's weights: what a copy may take
 _MIN_BYTES = 4 << 20  # weights that stay in the processor's caches: no copy
 _SHARE_OF_DEVICE = 0.25  # of a device's free memory that `auto` spends on a copy: caches are reserved there in full
@@ -72,11 +76,22 @@ def _is_smaller(quantize: str, target: Transformer) -> bool:
     return target.weights.quantize != FILE or copied < _SMALLER * target.weights_bytes
 
 
-def resolve(asked: str, target: Transformer) -> str:
-    """The format of the copy that drafts for `target`: "int8", "int4", or "same" for no copy.
+def _has_own_numbers(files: TensorSource) -> bool:
+    return any(file.has_own_numbers for file in files.files)
 
-    asked  one of CHOICES; "auto" is that of `auto_format` on the compiled CPU kernels; on a device int4 for a large
-           model, where such a copy drafted faster than the target's own weights (docs/cuda.md); else no copy
+
+def _was_expanded(target: Transformer, files: TensorSource) -> bool:
+    """Whether the target's weights were made from the numbers of much smaller files."""
+    is_smaller = files.nbytes < _OWN_SHARE * target.weights_bytes
+    return target.weights.quantize != FILE and is_smaller and _has_own_numbers(files)
+
+
+def resolve(asked: str, target: Transformer, files: TensorSource) -> str:
+    """The format of the copy that drafts for `target`: "file", "int8", "int4", or "same" for no copy.
+
+    asked  one of CHOICES; "auto" is, on the compiled CPU kernels, "file" for a target that was expanded from much
+           smaller files, else that of `auto_format`; on a device int4 for a large model, where such a copy drafted
+           faster than the target's own weights (docs/cuda.md); else no copy
 
     UsageError if a format is asked for by name and cannot be had.
     """
@@ -85,11 +100,16 @@ def resolve(asked: str, target: Transformer) -> str:
         if is_divided or target.weights.quantize == "int4":
             return SAME
         if is_compiled(target.kernels):
+            if _was_expanded(target, files) and target.weights_bytes >= _MIN_BYTES:
+                return FILE
             quantize = auto_format(target.weights_bytes, target.weights_in_tokens)
             return quantize if quantize == SAME or _is_smaller(quantize, target) else SAME
         return "int4" if target.kernels.is_device and outweighs_cache(target) else SAME
     if asked != SAME and is_divided:
         raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")
+    if asked == FILE and (target.kernels.is_device or not _has_own_numbers(files)):
+        raise UsageError("draft_weights is 'file', which copies the numbers of a quantised file on a CPU; allowed "
+                         "here: auto, same, int8, int4")
     return asked
 
 
@@ -100,10 +120,10 @@ def load_copy(files: TensorSource, target: Transformer, asked: str, cache: Path 
 
     MemoryError if a copy that is asked for by name does not fit in memory.
     """
-    quantize = resolve(asked, target)
+    quantize = resolve(asked, target, files)
     if quantize in (SAME, target.weights.quantize):
         return None
-    size = quantized_bytes(target.whole, quantize, is_draft_copy=True)
+    size = files.nbytes if quantize == FILE else quantized_bytes(target.whole, quantize, is_draft_copy=True)
     free = target.kernels.free_bytes() or available_memory()
     share = _SHARE_OF_DEVICE if asked == AUTO and target.kernels.is_device else USABLE
     if size > free * share:
@@ -113,7 +133,7 @@ def load_copy(files: TensorSource, target: Transformer, asked: str, cache: Path 
             raise MemoryError(f"{message}; use --drafter-option draft_weights=same")
         log.warning("%s: drafting with the unquantised weights", message)
         return None
-    log.info("drafting with an %s copy of the weights, %.2f GiB", quantize, size / 2**30)
+    log.info("drafting with a copy of the weights (%s), %.2f GiB", quantize, size / 2**30)
     packed = open_packed(cache, files, target.whole, target.kernels, quantize, "draft")
     with files.second_reading():
         return load_draft_copy(files, target, quantize, packed)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.checkpoint.config_file import read_json
+from longdraft.checkpoint.gguf.block_head import is_block_head
 from longdraft.checkpoint.tensor_files import TensorFiles, has_weights, require_no_adapter
 from longdraft.checkpoint.tensor_source import HEADS_PREFIX
 from longdraft.errors import ModelError
@@ -80,13 +81,14 @@ def _heads_kind(folder: Path) -> str | None:
 
 def require_model(folder: Path) -> None:
     """Raise ModelError if the folder has heads instead of a model. The message says how to use them."""
-    if folder.is_file():
-        return  # a GGUF file
-    require_no_adapter(folder)
-    config = read_json(folder / "config.json")
-    if is_eagle(folder):
+    is_gguf = folder.is_file()
+    if is_eagle(folder) or (is_gguf and is_block_head(folder)):
         raise ModelError(f"{folder} has a drafter, not a model; give the model that it was trained for as --model, and "
                          f"--heads {folder} with --drafter eagle or block")
+    if is_gguf:
+        return
+    require_no_adapter(folder)
+    config = read_json(folder / "config.json")
     if "model_type" not in config and (config.get("kind") == HEADS_KIND or medusa.is_medusa(config)):
         base = config.get("base_model") or config.get("base_model_name_or_path") or "the model they were trained for"
         raise ModelError(f"{folder} has heads, not a model; give --model {base} --heads {folder}")

@@ -214,9 +214,9 @@ class SamplingParams:
     on_loop: str = setting(
         "warn", "If the text repeats itself: warn, stop (finish reason 'loop'), answer (as stop, but a loop in a "
         "thought closes the thought) or off.", ("warn", "stop", "answer", "off"), scopes=_RARE)
-    reasoning_effort: str = setting(
-        "", "How much a model thinks before it answers a chat: none to max. The chat template's own setting where it "
-        "has one, else a share of --max-new-tokens as --thinking-budget.", ("", *EFFORTS), scopes=_OPENAI,
+    reasoning_effort: str | None = setting(
+        None, "How much a model thinks before it answers a chat: none to max. The chat template's own setting where it "
+        "has one, else a share of --max-new-tokens as --thinking-budget.", EFFORTS, scopes=_OPENAI,
         shown="the template's")
     thinking_budget: int = setting(
         -1, "Tokens after which a thought is closed, and the answer begins; 0: no thought; -1: off.",

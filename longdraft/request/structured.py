@@ -5,7 +5,8 @@
     structured_outputs("structured_outputs", {"choice": ["yes", "no"]})           -> ("regex", "(yes)|(no)")
 
 The setting is a pair of a kind and a text: ("json", a JSON schema), ("regex", a regular expression of the whole text),
-("grammar", a grammar in Lark's or llama.cpp's notation). longdraft/sampling/grammar.py enforces it.
+("grammar", a grammar in Lark's or llama.cpp's notation), and for requests with tools ("tools", a grammar that
+longdraft/text/tools/grammar.py writes). longdraft/sampling/grammar.py enforces it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from longdraft.errors import UsageError
 
 Structure = tuple[str, str]
-KINDS = ("json", "regex", "grammar")
+KINDS = ("json", "regex", "grammar", "tools")  # the last one: an answer that may call functions
 MAX_STRUCTURE = 1 << 20  # characters of a schema, an expression or a grammar
 # Other names of `structured_outputs` in requests: OpenAI's, vLLM's old ones, and llama.cpp's.
 SPELLINGS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema",
@@ -83,7 +84,7 @@ def _by_kind(name: str, value: Any) -> Structure | None:
     if kind == "choice":
         if not isinstance(content, list) or not content or not all(isinstance(each, str) and each for each in content):
             raise UsageError(f"{name} is {str(content)[:80]!r}; allowed: a list of texts to choose from", name)
-        return "regex", "|".join(f"({_escaped(each)})" for each in content)
+        return "regex", "|".join(f"({escaped(each)})" for each in content)
     if kind == "json" and not isinstance(content, str):
         if not isinstance(content, Mapping | bool):
             raise UsageError(f"{name} is {str(content)[:80]!r}; allowed: a JSON schema", name)
@@ -93,6 +94,6 @@ def _by_kind(name: str, value: Any) -> Structure | None:
     return kind, content
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """The regular expression of exactly this text, as Rust's parser reads it."""
     return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text).replace("\n", r"\n")

@@ -99,12 +99,12 @@ class GrammarRules:
         try:
             grammar = child.call(*structure, after) if child else checked(tokenizer, *structure, after)
         except LimitError as error:
-            raise UsageError(f"structured_outputs: the {_WORDS[structure[0]]} {error}; give a smaller one",
-                             "structured_outputs") from None
+            name, word = _WORDS[structure[0]]
+            raise UsageError(f"{name}: the {word} {error}; give a smaller one", name) from None
         except Exception as error:  # the converters raise their own errors for grammars that they cannot read
             line = " ".join(str(error).split())
-            raise UsageError(f"structured_outputs: the {_WORDS[structure[0]]} cannot be used: {line[:300]}",
-                             "structured_outputs") from None
+            name, word = _WORDS[structure[0]]
+            raise UsageError(f"{name}: the {word} cannot be used: {line[:300]}", name) from None
         return cls(grammar, tokenizer, eos_ids, vocabulary)
 
     def new_matcher(self) -> LLMatcher:
@@ -125,7 +125,9 @@ class GrammarRules:
         return mask
 
 
-_WORDS = {"json": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
+_WORDS = {kind: ("structured_outputs", word) for kind, word in (
+    ("json", "JSON schema"), ("regex", "regular expression"), ("grammar", "grammar"))} | {
+        "tools": ("tools", "grammar of the functions")}  # the parameter and the words for it in messages
 
 
 def checker(tokenizer_json: str, vocabulary: int, eos_token: int) -> Callable[[str, str, str], str]:
@@ -184,6 +186,8 @@ def _translated(kind: str, text: str) -> str:
         return str(LLMatcher.grammar_from_json_schema(_schema(text), overrides={"whitespace_pattern": _WHITESPACE}))
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(text))
+    if kind == "tools":
+        return str(LLMatcher.grammar_from_lark(text))
     return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
 
 
@@ -202,22 +206,27 @@ def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
 
     is_token: the tokenizer has one token for `after`, as for </think>; llguidance does not match it as text then.
     """
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import LLMatcher
+
+    free = f"free: /(.|\\n)*/ {after}" if is_token and _TAG.fullmatch(after) else (
+        f"free[suffix={json.dumps(after)}]: /(.|\\n)*/")
+    start = "start: body\n" if after == GAP else f"start: free body\n{free}\n"
+    return str(LLMatcher.grammar_from_lark(f"{start}body: BLANK? structure\n"
+                                           f"BLANK: /[ \\n]{{1,2}}/\nstructure: {embedded(kind, text)}\n"))
+
+
+def embedded(kind: str, text: str) -> str:
+    """A structure as a part of a grammar, in Lark's notation. Any exception if it cannot be read."""
+    from llguidance import regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
 
     if kind == "json":
         schema = _schema(text)
         options = {"whitespace_pattern": _WHITESPACE} | schema.get("x-guidance", {})
-        body = f"%json {json.dumps({**schema, 'x-guidance': options})}"
-    elif kind == "regex":
-        body = f"/{regex_to_lark(text, use_ascii='')}/"  # slashes and line breaks are escaped, once
-    else:
-        body = f"%lark {{\n{any_to_lark(text)}\n}}"
-    free = f"free: /(.|\\n)*/ {after}" if is_token and _TAG.fullmatch(after) else (
-        f"free[suffix={json.dumps(after)}]: /(.|\\n)*/")
-    start = "start: body\n" if after == GAP else f"start: free body\n{free}\n"
-    return str(LLMatcher.grammar_from_lark(f"{start}body: BLANK? structure\n"
-                                           f"BLANK: /[ \\n]{{1,2}}/\nstructure: {body}\n"))
+        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    if kind == "regex":
+        return f"/{regex_to_lark(text, use_ascii='')}/"  # slashes and line breaks are escaped, once
+    return f"%lark {{\n{text if kind == 'tools' else any_to_lark(text)}\n}}"
 
 
 class GrammarCompiler:

@@ -76,8 +76,10 @@ class ThinkingSampler(Sampler):
         self._plain_tokens: dict[int, set[int]] = {phase: set() for phase in (BEFORE, INSIDE, CLOSING, AFTER)}
 
     def of_another_text(self, is_structured: bool = True) -> Sampler:
-        rules = self._rules if is_structured else None
-        return ThinkingSampler(*self._settings, rules, thought=self.thought)
+        """is_structured: whether that text follows the same rules, too"""
+        if not is_structured:
+            return Sampler(*self._settings)
+        return ThinkingSampler(*self._settings, self._rules, thought=self.thought)
 
     def ban(self, position: int, tokens: Sequence[int]) -> None:
         super().ban(position, tokens)

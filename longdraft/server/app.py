@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server import routes
+from longdraft.server.doors import routes as door_routes
 from longdraft.server.errors import ApiError, Cancelled, from_validation_error
 from longdraft.server.logs import log
 from longdraft.server.middleware import RequestMiddleware
@@ -77,6 +78,7 @@ class App:
                       description="Ultra-long texts by speculative decoding, identical to those of plain decoding.")
         api.state.service = self.service
         api.include_router(routes.router)
+        api.include_router(door_routes.router)
         _add_page(api)
         api.add_exception_handler(RequestValidationError, _handle_validation_error)
         api.add_exception_handler(HTTPException, _handle_http_error)
@@ -96,6 +98,7 @@ class App:
         finally:
             for chore in chores:
                 chore.cancel()
+            self.service.detached.close()
             await asyncio.to_thread(self.service.scheduler.close)
 
     async def _prune_journals(self) -> None:
@@ -136,22 +139,23 @@ def _static_endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return from_validation_error(error.errors()[0]).response
+    return from_validation_error(error.errors()[0]).response_at(request.url.path)
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
-        return error.response
+        return error.response_at(request.url.path)
     if error.status_code in (404, 405):
-        return _no_route(request).response
+        return _no_route(request).response_at(request.url.path)
     return ApiError(error.status_code, str(error.detail), code="invalid_request",
-                    headers=dict(error.headers or {})).response
+                    headers=dict(error.headers or {})).response_at(request.url.path)
 
 
 def _no_route(request: Request) -> ApiError:
     """The error of a path that no route has, or none with the request's method."""
-    known_routes = [route for route in (*routes.router.routes, *request.app.routes) if isinstance(route, Route)]
+    all_routes = (*routes.router.routes, *door_routes.router.routes, *request.app.routes)
+    known_routes = [route for route in all_routes if isinstance(route, Route)]
     methods = {method for route in known_routes if route.path_regex.match(request.url.path)
                for method in route.methods or ()}
     path = repr(request.url.path[:_MAX_PATH])
@@ -168,12 +172,12 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     api_error = service.api_error(error)
     if api_error.status_code == 500:
         log.error("a request failed: %s", type(error).__name__, exc_info=error)
-    return api_error.response
+    return api_error.response_at(request.url.path)
 
 
 def _complete_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The OpenAPI schema with the bodies, which FastAPI does not parse, and without its 422: the status is 400."""
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas())
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas(door_routes.BODIES))
     for operations in schema.get("paths", {}).values():
         for operation in operations.values():
             operation.get("responses", {}).pop("422", None)

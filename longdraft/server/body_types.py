@@ -92,7 +92,8 @@ LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias), Field(max_
 # Spellings of settings whose values have a form of their own.
 _FORMS: dict[str, Any] = {
     "samplers": Annotated[list[Name], Field(fail_fast=True, max_length=MAX_STOPS)],
-    "thinking": Annotated[dict[str, float], Field(max_length=MAX_STOPS)],
+    "thinking": Annotated[dict[str, Annotated[int | float | str, one_of("a number or a text")]],
+                          Field(max_length=MAX_STOPS)],
     "response_format": Annotated[AnyObject, Field(description="OpenAI's: text, json_object, json_schema.")],
     "structured_outputs": Annotated[AnyObject, Field(
         description="vLLM's: an object with one of json, regex, choice, grammar.")],

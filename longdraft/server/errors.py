@@ -52,6 +52,24 @@ class ApiError(HTTPException):
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status_code, self.headers)
 
+    def response_at(self, path: str) -> JSONResponse:
+        """The response in the format of the API that has this path."""
+        if path.startswith("/v1/messages"):
+            return JSONResponse(anthropic_error(self), self.status_code, self.headers)
+        if path.startswith("/api/"):
+            return JSONResponse({"error": str(self)}, self.status_code, self.headers)
+        return self.response
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """An error in the format of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
+
+
+_ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+
 
 def retry_later(message: str, code: str, status: int = 429) -> ApiError:
     """The request is valid, but the server has no room for it now. The response has a Retry-After header."""

@@ -69,11 +69,13 @@ class KeyRing:
         return bool(self._labels)
 
     def label_of(self, headers: Headers) -> str | None:
-        """The label of a request's key: a Bearer token (API clients) or the Basic password (browsers).
+        """The label of a request's key: a Bearer token or `x-api-key` (API clients), or the Basic
+        password (browsers).
 
         Compares with every key in constant time.
         """
-        scheme, _, value = headers.get("authorization", "").partition(" ")
+        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+        scheme, _, value = given.partition(" ")
         if scheme.lower() == "basic":
             try:
                 value = base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]

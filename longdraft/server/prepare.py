@@ -9,8 +9,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +20,14 @@ from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal.format import journal_exists, read_journal
 from longdraft.request.sampling_params import ALIASES, MAX_SEED, SamplingParams
+from longdraft.request.tools import FIELDS as TOOL_FIELDS
+from longdraft.request.tools import ToolRequest, parse_tools
 from longdraft.sampling.grammar import MATCHER_BYTES
 from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import has_space, prompt_excerpt
 from longdraft.server.logs import log_event
-from longdraft.server.replies import ResponseOptions
+from longdraft.server.replies import NewReply, ReplyBuilder, ResponseOptions
 from longdraft.server.schemas import (
     ChatMessage,
     ChatRequest,
@@ -37,6 +39,9 @@ from longdraft.server.schemas import (
 )
 from longdraft.server.settings import ServerSettings
 from longdraft.text.effort import Effort
+from longdraft.text.tools.forms import GENERIC, ToolForm, find_form, template_messages
+from longdraft.text.tools.grammar import ToolGrammar
+from longdraft.text.tools.reader import ToolAnswers
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
@@ -55,6 +60,8 @@ class PreparedRequest(NamedTuple):
     options: ResponseOptions
     events: EventQueue
     check_grammar: Callable[[], object] | None = None  # raises ApiError; takes up to seconds. None: it is known
+    new_reply: NewReply = ReplyBuilder
+    is_detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,28 +95,39 @@ class Preparer:
             "text_completion", request_id, sum(map(len, encoded)), request.stream, request.includes_usage,
             echo=echo, logprobs=request.logprobs is not None, details=request.longdraft.details, n=request.n,
             has_prompt_progress=request.return_progress)
-        return PreparedRequest(jobs, options, events, check_grammar)
+        return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
 
-    def chat(self, request: ChatRequest, events: EventQueue) -> PreparedRequest:
+    def chat(self, request: ChatRequest, events: EventQueue, *, clamps: bool = False,
+             prefix: str = "chatcmpl-") -> PreparedRequest:
+        """clamps: a text that has no room in the context for max_tokens is shorter; prefix: of the request's id"""
         self._require_few(request.n, "n")
-        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        request_id = f"{prefix}{secrets.token_hex(12)}"
+        tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
         effort = self._effort(request)
         ids = self._encode_chat(request.messages, effort.variables, request.continue_final_message,
-                                request.add_generation_prompt)
+                                request.add_generation_prompt, tools)
         room = max(1, self.context_limit - len(ids))
+        if clamps and request.settings.get("max_tokens", 0) > room:
+            request = request.model_copy(update={"max_tokens": room})
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs, check_grammar = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id,
-                                         logprobs, events, effort)
+                                         logprobs, events, effort, tools)
         divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
-        form = self.engine.loaded.answer_format if divides else None
+        answers = ToolAnswers(self._tool_form if tools else GENERIC, self.engine.tokenizer,
+                              self.engine.loaded.answer_format if divides or tools else None, tools)
         last = request.messages[-1].for_template() if request.continue_final_message else {}
         begun, thought = last.get("content", ""), last.get("reasoning_content", "")
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
                                   has_prompt_progress=request.return_progress,
-                                  new_reader=partial(form.reader, ids, begun, thought) if form else None,
+                                  new_reader=partial(answers.reader, ids, begun, thought),
+                                  tools=tools,
                                   sends_reasoning=not (request.reasoning and request.reasoning.exclude))
-        return PreparedRequest(jobs, options, events, check_grammar)
+        return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
+
+    @cached_property
+    def _tool_form(self) -> ToolForm:
+        return find_form(self.engine.tokenizer.chat_template, self.settings.tool_form)
 
     def _effort(self, request: ChatRequest) -> Effort:
         """What the request asks of the model's thinking, before its other settings are read."""
@@ -117,7 +135,7 @@ class Preparer:
         names = [name for name in given if ALIASES[name] in ("reasoning_effort", "thinking_budget")]
         with _spelled(given, request.longdraft.model_fields_set):
             params = SamplingParams.from_names({name: given[name] for name in names})
-            return self.engine.effort(params, request.chat_template_kwargs or {})
+            return self.engine.effort(params, request.chat_template_kwargs or {}, turns_on=request.turns_thinking_on)
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""
@@ -137,10 +155,26 @@ class Preparer:
                                   request.includes_usage, details=request.details)
         return PreparedRequest([job], options, events)
 
+    def count(self, request: ChatRequest) -> int:
+        """The number of tokens of a chat's prompt."""
+        tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
+        return len(self._encode_chat(request.messages, request.chat_template_kwargs or {}, False, None, tools))
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the model's answers have thinking that is apart."""
+        return self.engine.loaded.answer_format is not None
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables of the chat template that a request may set."""
+        template = self.engine.tokenizer.chat_template
+        return frozenset(template.options if template else ())
+
     def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         self.require_model(request.model)
         if request.messages is not None:
-            ids = self._encode_chat(request.messages, {}, False, True)
+            ids = self._encode_chat(request.messages, {}, False, True, None)
         else:
             assert request.prompt is not None, "TokenizeRequest has a prompt or messages"
             self._require_short([request.prompt], "prompt")
@@ -170,11 +204,15 @@ class Preparer:
             raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
 
     def _encode_chat(self, messages: list[ChatMessage], variables: Mapping[str, Any], continues: bool,
-                     begins_answer: bool | None) -> list[int]:
+                     begins_answer: bool | None, tools: ToolRequest | None) -> list[int]:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
         tokenizer = self.engine.tokenizer
+        if tools or any(message.tool_calls or message.tool_call_id or message.function_call for message in messages):
+            plain = template_messages(self._tool_form, plain, tools,
+                                      is_lenient=self.settings.unknown_parameters == "warn")
         prompt = tokenizer.chat(plain, variables, continue_final_message=continues,
+                                tools=tools.definitions if tools else None,
                                 add_generation_prompt=not continues if begins_answer is None else begins_answer)
         self._require_short([prompt], "messages")  # a template may write far more than the messages
         return tokenizer.encode(prompt, add_special_tokens=False)
@@ -202,7 +240,8 @@ class Preparer:
                            f"{self.settings.max_choices}; send several requests", param=param, code="invalid_value")
 
     def _jobs(self, request: SamplingRequest, prompts: list[list[int]], default_tokens: int, request_id: str,
-              logprobs: int | None, events: EventQueue, effort: Effort | None = None
+              logprobs: int | None, events: EventQueue, effort: Effort | None = None,
+              tools: ToolRequest | None = None
               ) -> tuple[list[GenerationJob], Callable[[], object] | None]:
         """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i. And the check of the
         grammar, as in `PreparedRequest`."""
@@ -212,6 +251,9 @@ class Preparer:
         with spelled():
             params = self.engine.params(**given)
             params = effort.applied(params) if effort else params
+            if tools is not None:
+                grammar = ToolGrammar.of(self._tool_form, self.engine.tokenizer, loaded.answer_format)
+                params = replace(params, structured_outputs=grammar.structure(tools, params.structured_outputs))
             loaded.check_settings(params)
             for prompt in prompts:
                 loaded.thought_rules(params, prompt)

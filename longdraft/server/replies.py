@@ -10,18 +10,20 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from longdraft.request.events import Event, TokenLogprob
+from longdraft.request.tools import ToolRequest
+from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.text.harmony import ChannelText
-from longdraft.text.thinking import AnswerReader
 from longdraft.text.tokenizer import Tokenizer
+from longdraft.text.tools.reader import Part, ToolReader, WholeAnswer, chat_message, put_together
 
+EVENTS = "text/event-stream"
 _LARGE = 8192  # tokens of a reply, or entries of its log-probabilities
 _LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token costs, about
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
@@ -41,7 +43,8 @@ class ResponseOptions:
     details        send tokens, their drafters and the progress with each chunk
     n              texts for each prompt
     has_prompt_progress  send chunks with `prompt_progress` while prompts are read
-    new_reader     divides an answer into thinking and content; None: all of it is content
+    new_reader     divides an answer into thinking, text and calls; takes the seed. None: all of it is text
+    tools          of the request
     sends_reasoning  replies have the thinking, too
     """
 
@@ -55,7 +58,8 @@ class ResponseOptions:
     details: bool = False
     n: int = 1
     has_prompt_progress: bool = False
-    new_reader: Callable[[], AnswerReader] | None = None
+    new_reader: Callable[..., ToolReader] | None = None
+    tools: ToolRequest | None = None
     sends_reasoning: bool = True
 
 
@@ -64,43 +68,124 @@ class Choice:
     """One text of a reply, so far."""
 
     job: GenerationJob
-    reader: AnswerReader | None
-    text: list[str] = field(default_factory=list)
+    reader: ToolReader | None
+    parts: list[Part] = field(default_factory=list)  # of a whole reply
+    num_calls: int = 0  # so far
+    sends_reasoning: bool = True
+    calls_reason: str = "tool_calls"  # the reason for the end of an answer with calls
+    end: str | None = None  # why the text ended, by longdraft's name
     num_sent: int = 0  # characters sent so far
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stats: dict[str, Any] | None = None  # of the finished text
     prompt_done: int = 0  # tokens in the last chunk with `prompt_progress`
-    reasoning: list[str] = field(default_factory=list)
 
-    def read(self, events: list[Event]) -> ChannelText:
-        """The text of new events, thinking and content apart."""
-        text = "".join(event.text for event in events)
+    @property
+    def answer(self) -> WholeAnswer:
+        """The whole answer, of the parts that were collected."""
+        return put_together(self.parts)
+
+    @classmethod
+    def of(cls, options: ResponseOptions, job: GenerationJob) -> Choice:
+        reader = options.new_reader(seed=job.params.seed) if options.new_reader else None
+        is_legacy = options.tools is not None and options.tools.is_legacy
+        return cls(job, reader, calls_reason="function_call" if is_legacy else "tool_calls",
+                   sends_reasoning=options.sends_reasoning)
+
+    def read(self, events: list[Event]) -> list[Part]:
+        """The parts of new events. Notes the end of the text."""
+        reason = next((event.finish_reason for event in events if event.finish_reason), None)
         if self.reader is None:
-            return ChannelText("", text)
-        answer = self.reader.push([token for event in events for token in event.tokens], text)
-        if not any(event.finish_reason for event in events):
-            return answer
-        end = self.reader.finish()
-        return ChannelText(answer.reasoning + end.reasoning, answer.content + end.content)
+            parts = [Part("text", "".join(event.text for event in events))]
+        else:
+            parts = self.reader.read(events, is_end=reason is not None)
+        if not self.sends_reasoning:
+            parts = [part for part in parts if part.kind != "thought"]
+        self.num_calls += sum(part.kind == "call" for part in parts)
+        if reason:
+            self.end, self.finish_reason = reason, _FINISH_REASONS[reason]
+            if self.num_calls and self.finish_reason == "stop":
+                self.finish_reason = self.calls_reason
+        self.stats = events[-1].stats
+        return parts
+
+
+class Reply(Protocol):
+    """A request's reply in the format of one API. A stream is begin, news and prompt_news, and end or failure."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether encoding the whole reply would keep the event loop from other requests."""
+
+    @property
+    def media_type(self) -> str:
+        """Of a stream. Only events have comments with the progress between them."""
+
+    def begin(self) -> Iterator[bytes]:
+        """The pieces before any token."""
+
+    def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
+        """The pieces for all the events that arrived together."""
+
+    def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
+        """How much of a prompt is read, if the client wants to know and anything is new."""
+
+    def end(self) -> Iterator[bytes]:
+        """The pieces after all texts."""
+
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        """The pieces in place of the rest."""
+
+    def add(self, job: GenerationJob, events: list[Event]) -> None:
+        """Collect events for `whole`."""
+
+    def whole(self) -> Iterator[bytes]:
+        """The reply of a request without a stream, in pieces of limited size."""
+
+
+NewReply = Callable[[ResponseOptions, str, Tokenizer, list[GenerationJob]], Reply]
+"""Makes the reply of a request from its options, the model's name, the tokenizer and the texts."""
 
 
 class ReplyBuilder:
-    """Builds the objects of one request's reply, as dictionaries ready for JSON."""
+    """Replies of completions and chats, in OpenAI's format."""
+
+    media_type = EVENTS
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob]) -> None:
         self._options = options
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._choices = {job: Choice(job, options.new_reader() if options.new_reader else None) for job in jobs}
+        self._choices = {job: Choice.of(options, job) for job in jobs}
         self._echo = dict(zip(jobs, options.echo, strict=True)) if options.echo else {}
 
     @property
     def _is_chat(self) -> bool:
         return self._options.object_type == "chat.completion"
 
-    def first_chunks(self) -> Iterable[dict[str, Any]]:
+    def begin(self) -> Iterator[bytes]:
+        for chunk in self._first_chunks():
+            yield data_event(chunk)
+
+    def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
+        for chunk in self._chunks(job, events):
+            yield data_event(chunk)
+
+    def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
+        if chunk := self._prompt_progress(job):
+            yield data_event(chunk)
+
+    def end(self) -> Iterator[bytes]:
+        if self._options.includes_usage:
+            yield data_event(self._envelope(".chunk") | {"choices": [], "usage": self._usage()})
+        yield DONE
+
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        yield data_event(error.body)
+        yield DONE
+
+    def _first_chunks(self) -> Iterable[dict[str, Any]]:
         """The chunks before any token: the roles of a chat, or the echoed prompts."""
         for job, choice in self._choices.items():
             if self._is_chat:
@@ -110,30 +195,51 @@ class ReplyBuilder:
                 choice.num_sent = len(self._echo[job])
                 yield self._chunk(job, {"text": self._echo[job], "logprobs": None, "finish_reason": None})
 
-    def chunk(self, job: GenerationJob, events: list[Event]) -> dict[str, Any]:
-        """One chunk for all the events that arrived together. The last one has acceptance and statistics."""
+    def _chunks(self, job: GenerationJob, events: list[Event]) -> Iterator[dict[str, Any]]:
+        """The chunks for all the events that arrived together: one, and with tools one for each part of the answer and
+        one for its end. The last one has acceptance and statistics."""
         choice = self._choices[job]
-        reasoning, text = choice.read(events)
-        reasoning = reasoning if self._options.sends_reasoning else ""
+        first_call = choice.num_calls
+        parts = choice.read(events)
+        texts = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("thought", "text")}
+        content: dict[str, Any] = {"text": texts["text"]}
+        if self._options.tools:
+            deltas = [*self._deltas(parts, first_call)]
+            if choice.finish_reason or not deltas:
+                deltas.append({"delta": {}})
+            content = deltas.pop()
+            for delta in deltas:
+                yield self._chunk(job, {**delta, "logprobs": None, "finish_reason": None})
+        elif self._is_chat:
+            delta = {"reasoning_content": texts["thought"]} if texts["thought"] else {}
+            has_text = texts["text"] or not texts["thought"]
+            content = {"delta": delta | ({"content": texts["text"]} if has_text else {})}
         logprobs = [entry for event in events for entry in event.logprobs]
-        reason = next((event.finish_reason for event in events if event.finish_reason), None)
-        choice.finish_reason = reason and _FINISH_REASONS[reason]
-        choice.stats = events[-1].stats
-        content: dict[str, Any] = {"text": text}
-        if self._is_chat:
-            delta = {"reasoning_content": reasoning} if reasoning else {}
-            content = {"delta": delta | ({"content": text} if text or not reasoning else {})}
         content |= {"logprobs": self._logprobs(logprobs, choice.num_sent), "finish_reason": choice.finish_reason}
-        choice.num_sent += len(text)
+        choice.num_sent += len(texts["text"])
         chunk = self._chunk(job, content)
         if self._options.details:
             chunk["longdraft"] = self._details(job, events)
-        if reason:
+        if choice.finish_reason:
             chunk["metrics"] = {"speculative_decoding": job.acceptance.report()}
             chunk["longdraft"] = chunk.get("longdraft", {}) | self._summary(job)
-        return chunk
+        yield chunk
 
-    def prompt_progress(self, job: GenerationJob) -> dict[str, Any] | None:
+    def _deltas(self, parts: list[Part], first_call: int) -> Iterator[dict[str, Any]]:
+        """A delta for each part. first_call: the number of calls before them"""
+        is_legacy, index = bool(self._options.tools and self._options.tools.is_legacy), first_call - 1
+        for part in parts:
+            if part.kind in ("thought", "text"):
+                yield {"delta": {"reasoning_content" if part.kind == "thought" else "content": part.text}}
+                continue
+            begins = part.kind == "call"
+            index += begins
+            function = {"name": part.text, "arguments": ""} if begins else {"arguments": part.text}
+            about = {"id": part.id, "type": "function"} if begins else {}
+            yield {"delta": {"function_call": function} if is_legacy else {
+                "tool_calls": [{"index": index, **about, "function": function}]}}
+
+    def _prompt_progress(self, job: GenerationJob) -> dict[str, Any] | None:
         """A chunk that says how much of a prompt is read, as llama.cpp sends it; None if nothing is new."""
         done, total = job.prefill
         if not self._options.has_prompt_progress or not total or done == self._choices[job].prompt_done:
@@ -144,20 +250,12 @@ class ReplyBuilder:
         return self._chunk(job, content | {"logprobs": None, "finish_reason": None}) | {"prompt_progress": {
             "total": total, "cache": job.cached_tokens, "processed": done, "time_ms": round(seconds * 1000)}}
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return self._envelope(".chunk") | {"choices": [], "usage": self._usage()}
-
     def add(self, job: GenerationJob, events: list[Event]) -> None:
         """Collect events for `whole`."""
         choice = self._choices[job]
-        reasoning, text = choice.read(events)
-        choice.reasoning += [reasoning] * self._options.sends_reasoning
-        choice.text.append(text)
+        choice.parts += choice.read(events)
         for event in events:
             choice.logprobs += event.logprobs
-            if event.finish_reason:
-                choice.finish_reason = _FINISH_REASONS[event.finish_reason]
-                choice.stats = event.stats
 
     @property
     def is_large(self) -> bool:
@@ -201,12 +299,10 @@ class ReplyBuilder:
         """The reply, with `mark` in the place of log-probabilities."""
         choices = []
         for job, choice in self._choices.items():
-            text = self._echo.get(job, "") + "".join(choice.text)
-            content: dict[str, Any] = {"text": text}
+            answer = choice.answer
+            content: dict[str, Any] = {"text": self._echo.get(job, "") + answer.content}
             if self._is_chat:
-                reasoning = "".join(choice.reasoning)
-                content = {"message": {"role": "assistant", "content": text}
-                           | ({"reasoning_content": reasoning} if reasoning else {})}
+                content = {"message": chat_message(answer, self._options.tools)}
             has_logprobs = self._options.logprobs and choice.logprobs
             choices.append({"index": job.index, **content, "logprobs": mark if has_logprobs else None,
                             "finish_reason": choice.finish_reason, "longdraft": self._summary(job),
@@ -285,9 +381,9 @@ def progress_comment(content: dict[str, Any]) -> bytes:
 
 
 def event_stream(pieces: AsyncIterator[bytes], stall_s: float, on_close: Callable[[], None],
-                 headers: dict[str, str]) -> TimedStream:
-    """A response of server-sent events."""
-    return TimedStream(pieces, stall_s, on_close, "text/event-stream",
+                 headers: dict[str, str], media_type: str = EVENTS) -> TimedStream:
+    """A response of server-sent events, or of another type in pieces."""
+    return TimedStream(pieces, stall_s, on_close, media_type,
                        {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
 
 

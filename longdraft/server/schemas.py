@@ -6,7 +6,7 @@ costs no more than a good one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -36,7 +36,8 @@ from longdraft.server.errors import ApiError, from_validation_error
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 MAX_LOGPROBS = 20
 _MAX_MESSAGES, _MAX_PARTS = 4096, 1024
-_EMPTY_MEMBERS = ("tool_calls", "annotations", "audio", "function_call", "refusal")
+_MAX_CALLS = 1024  # of a message
+_EMPTY_MEMBERS = ("annotations", "audio", "refusal")
 _MAX_TOKENS = 1 << 24  # of /detokenize, within the limit for bodies
 
 
@@ -77,6 +78,8 @@ class LongdraftOptions(ExtensionSettings):
     cache: bool = Field(default=True, description="Take keys and values of earlier texts that begin alike, and give "
                                                   "this text's. Does not change the text.")
     details: bool = Field(default=False, description="Chunks have each token, its drafter, and the speed.")
+    detach: bool = Field(default=False, description="The text goes on if its client leaves, for the server's --detach, "
+                                                    "and any client with its key can read on.")
 
 
 class StreamOptions(StrictModel):
@@ -152,12 +155,16 @@ class ContentPart(StrictModel):
 class ChatMessage(StrictModel):
     path: ClassVar[str] = "messages[]."
     checked: ClassVar[frozenset[str]] = frozenset(("reasoning", "provider_specific_fields", *_EMPTY_MEMBERS))
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Utf8Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MAX_PARTS)], one_of(
         f"a text, or a list of at most {_MAX_PARTS:,} parts with the type text")]
     name: Name | None = None
     reasoning_content: Utf8Text | None = Field(default=None, description="An answer's thinking, for templates that "
                                                                          "show it. Also `reasoning`.")
+    tool_calls: Annotated[list[AnyObject], Field(fail_fast=True, max_length=_MAX_CALLS)] | None = Field(
+        default=None, description="An answer's calls of functions.")
+    tool_call_id: Name | None = Field(default=None, description="Of the call whose result this is.")
+    function_call: AnyObject | None = Field(default=None, description="OpenAI's old name of a single call.")
 
     @model_validator(mode="before")
     @classmethod
@@ -171,13 +178,16 @@ class ChatMessage(StrictModel):
                 and not (name in _EMPTY_MEMBERS and value in ([], {}))}
         if "reasoning" in kept:
             kept.setdefault("reasoning_content", kept.pop("reasoning"))
+        if kept.get("content") is None and (kept.get("tool_calls") or kept.get("function_call")):
+            kept["content"] = ""
         return kept
 
-    def for_template(self) -> dict[str, str]:
-        """The message as a chat template expects it, with its parts joined."""
+    def for_template(self) -> dict[str, Any]:
+        """The message with its parts joined, without empty members."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return {"role": self.role, "content": content} | {name: text for name, text in optional.items() if text}
+        optional = {name: getattr(self, name)
+                    for name in ("name", "reasoning_content", "tool_calls", "tool_call_id", "function_call")}
+        return {"role": self.role, "content": content} | {name: value for name, value in optional.items() if value}
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MAX_MESSAGES)]
@@ -208,6 +218,12 @@ class ChatRequest(SamplingRequest):
     continue_final_message: bool = Field(default=False, description="Continue the last message, an assistant's. The "
                                                                     "reply has only what is new.")
 
+    # Checked by longdraft/request/tools.py, as those of a batch.
+    tools: Any = Field(default=None, description="Functions that the answer may call.")
+    tool_choice: Any = Field(default=None, description="none, auto, required, or one function or several.")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: an answer has one call at most.")
+    functions: Any = Field(default=None, description="OpenAI's old name of `tools`.")
+    function_call: Any = Field(default=None, description="OpenAI's old name of `tool_choice`.")
     reasoning_format: Literal["auto", "none"] | None = Field(
         default=None, description="auto: the thinking of models that mark it is `reasoning_content`; none: it is part "
                                   "of `content`. Default: the server's.")
@@ -226,9 +242,34 @@ class ChatRequest(SamplingRequest):
     @property
     def settings(self) -> dict[str, Any]:
         given, reasoning = super().settings, self.reasoning or ReasoningOptions()
-        effort = "none" if reasoning.enabled is False else reasoning.effort
-        own = {"reasoning_effort": effort, "thinking_budget": reasoning.max_tokens}
+        sampling = dict(given.pop("thinking", {}))
+        is_off = reasoning.enabled is False or sampling.pop("type", None) == "disabled"
+        own = {"reasoning_effort": "none" if is_off else reasoning.effort, "thinking": sampling or None,
+               "thinking_budget": sampling.pop("budget_tokens", reasoning.max_tokens)}
         return given | {name: value for name, value in own.items() if value is not None}
+
+    @property
+    def turns_thinking_on(self) -> bool:
+        """Whether the request asks for thinking without an effort."""
+        kind = (getattr(self, "thinking", None) or {}).get("type")
+        return kind in ("enabled", "adaptive") or bool(self.reasoning and self.reasoning.enabled)
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> ChatRequest:
+        """`thinking` has sampling settings, and may have the members of Anthropic's, GLM's and DeepSeek's objects."""
+        thinking = getattr(self, "thinking", None) or {}
+        if thinking.get("type", "enabled") not in ("enabled", "disabled", "adaptive"):
+            raise PydanticCustomError("thinking", "thinking.type is {kind}; allowed: enabled, disabled or adaptive",
+                                      {"kind": str(thinking["type"])[:80], "param": "thinking"})
+        if type(thinking.get("budget_tokens", 0)) is not int:
+            raise PydanticCustomError("thinking", "thinking.budget_tokens must be a whole number",
+                                      {"param": "thinking"})
+        budgets: set[Any] = {thinking.get("budget_tokens"), self.reasoning and self.reasoning.max_tokens,
+                   getattr(self, "thinking_budget", None)} - {None}
+        if len(budgets) > 1:
+            raise PydanticCustomError("thinking", "the request has the budgets {budgets}; give one of them",
+                                      {"budgets": ", ".join(map(str, sorted(budgets))), "param": "thinking_budget"})
+        return self
 
     @model_validator(mode="after")
     def _check_reasoning(self) -> ChatRequest:
@@ -307,6 +348,11 @@ def parse_body(model: type[Model], body: bytes | bytearray, on_unknown: Callable
         content = parse_json(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    return validated(model, content, on_unknown)
+
+
+def validated(model: type[Model], content: Any, on_unknown: Callable[[str], None] | None = None) -> Model:
+    """The request of a body that is parsed. Raises ApiError as `parse_body` does."""
     try:
         return model.model_validate(content, context=on_unknown)
     except ValidationError as error:
@@ -320,7 +366,8 @@ def body_reference(model: type[StrictModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def body_schemas() -> dict[str, Any]:
-    """The JSON schemas of all bodies and their parts, by name."""
-    _, found = models_json_schema([(model, "validation") for model in BODIES], ref_template=_SCHEMAS + "{model}")
+def body_schemas(others: Iterable[type[StrictModel]] = ()) -> dict[str, Any]:
+    """The JSON schemas of all bodies and their parts, by name. others: bodies of other APIs"""
+    bodies: list[type[StrictModel]] = [*BODIES, *others]
+    _, found = models_json_schema([(model, "validation") for model in bodies], ref_template=_SCHEMAS + "{model}")
     return dict(found["$defs"])

@@ -18,13 +18,14 @@ from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server.admission import REST, Admission, BoundedThreads
 from longdraft.server.body_types import StrictModel
+from longdraft.server.detached import DetachedText, DetachedTexts
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later, to_api_error
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import JournalFolder
 from longdraft.server.keys import KeyRing
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.prepare import PreparedRequest, Preparer
-from longdraft.server.replies import DONE, ReplyBuilder, TimedStream, data_event, event_stream, progress_comment
+from longdraft.server.replies import EVENTS, NewReply, Reply, TimedStream, event_stream, progress_comment
 from longdraft.server.scheduler import Scheduler
 from longdraft.server.schemas import ExportRequest
 from longdraft.server.settings import ServerSettings
@@ -36,6 +37,7 @@ _MAX_EXPORTS = 8  # that are prepared or sent: each holds its text, and its late
 _MAX_EVENTS = 256  # steps of a chunk: a client that was slow gets several chunks
 _CHUNK_INTERVAL_S = 0.01  # steps of a text that come faster than this share a chunk
 _PROMPT_PROGRESS_S = 0.25  # between chunks with `prompt_progress`
+_MAX_CONVERSATION = 128  # characters of the name of a conversation
 _DISCONNECT_POLL_S = 0.25  # how often to check that the client of a non-streaming request is still connected
 Model = TypeVar("Model", bound=StrictModel)
 
@@ -56,6 +58,7 @@ class Service:
         self.admission = Admission(settings, max(_MIN_VALUES, 2 * self.preparer.context_limit), self.metrics)
         self.grammars = BoundedThreads("grammar", 1, _MAX_GRAMMARS, self.metrics)
         self.files = BoundedThreads("file", 1, _MAX_FILES, self.metrics)
+        self.detached = DetachedTexts()
         self._exporting = BoundedThreads("export", 1, _MAX_EXPORTS, self.metrics, rest=REST)
         self._num_exports = 0  # that are being sent
 
@@ -80,15 +83,54 @@ class Service:
         if prepared.check_grammar is not None:
             await self.grammars.run(request, prepared.check_grammar)
         jobs = prepared.jobs
-        reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
+        conversation = request.headers.get("x-conversation-id", "")[:_MAX_CONVERSATION]
+        if prepared.is_detached or conversation:
+            return await self._detach(request, prepared, conversation)
+        reply = self._new_reply(prepared)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
             return event_stream(self._stream(prepared, reply), self.settings.stall_s, lambda: self._close(prepared),
-                                {"X-Generation-Id": jobs[0].id})
+                                {"X-Generation-Id": jobs[0].id}, reply.media_type)
         try:
             return await self._whole(request, prepared, reply)
         finally:
             self._close(prepared)
+
+    def _new_reply(self, prepared: PreparedRequest, other: NewReply | None = None) -> Reply:
+        """The reply in the request's own format, or in another one."""
+        return (other or prepared.new_reply)(prepared.options, self.settings.model_name, self.engine.tokenizer,
+                                             prepared.jobs)
+
+    async def _detach(self, request: Request, prepared: PreparedRequest, conversation: str) -> Response:
+        """The reply of a text that goes on when its client leaves."""
+        if len(prepared.jobs) > 1:
+            raise ApiError(400, f"a detached request has one text, and this one asks for {len(prepared.jobs)}; send "
+                           "several requests", param="longdraft.detach", code="invalid_value")
+        self.detached.require_room()
+        text = DetachedText(prepared, partial(self._new_reply, prepared), self.settings.detach_s, self.scheduler.cancel)
+        self.scheduler.submit(prepared.jobs)
+        self.detached.add(text, conversation)
+        if prepared.options.is_stream:
+            return self.read_on(text, 0)
+        reply = text.make_reply(None)
+        async for batch in text.batches(_DISCONNECT_POLL_S):
+            if batch:
+                reply.add(text.job, batch)
+            elif await request.is_disconnected():
+                return Response(status_code=CLIENT_CLOSED)
+        if text.error is not None:
+            raise self.api_error(text.error)
+        return Response(b"".join(reply.whole()), media_type="application/json",
+                        headers={"X-Generation-Id": text.job.id})
+
+    def read_on(self, text: DetachedText, num_seen: int, other: NewReply | None = None) -> Response:
+        """A stream of what comes behind `num_seen` tokens. other: a format in place of the request's own"""
+        reply = text.make_reply(other)
+        if reply.media_type != EVENTS:
+            raise ApiError(400, "a detached text is read as events; give door=chat or door=messages", param="door",
+                           code="invalid_value")
+        pieces = text.stream(reply, num_seen, self.settings.progress_s, self.api_error)
+        return event_stream(pieces, self.settings.stall_s, lambda: None, {"X-Generation-Id": text.job.id})
 
     async def export(self, request: Request) -> Response:
         """A text as a file, which is made and sent a chapter at a time. Raises ApiError."""
@@ -121,7 +163,7 @@ class Service:
             self.scheduler.cancel(job)
         prepared.events.close()
 
-    async def _whole(self, request: Request, prepared: PreparedRequest, reply: ReplyBuilder) -> Response:
+    async def _whole(self, request: Request, prepared: PreparedRequest, reply: Reply) -> Response:
         pending = set(prepared.jobs)
         prepared.events.wakes_at = _MAX_EVENTS  # one step would make the event loop compete with the engine each time
         while pending:
@@ -138,10 +180,12 @@ class Service:
             return StreamingResponse(reply.whole(), media_type="application/json")
         return Response(b"".join(reply.whole()), media_type="application/json")
 
-    async def _stream(self, prepared: PreparedRequest, reply: ReplyBuilder) -> AsyncIterator[bytes]:
-        for chunk in reply.first_chunks():
-            yield data_event(chunk)
-        yield self._progress(prepared.jobs[0])
+    async def _stream(self, prepared: PreparedRequest, reply: Reply) -> AsyncIterator[bytes]:
+        for piece in reply.begin():
+            yield piece
+        has_comments = reply.media_type == EVENTS
+        if has_comments:
+            yield self._progress(prepared.jobs[0])
         pending, last_progress = set(prepared.jobs), time.monotonic()
         while pending:
             next_progress = last_progress + self.settings.progress_s
@@ -150,27 +194,27 @@ class Service:
                 wait_s = min(wait_s, _PROMPT_PROGRESS_S)
             events, ended = await prepared.events.take(wait_s)
             for job in prepared.jobs:
-                if news := reply.prompt_progress(job):
-                    yield data_event(news)
+                for piece in reply.prompt_news(job):
+                    yield piece
             for job, new in events.items():
                 for start in range(0, len(new), _MAX_EVENTS):
-                    yield data_event(reply.chunk(job, new[start : start + _MAX_EVENTS]))
+                    for piece in reply.news(job, new[start : start + _MAX_EVENTS]):
+                        yield piece
                     await asyncio.sleep(0)
             for job, error in ended.items():
                 pending.discard(job)
                 if error is not None:
-                    yield data_event(self.api_error(error).body)
-                    yield DONE
+                    for piece in reply.failure(self.api_error(error)):
+                        yield piece
                     return
             if time.monotonic() >= next_progress:
                 last_progress = time.monotonic()
-                for job in pending:
+                for job in pending if has_comments else ():
                     yield self._progress(job)
             if pending:
                 await asyncio.sleep(_CHUNK_INTERVAL_S)
-        if prepared.options.includes_usage:
-            yield data_event(reply.usage_chunk())
-        yield DONE
+        for piece in reply.end():
+            yield piece
 
     def _progress(self, job: GenerationJob) -> bytes:
         position = {"position": self.scheduler.position(job)} if job.state == "queued" else {}

@@ -16,6 +16,7 @@ from longdraft.engine.settings import CACHE_RAM, SNAPSHOT, SNAPSHOT_MAX
 from longdraft.errors import UsageError, check
 from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.request.settings import Range, Setting, setting, settings_of
+from longdraft.request.tools import FORM_NAMES
 
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -66,6 +67,8 @@ class ServerSettings:
     reasoning_format: str = _serving(
         "auto", "The thinking of models that mark it, in chat replies: auto: reasoning_content; none: part of content.",
         ("auto", "none"))
+    tool_form: str = _serving(
+        "auto", "How the model writes calls of functions; auto: as its chat template shows.", FORM_NAMES)
     key_requests: int = _limit(0, "Requests per minute of each API key; 0: no limit.", _QUOTA)
     key_tokens: int = _limit(0, "Tokens per hour, read and written, of each API key; 0: no limit.", _QUOTA)
     max_running: int = _limit(8, "Texts written at the same time, at most.", Range(1))
@@ -87,6 +90,8 @@ class ServerSettings:
     timeout_s: float = _limit(0.0, "Time limit of a request in seconds; 0: none.", Range(0), option="timeout")
     stall_s: float = _limit(60.0, "Seconds for a client to read the next part of a stream, or to send a body.",
                             _INTERVAL, option="stall")
+    detach_s: float = _limit(600.0, "Seconds that a detached text goes on, and is kept, without a reader.", _INTERVAL,
+                             option="detach")
     drain_s: float = _limit(30.0, "Seconds that running texts get after SIGTERM.", Range(0), option="drain")
     journal_from: int = _limit(1024, "Texts of at least this many tokens always have a journal.", Range(1))
     keep_finished: int = _limit(200, "Number of finished journals to keep.", Range(0))

@@ -15,6 +15,7 @@ step in Python takes a millisecond, because the weights have driven it out of th
 
 from __future__ import annotations
 
+from copy import copy
 from time import perf_counter
 
 from longdraft.cache.full import FullCache
@@ -47,6 +48,12 @@ class PlainAhead:
         self._is_begun = False
         self._is_possible = WRITES_AHEAD and not cache.taps and not cache.states
         self._burst = 1  # tokens that a processor computes ahead
+
+    def with_sampler(self, sampler: Sampler) -> PlainAhead:
+        """The same for a text that was cut, without the tokens that followed."""
+        other = copy(self)
+        other._sampler, other._tokens = sampler, []
+        return other
 
     def step(self, context: Context, max_tokens: int) -> Accepted | None:
         """The outcome of the next step, as that of `Step.run`; None where a step has to compute it."""

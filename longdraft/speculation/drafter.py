@@ -78,6 +78,15 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class DecodesPlainly(Protocol):
+    """A drafter that knows how many of the next steps are plain decoding, whatever their outcome."""
+
+    @property
+    def plain_steps(self) -> int:
+        """Number of these steps. Their tokens may be computed ahead, and `observe` then gets no `Accepted.verified`."""
+
+
+@runtime_checkable
 class ReadsPrompt(Protocol):
     """A drafter with a model of its own that reads the text."""
 
@@ -121,6 +130,11 @@ class ReadsStates(Protocol):
     def follow(self, is_wanted: bool) -> None:
         """Whether forwards copy these states from now on. After a gap the drafter reads on after it, and drafts nothing
         before the state of the text's last row is known."""
+
+
+def plain_steps_of(drafter: Drafter) -> int:
+    """How many of the next steps are plain decoding for certain."""
+    return drafter.plain_steps if isinstance(drafter, DecodesPlainly) else 0
 
 
 def memory_of(drafter: Drafter) -> int:

@@ -23,7 +23,7 @@ from longdraft.request.context import Context
 from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.ahead import PlainAhead
-from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.drafter import Accepted, Drafter, Verified, plain_steps_of
 from longdraft.speculation.logprobs import path_logprobs
 from longdraft.speculation.reuse import PREFILL_CHUNK
 from longdraft.speculation.routine import Routine
@@ -84,9 +84,10 @@ class Step(NamedTuple):
         context, timings = self.context, self.timings
         began = clock()
         max_tokens = min(max_tokens, self.sampler.quiet_for(context))
-        if self.ahead and (accepted := self.ahead.step(context, max_tokens)):
-            self.tally.steps += 1
+        if self.ahead and (accepted := self.ahead.step(context, min(max_tokens, plain_steps_of(self.drafter)))):
             timings.verify += clock() - began
+            self.drafter.observe(context, accepted)
+            self._count((), ())
             return accepted
         tree = yield from self._propose(max_tokens - 1)
         drafted = clock()
@@ -112,10 +113,14 @@ class Step(NamedTuple):
         timings.verify += verified - drafted
         timings.sample += chosen - verified
         timings.commit += committed - chosen
-        if not self.tally.steps and len(context) > PREFILL_CHUNK:
-            return_free_memory()  # of the prompt's chunks: what follows needs less
-        self.tally.add(tree.sources[1:], accepted.sources)
+        self._count(tree.sources[1:], accepted.sources)
         return accepted
+
+    def _count(self, drafted: Iterable[str], accepted: Iterable[str]) -> None:
+        """Count a step. Both name the drafter of each token."""
+        if not self.tally.steps and len(self.context) > PREFILL_CHUNK:
+            return_free_memory()  # of the prompt's chunks: what follows needs less
+        self.tally.add(drafted, accepted)
 
     def _propose(self, max_depth: int) -> Routine[Tree]:
         """The drafter's tree without hopeless guesses, and with the tokens that a grammar forces."""

@@ -26,7 +26,8 @@ from longdraft.text.tokenizer_config import SPECIAL_TOKENS, SideFiles
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
 # Variables that requests may not set.
-_RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
+_TOOLS = ("tools", "xml_tools")  # names of the list of functions; the second one is SmolLM3's
+_RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "documents", *_TOOLS)
 _MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
 _MAX_FILE = 1 << 22  # bytes; the largest known templates have some 20,000
 _RENDERER = LimitedProcess("longdraft.text.rendering", "renderer")  # of all templates; it keeps those in use compiled
@@ -77,19 +78,30 @@ class ChatTemplate:
     @cached_property
     def options(self) -> list[str]:
         """Names of the template's variables that a request may set."""
-        return sorted(set(self._run(None).split()) - set(_RESERVED) - set(SPECIAL_TOKENS))
+        return sorted(self._variables - set(_RESERVED) - set(SPECIAL_TOKENS))
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template lists the functions that a model may call."""
+        return not self._variables.isdisjoint(_TOOLS)
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        return frozenset(self._run(None).split())
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, /, *,
-               add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any) -> str:
+               add_generation_prompt: bool = True, continue_final_message: bool = False,
+               tools: Sequence[Mapping[str, Any]] | None = None, **options: Any) -> str:
         """The prompt for the next answer, or with `continue_final_message` for the rest of the last message.
 
         variables, options  of the template; the first have any names, such as those of a request
+        tools  functions that the model may call, as in OpenAI's requests
 
         Raises UsageError for unknown variables, and for messages that the template refuses.
         """
         options |= variables or {}
         if continue_final_message:
-            return self._render_open(messages, options)
+            return self._render_open(messages, options, tools)
         unknown = next((name for name in options if name not in self.options), None)
         if unknown is not None:
             raise UsageError(f"the model's chat template has no variable {unknown!r}; "
@@ -97,8 +109,13 @@ class ChatTemplate:
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         if not self._knows_developer:
             plain = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in plain]
-        return self._run({**self._tokens, **options, "messages": plain, "add_generation_prompt": add_generation_prompt,
-                          "tools": None, "documents": None})
+        rest = {"add_generation_prompt": add_generation_prompt, **dict.fromkeys(_TOOLS, tools), "documents": None}
+        try:
+            return self._run({**self._tokens, **options, "messages": plain, **rest})
+        except UsageError:
+            if (simpler := _with_one_system(plain)) == plain:
+                raise
+            return self._run({**self._tokens, **options, "messages": simpler, **rest})
 
     def _run(self, variables: dict[str, Any] | None) -> str:
         """What the child process returns. ModelError if the template fails or goes beyond a limit."""
@@ -112,17 +129,39 @@ class ChatTemplate:
                 raise UsageError(f"the model's chat template refuses these messages: {error}") from error
             raise ModelError(f"the model's chat template fails: {error.kind}: {error}") from error
 
-    def _render_open(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
+    def _render_open(self, messages: Sequence[Message], options: dict[str, Any],
+                     tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The messages up to the end of the last one's content, or of its thinking where it has no content. A mark
         shows where that is. It also keeps templates from stripping white space at its end."""
         *others, last = messages
         part = "reasoning_content" if last.get("reasoning_content") and not last.get("content") else "content"
         marked = {**last, part: f"{last.get(part) or ''}{_MARK}"}
-        prompt, mark, after = self.render([*others, marked], options, add_generation_prompt=False).partition(_MARK)
+        rendered = self.render([*others, marked], options, add_generation_prompt=False, tools=tools)
+        prompt, mark, after = rendered.partition(_MARK)
         if not mark or _MARK in after:
             raise UsageError("the model's chat template does not show the last message once, so it cannot be "
                              "continued; send the prompt to /v1/completions")
         return prompt
+
+
+def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for templates that want one message of the system, at the beginning: those that lead are joined,
+    and a later one is a reminder in the user's turn before it."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if message.get("role") not in ("system", "developer"):
+            joined.append(message)
+        elif not joined or (last["role"] == "system" and len(joined) == 1):
+            text = f"{last['content']}\n\n{message['content']}" if joined else message["content"]
+            joined = [{**message, "role": "system", "content": text}]
+        else:
+            reminder = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+            if last["role"] == "user":
+                joined[-1] = {**last, "content": f"{last['content']}\n{reminder}"}
+            else:
+                joined.append({"role": "user", "content": reminder})
+    return joined
 
 
 def parse_option(text: str) -> Any:

@@ -34,23 +34,24 @@ class Effort(NamedTuple):
 
     def applied(self, params: SamplingParams) -> SamplingParams:
         """The settings of the text: with a budget, unless they have one, and without the effort."""
-        params = replace(params, reasoning_effort="") if params.reasoning_effort else params
+        params = replace(params, reasoning_effort=None) if params.reasoning_effort else params
         if self.share is None or params.thinking_budget >= 0:
             return params
         return replace(params, thinking_budget=max(params.min_thinking_tokens, int(self.share * params.max_new_tokens)))
 
 
-def find_effort(template: ChatTemplate | None, form: AnswerFormat | None, effort: str, budget: int,
-                variables: Mapping[str, Any]) -> Effort:
+def find_effort(template: ChatTemplate | None, form: AnswerFormat | None, effort: str | None, budget: int,
+                variables: Mapping[str, Any], *, turns_on: bool = False) -> Effort:
     """UsageError if the template accepts no effort near this one. Variables of the request win over the effort.
 
-    effort  as `reasoning_effort`; "": none is given
+    effort  as `reasoning_effort`
     budget  as `thinking_budget`
+    turns_on  turn thinking on where the template can, without an effort
     """
     known = template.options if template else []
     chosen = dict(variables)
     switch = next((name for name in _SWITCHES if name in known), None)
-    if switch is not None and (effort or budget == 0):
+    if switch is not None and (effort or budget == 0 or turns_on):
         chosen.setdefault(switch, effort != "none" and budget != 0)
     if not effort or _VARIABLE in chosen or (effort == "none" and switch is not None):
         return Effort(chosen)

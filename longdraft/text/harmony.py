@@ -21,6 +21,9 @@ _START, _CHANNEL, _MESSAGE, _END = "\ud800", "\ud801", "\ud802", "\ud803"
 _PARTS = re.compile(f"([{_START}{_CHANNEL}{_MESSAGE}{_END}])")
 _THINKING = "analysis"
 _ANSWER = "final"
+_RECIPIENT = re.compile(r"to=functions\.(\S+)")  # in the header of a call
+# In the content of a reader that shows calls, before the name of a function and before its arguments.
+CALL_MARK, ARGUMENTS_MARK = "\ud810", "\ud811"
 _LONGEST_HEADER = 256  # characters; longer text after <|start|> or <|channel|> is no header
 
 
@@ -32,10 +35,14 @@ class ChannelText(NamedTuple):
 
 
 class Harmony(NamedTuple):
-    """The format of a model. marks: the character of each special token, by its id"""
+    """The format of a model. marks: the character of each special token, by its id
+
+    shows_calls  calls of functions are part of the content, with marks for their headers
+    """
 
     tokenizer: Tokenizer
     marks: Mapping[int, str]
+    shows_calls: bool = False
 
     @classmethod
     def find(cls, tokenizer: Tokenizer) -> Harmony | None:
@@ -60,6 +67,8 @@ class ChannelReader:
 
     def __init__(self, form: Harmony) -> None:
         self._marker = TokenMarker(form.tokenizer, form.marks)
+        self._shows_calls = form.shows_calls
+        self._recipient = ""  # the function that the header names
         self._channel = _ANSWER
         self._header: str | None = None  # text after <|start|> or <|channel|> so far; None: of no header
         self._is_channel = False  # whether the header names a channel
@@ -67,7 +76,7 @@ class ChannelReader:
     def skip(self, begun: str) -> None:
         """Read the beginning of a message, with its marks. Its text is part of the prompt."""
         self._read(begun)
-        if not self._is_channel:  # after the role, an answer that does not name its channel is content
+        if not self._is_channel and not self._shows_calls:  # after the role, an answer without a channel is content
             self._header = None
 
     def push(self, tokens: Sequence[int], text: str) -> ChannelText:
@@ -82,9 +91,12 @@ class ChannelReader:
         reasoning = content = ""
         for part in _PARTS.split(text):
             if part in (_START, _CHANNEL):
+                self._recipient = self._read_recipient() if part == _CHANNEL else ""
                 self._header, self._is_channel = "", part == _CHANNEL
             elif part == _MESSAGE:
                 words = (self._header or "").split() if self._is_channel else []
+                if self._shows_calls and (name := self._read_recipient()):
+                    content += f"{CALL_MARK}{name}{ARGUMENTS_MARK}"
                 self._end_header(words[0] if words else _ANSWER)
             elif part == _END:
                 self._end_header(_ANSWER)
@@ -98,6 +110,11 @@ class ChannelReader:
             else:
                 content += part
         return ChannelText(reasoning, content)
+
+    def _read_recipient(self) -> str:
+        """The function that a call is for, from its header so far; "" for other messages."""
+        match = _RECIPIENT.search(self._header or "")
+        return match[1] if match else self._recipient
 
     def _end_header(self, channel: str) -> None:
         self._header, self._is_channel = None, False

@@ -116,6 +116,14 @@ class ThinkingTags(NamedTuple):
             return cls(tokenizer, texts[0] + tag.name, texts[1], marks)
         return None
 
+    @property
+    def texts(self) -> tuple[str, str]:
+        """What begins the thinking and what ends it, as they are written."""
+        names = {mark: self.tokenizer.letters(token) for token, mark in self.marks.items()}
+        opening, closing = ("".join(names.get(letter, letter) for letter in text)
+                            for text in (self.opening, self.closing))
+        return opening, closing
+
     def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "") -> ThinkingReader:
         """A reader for the answer to a prompt, which may end within the thinking."""
         end = marked_text(self.tokenizer, self.marks, prompt[-TAG_TOKENS:])

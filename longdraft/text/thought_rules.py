@@ -191,15 +191,20 @@ def new_thought(tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[i
 def _begun(form: AnswerFormat, markers: Markers, prompt: Sequence[int]) -> tuple[int, ...] | None:
     """The tokens behind the last opening marker of a prompt; None without one. The thought may be closed among them.
 
-    Only the last message counts, that is, what comes after the last special token that is no part of a marker. A marker
-    in an earlier message, such as a question about it, opens nothing.
+    Only the last message counts, that is, what comes after the last special token that is no part of a marker; of
+    gpt-oss, the messages of the assistant at the end. A marker in an earlier message, such as a question about it,
+    opens nothing.
     """
     assert isinstance(form, ThinkingTags | Harmony)
+    if markers.reopens and not any(token in prompt for token in markers.continuing(markers.opening, 0)):
+        return None
     tokenizer, start = form.tokenizer, 0
+    begin = tokenizer.vocabulary()[MARKS[0]] if isinstance(form, Harmony) else -1
+    own = tokenizer.encode("assistant", add_special_tokens=False)
     for index in range(len(prompt) - 1, -1, -1):
         token = prompt[index]
-        is_mark = markers.text_of(token) in (*markers.opening, *markers.closing)
-        if not is_mark and tokenizer.is_silent(token) and tokenizer.letters(token):
+        is_other = token not in form.marks and tokenizer.is_silent(token) and tokenizer.letters(token) != ""
+        if is_other or (token == begin and list(prompt[index + 1 : index + 1 + len(own)]) != own):
             start = index + 1
             break
     anywhere = replace(markers, reopens=True, _moves={})

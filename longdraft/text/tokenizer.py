@@ -95,6 +95,11 @@ class Tokenizer:
         return ids
 
     @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The id of each token that is matched as a whole before a text is cut: special tokens and other added ones."""
+        return {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
     def longest_token(self) -> int:
         """The length in characters of the longest token."""
         return max(map(len, self.vocabulary()), default=1)

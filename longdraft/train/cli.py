@@ -23,6 +23,7 @@ from longdraft.errors import UsageError, check
 from longdraft.request.settings import settings_of
 from longdraft.train.presets import PRESETS
 from longdraft.train.settings import (
+    BlockSettings,
     DraftSettings,
     EagleSettings,
     GlideSettings,
@@ -35,12 +36,12 @@ from longdraft.train.settings import (
 if TYPE_CHECKING:
     from longdraft.train.job import Result
 
-app = typer.Typer(no_args_is_help=True, help="Train drafters: heads, a glide layer, an EAGLE head or a small model.")
+app = typer.Typer(no_args_is_help=True, help="Train drafters: heads of several kinds, a glide layer or a small model.")
 
 
 @app.callback()
 def _group() -> None:
-    """Train drafters (heads, a glide layer, an EAGLE head, a small model) and small language models."""
+    """Train drafters (heads, a glide layer, an EAGLE or block head, a small model) and small language models."""
 
 
 # Options of the run, which are not settings of the training: annotation and default by name.
@@ -130,7 +131,7 @@ def _report(result: Result) -> None:
 
 
 def _part(kind: str, index: int, part: dict[str, float]) -> str:
-    """The token that a head predicts, the lag of glide's keys, or the number of the draft in EAGLE's chain."""
+    """The token that a head predicts, the lag of glide's keys, or the number of the draft of EAGLE or a block."""
     if "draft" in part:
         return f"t+{part['draft']:.0f}"
     return f"t+{1 + index}" if kind == "heads" else f"lag {part['lag']:.0f}" if "lag" in part else "t+1"
@@ -149,6 +150,9 @@ _command(EagleSettings, f"""Train an EAGLE-3 head on a frozen model's states, fo
 
 It reads three layers of the model and drafts a chain by training-time test. The output has the format of
 speculators, which vLLM serves too. {_STOPS}""")
+_command(BlockSettings, f"""Train a block head on a frozen model's states, for --drafter block.
+
+One pass of its layers guesses a block of tokens. The output has the format of speculators. {_STOPS}""")
 _command(DraftSettings, f"""Train a small model with a model's tokenizer, for --drafter draft-model or triforce.
 
 It learns from the text and from the model's distribution. {_STOPS}""")

@@ -47,19 +47,24 @@ from longdraft.train.frozen_model import (
 from longdraft.train.glide import offset_positions, rotate
 from longdraft.train.settings import EagleSettings
 
-_FORMAT = "0.9.0"  # version of speculators whose format is written
+SPECULATORS_FORMAT = "0.9.0"  # version of speculators whose format is written
 _ATTENTION_ROWS = 256  # rows whose scores are computed at a time: half of them all, and a part that stays in the cache
 
 
-def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
-    """A head with one layer of the target's sizes. RoPE is the plain kind: distances stay within the window."""
+def plain_layer(target: ModelConfig, num_layers: int) -> ModelConfig:
+    """Llama's layers of the target's sizes. RoPE is the plain kind: distances stay within the head's window."""
     rope = RopeConfig("default", target.rope.theta, {}, target.head_dim)
-    layer = replace(target, num_layers=1, rope=rope, is_tied=False, qkv_bias=False, out_bias=False, mlp_bias=False,
-                    head_norms="none", post_norm=False, is_fused=False, window=0, windowed=(), rotated=(),
-                    skip_rope_every=0, embedding_factor=1.0, residual_factor=1.0, query_factor=1.0, logits_divisor=1.0,
-                    norm_names=(), float_norms=False, norm_offset=0.0, has_gelu=False, rounds_embedding_factor=False,
-                    score_cap=0.0, logits_cap=0.0, window_rope=None, has_fused_mlp=False, is_interleaved=False,
-                    query_growth=None, gemma4=None)
+    return replace(target, num_layers=num_layers, rope=rope, is_tied=False, qkv_bias=False, out_bias=False,
+                   mlp_bias=False, head_norms="none", post_norm=False, is_fused=False, window=0, windowed=(),
+                   rotated=(), skip_rope_every=0, embedding_factor=1.0, residual_factor=1.0, query_factor=1.0,
+                   logits_divisor=1.0, norm_names=(), float_norms=False, norm_offset=0.0, has_gelu=False,
+                   rounds_embedding_factor=False, score_cap=0.0, logits_cap=0.0, window_rope=None,
+                   has_fused_mlp=False, is_interleaved=False, query_growth=None, gemma4=None)
+
+
+def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
+    """A head with one layer of the target's sizes."""
+    layer = plain_layer(target, 1)
     count = settings.draft_vocab or target.vocab_size
     return EagleConfig(
         version=3, layer=layer, target_width=target.hidden_size, tapped_ids=tapped_layers(target.num_layers),
@@ -247,21 +252,27 @@ class EagleTask:
                   speculators_config(config, verifier, dtype, self.settings.passes) | {OWN_KEY: record})
 
 
-def speculators_config(config: EagleConfig, verifier: dict[str, Any], dtype: torch.dtype,
-                       drafts: int) -> dict[str, Any]:
-    """The config.json of a head in the format of speculators."""
-    layer, name = config.layer, str(dtype).removeprefix("torch.")
-    sizes = {
+def layer_sizes(layer: ModelConfig, dtype: torch.dtype, window: int) -> dict[str, Any]:
+    """The entry `transformer_layer_config` of the format of speculators."""
+    return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": layer.hidden_size,
         "intermediate_size": layer.intermediate_size, "num_hidden_layers": layer.num_layers,
         "num_attention_heads": layer.num_heads, "num_key_value_heads": layer.num_kv_heads, "head_dim": layer.head_dim,
         "vocab_size": layer.vocab_size, "rms_norm_eps": layer.rms_norm_eps, "hidden_act": "silu",
         "max_position_embeddings": layer.trained_positions, "tie_word_embeddings": False, "attention_bias": False,
-        "mlp_bias": False, "dtype": name, "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope.theta},
-        "layer_types": ["sliding_attention"] * layer.num_layers, "sliding_window": config.window}
+        "mlp_bias": False, "dtype": str(dtype).removeprefix("torch."),
+        "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope.theta},
+        "layer_types": ["sliding_attention"] * layer.num_layers, "sliding_window": window}
+
+
+def speculators_config(config: EagleConfig, verifier: dict[str, Any], dtype: torch.dtype,
+                       drafts: int) -> dict[str, Any]:
+    """The config.json of a head in the format of speculators."""
+    sizes = layer_sizes(config.layer, dtype, config.window)
     return {
-        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": _FORMAT,
-        "dtype": name, "draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_width,
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_FORMAT,
+        "dtype": sizes["dtype"], "draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_width,
         "eagle_aux_hidden_state_layer_ids": list(config.tapped_ids), "norm_before_fc": config.norm_before_fc,
         "norm_before_residual": config.norm_before_residual, "fc_norm": config.fc_norm,
         "norm_output": bool(config.norm_output), "embed_requires_grad": False, "tie_word_embeddings": False,

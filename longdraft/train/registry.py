@@ -14,12 +14,13 @@ from longdraft.checkpoint.hub import resolve
 from longdraft.errors import UsageError, check
 from longdraft.parts.eagle import OWN_KEY
 from longdraft.text.tokenizer import vocabulary_sha256
-from longdraft.train import data, data_files, eagle, glide, heads, lm
+from longdraft.train import block, data, data_files, eagle, glide, heads, lm
 from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import TORCH_DTYPES, FrozenModel, load_frozen_model, pretrained
 from longdraft.train.loop import TrainingTask
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.settings import (
+    BlockSettings,
     DraftSettings,
     EagleSettings,
     GlideSettings,
@@ -70,7 +71,7 @@ class TrainingContext(Protocol):
 class _FrozenModelContext:
     """For heads, glide and EAGLE heads: a frozen model."""
 
-    def __init__(self, settings: HeadSettings | GlideSettings | EagleSettings, output: Path,
+    def __init__(self, settings: HeadSettings | GlideSettings | EagleSettings | BlockSettings, output: Path,
                  processes: DistributedProcesses) -> None:
         self._settings = settings
         folder = resolve(settings.model)
@@ -89,9 +90,12 @@ class _FrozenModelContext:
             task.start_from(folder)
         return task
 
-    def _new_task(self, tokens: Tokens, validation: Tokens) -> heads.HeadsTask | glide.GlideTask | eagle.EagleTask:
+    def _new_task(self, tokens: Tokens,
+                  validation: Tokens) -> heads.HeadsTask | glide.GlideTask | eagle.EagleTask | block.BlockTask:
         if isinstance(self._settings, HeadSettings):
             return heads.heads_task(self._base, self._settings, tokens[:1], validation)
+        if isinstance(self._settings, BlockSettings):
+            return block.block_task(self._base, self._settings, tokens, validation)
         if isinstance(self._settings, EagleSettings):
             return eagle.eagle_task(self._base, self._settings, tokens, validation)
         return glide.glide_task(self._base, self._settings, validation)
@@ -221,6 +225,7 @@ TRAININGS: dict[str, TrainingKind] = {
     "heads": TrainingKind(HeadSettings, _FrozenModelContext),
     "glide": TrainingKind(GlideSettings, _FrozenModelContext),
     "eagle": TrainingKind(EagleSettings, _FrozenModelContext),
+    "block": TrainingKind(BlockSettings, _FrozenModelContext),
     "draft": TrainingKind(DraftSettings, _LanguageModelContext),
     "lm": TrainingKind(LmSettings, _LanguageModelContext),
 }

@@ -217,6 +217,30 @@ class EagleSettings(FrozenTargetSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockSettings(FrozenTargetSettings):
+    """The settings of `longdraft train block`."""
+
+    KIND: ClassVar[str] = "block"
+
+    block: int = setting(8, "Rows of a block: the tokens that one pass guesses; 2 to 64.", Range(2, 64))
+    layers: int = setting(2, "Layers of the head; 1 to 16.", Range(1, 16))
+    rank: int = setting(64, "Rank of the Markov head, which scores a token after the one before it; 0: none.",
+                        Range(0, 4096))
+    blocks: int = setting(128, "Blocks of each sequence, which begin at random tokens.", Range(1))
+    draft_vocab: int = another_default(EagleSettings, "draft_vocab", 32000)
+    window: int = another_default(EagleSettings, "window", 1024)
+    positions: int = another_default(GlideSettings, "positions", 0)
+    anchors: int = another_default(GlideSettings, "anchors", 4)
+    learning_rate: float = another_default(TrainingSettings, "learning_rate", 1e-3)
+    beta2: float = another_default(TrainingSettings, "beta2", 0.95)
+    max_grad_norm: float = another_default(TrainingSettings, "max_grad_norm", 0.5)
+
+    @property
+    def shortest(self) -> int:
+        return self.block + 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class LmSettings(TrainingSettings):
     """The settings of `longdraft train lm`."""
 

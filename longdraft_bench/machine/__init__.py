@@ -6,5 +6,6 @@
     roofline     a step of plain decoding beside its floor
     forwards     forwards of random hybrids, mixtures and Gemmas
     eagle_cost   a draft step of an EAGLE head beside a plain step
+    block_cost   a draft of a block head beside a plain step
     memory       where the memory of a process is
 """

@@ -233,3 +233,34 @@ def eagle_cost(
                   repeats=repeats) as filled:
         filled["rows"] = eagle_cost.measure(target, lengths, draft_vocab, chain, repeats)
         eagle_cost.table(filled["rows"]).show()
+
+
+def block_cost(
+    model: ModelOption = "novelist",
+    contexts: ContextsOption = "1024,8192",
+    layers: Annotated[int, typer.Option(help="Layers of the head.")] = 5,
+    rows: Annotated[int, typer.Option(help="Rows of a block.")] = 8,
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that an output head of its own guesses among; 0: the model's "
+                                                  "output head.")] = 32_000,
+    quantize: Annotated[str, typer.Option(help="Format of the head's layers: none, int8 or int4.")] = "int4",
+    target_quantize: Annotated[str, typer.Option(help="Format of the model: none, int8 or int4.")] = "none",
+    repeats: RepeatsOption = 15, threads: ThreadsOption = None, output: OutputOption = None,
+) -> None:
+    """Time a draft of a block head of random weights beside a plain step of its model."""
+    from longdraft.engine.loading import load
+    from longdraft_bench.document import document, prepare_run
+    from longdraft_bench.machine import block_cost
+    from longdraft_bench.models.random_weights import BlockShape
+
+    lengths = numbers("--contexts", contexts)
+    check(1 <= layers <= 64, "--layers", layers, "1 to 64")
+    check(2 <= rows <= 64, "--rows", rows, "2 to 64")
+    check(draft_vocab >= 0, "--draft-vocab", draft_vocab, "0 or more")
+    shape = BlockShape(layers, rows, draft_vocab, checked_quantize(quantize))
+    prepare_run(threads, repeats)
+    target = load(model, drafter="plain", threads=threads, cache_ram=0,
+                  quantize=checked_quantize(target_quantize)).model
+    with document("block cost", output, target.kernels, model=model, repeats=repeats, target_quantize=target_quantize,
+                  **shape._asdict()) as filled:
+        filled["rows"] = block_cost.measure(target, lengths, shape, repeats)
+        block_cost.table(filled["rows"]).show()

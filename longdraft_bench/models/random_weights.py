@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import Pick
+from longdraft.parts.block import BlockHead, BlockLayer, BlockWeights
+from longdraft.parts.block_config import BlockConfig
 from longdraft.parts.eagle import Eagle, EagleWeights
 from longdraft.parts.eagle_config import EagleConfig
 from longdraft.parts.glide import Glide, GlideWeights
@@ -113,7 +115,8 @@ class _PatternedLoader(Loader):
         super().__init__(RandomTensors(expected_shapes(config), ops), config, ops, quantize, None)
         self._matrices = _PatternedMatrices(ops, quantize)
 
-    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None) -> Linear:
+    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None,
+                is_fine: bool = False) -> Linear:
         return self._matrices.new(sum(sum(rows) for _, rows in stacked.parts), stacked.columns, stacked.has_bias)
 
     def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:
@@ -133,9 +136,9 @@ class _Random:
         self._kernels = target.kernels
         self._generator = torch.Generator(target.kernels.device).manual_seed(1)
 
-    def matrix(self, rows: int, columns: int) -> Linear:
+    def matrix(self, rows: int, columns: int, quantize: str = "none") -> Linear:
         values = torch.empty(rows, columns, dtype=self._kernels.dtype, device=self._kernels.device)
-        return self._kernels.pack(values.normal_(0, _DEVIATION, generator=self._generator))
+        return self._kernels.pack(values.normal_(0, _DEVIATION, generator=self._generator), quantize=quantize)
 
     def norm(self, width: int) -> Tensor:
         return torch.ones(width, dtype=self._kernels.dtype, device=self._kernels.device)
@@ -157,6 +160,46 @@ def random_eagle(target: Transformer, guesses: int = _GUESSES) -> Eagle:
     weights = EagleWeights(None, made.matrix(width, len(taps) * width), (), (made.norm(width), made.norm(width)),
                            (layer,), made.norm(width), made.matrix(count, width), ids)
     return Eagle(about, weights, target, taps)
+
+
+class BlockShape(NamedTuple):
+    """The sizes of a random block head.
+
+    layers, rows  of the head, and of a block
+    vocabulary    tokens that an output head of its own guesses among; 0: the target's output head
+    quantize      format of its layers; its own output head is int8 then
+    """
+
+    layers: int
+    rows: int
+    vocabulary: int
+    quantize: str
+
+
+def random_block(target: Transformer, shape: BlockShape) -> BlockHead:
+    """A block head whose layers have the sizes of the target's, which reads five of them (or all, if it has fewer)."""
+    config, made = target.config, _Random(target)
+    width, inner = config.hidden_size, config.intermediate_size
+    heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    taps = tuple(sorted({1 + (config.num_layers - 1) * place // 4 for place in range(5)}))
+    count = min(shape.vocabulary or config.vocab_size, config.vocab_size)
+    about = BlockConfig(
+        kind="dflash", layer=replace(config, num_layers=shape.layers, head_norms="none"), target_width=width,
+        layers=taps, other_layers=taps, block_size=shape.rows, mask_token=0, windows=(0,) * shape.layers,
+        causal=(False,) * shape.layers, says_causal=True, first_guesses=False, adjacent=False, draft_vocab_size=count)
+
+    def layer() -> BlockLayer:
+        own = [made.matrix(*size, shape.quantize) for size in (
+            (heads + 2 * keys, width), (width, heads), (2 * inner, width), (width, inner), (2 * keys, width))]
+        return BlockLayer(LayerWeights(made.norm(width), own[0], own[1], made.norm(width), own[2], own[3]), own[4])
+
+    of_head = "none" if shape.quantize == "none" else "int8"
+    ids = torch.arange(count, device=target.kernels.device) if shape.vocabulary and count < config.vocab_size else None
+    weights = BlockWeights(
+        None, made.matrix(width, len(taps) * width, shape.quantize), made.norm(width),
+        tuple(layer() for _ in range(shape.layers)), made.norm(width),
+        made.matrix(count, width, of_head) if shape.vocabulary else None, ids)
+    return BlockHead(about, weights, target, taps)
 
 
 def random_glide(target: Transformer) -> Glide:

@@ -21,8 +21,10 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from typing import Any, NamedTuple
@@ -234,6 +236,13 @@ ATTACKS: dict[str, Callable[[str, float], Coroutine[Any, Any, dict[str, int]]]] 
     "letters": letters, "chunks": chunks, "exports": exports}
 
 
+@cache
+def expected_texts() -> list[str]:
+    """The honest client's texts by the library, by seed."""
+    engine = load("novelist", drafter="plain")
+    return [library_text(engine, HONEST | {"seed": seed}) for seed in range(SEEDS)]
+
+
 def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Record:
     """The figures of one attack of so many seconds."""
     with beside(honest, url) as alone:
@@ -255,14 +264,14 @@ def measure(name: str, url: str, process: psutil.Process, seconds: float) -> Rec
     after = httpx.post(url + COMPLETIONS, json=HONEST | {"seed": 0}, timeout=60)
     seconds_after = time.perf_counter() - began
     load_after = left_over(url)
-    engine = load("novelist", drafter="plain")
-    expected = [library_text(engine, HONEST | {"seed": seed}) for seed in range(SEEDS)]
+    expected = expected_texts()
     latencies = {path: sorted(1e3 * taken for of, taken in probed if of == path) for path in PROBED}
     return {
         "attack": name, "answers": statuses, "probes": len(probed),
         **{f"{path[1:]}_ms_median": taken[len(taken) // 2] for path, taken in latencies.items()},
         **{f"{path[1:]}_ms_worst": taken[-1] for path, taken in latencies.items()},
-        "honest_texts": len(texts), "honest_equal": sum(text.text == expected[text.seed] for text in texts),
+        "honest_texts": len(texts), "honest_seconds": sum(text.seconds for text in texts),
+        "load_average": os.getloadavg()[0], "honest_equal": sum(text.text == expected[text.seed] for text in texts),
         "honest_share_of_speed": _texts_per_second(texts) / _texts_per_second(alone), "peak_mib": peak_mib,
         "status_after": after.status_code, "seconds_after": seconds_after,
         "resident_mib_after": process.memory_info().rss / 2**20, **load_after}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from helpers import gguf_files
 from helpers.checkpoints import HIDDEN, VOCAB
 from longdraft.model.transformer import Transformer
 from longdraft.parts import block, block_files, eagle
@@ -148,6 +150,48 @@ def write_block(folder: Path, shape: Shape, layout: str = "bare", **changes: obj
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+_GGUF_PARTS = {
+    "hidden_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd",
+    "candidate_selector.predecessor_codebook": "selector_predecessor", "markov_head.markov_w1": "markov_w1",
+    "candidate_selector.successor_codebook": "selector_successor", "markov_head.markov_w2": "markov_w2",
+    "candidate_selector.hidden_projection": "selector_hidden", "confidence_head.proj": "conf_proj"}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj", "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj"}
+
+
+def write_block_gguf(file: Path, shape: Shape, **changes: object) -> None:
+    """A head as llama.cpp's converter names it. changes: of the metadata; None leaves a key out"""
+    values: dict[str, object] = {
+        "general.architecture": "dflash", "dflash.block_count": shape.layers, "dflash.embedding_length": shape.hidden,
+        "dflash.feed_forward_length": shape.inner, "dflash.context_length": 2048, "dflash.block_size": shape.block,
+        "dflash.attention.head_count": shape.heads, "dflash.attention.head_count_kv": shape.kv_heads,
+        "dflash.attention.key_length": shape.dim, "dflash.attention.value_length": shape.dim,
+        "dflash.attention.layer_norm_rms_epsilon": shape.eps, "dflash.rope.freq_base": shape.theta,
+        "dflash.target_layers": list(shape.taps), "tokenizer.ggml.mask_token_id": MASK,
+        "dflash.sample_from_anchor": shape.first_guesses, "dflash.attention.causal": bool(shape.causal)}
+    if shape.windows:
+        values |= {"dflash.attention.sliding_window": max(shape.windows),
+                   "dflash.attention.sliding_window_pattern": [window > 0 for window in shape.windows]}
+    if shape.kind == "dflash2":
+        values |= {"dflash.conv_kernel_size": shape.taps_of_conv, "dflash.conv_group_size": shape.group,
+                   "dflash.selector_rank": shape.rank}
+    stored = {}
+    for name, tensor in shape.tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        stem, suffix = (stem, suffix) if suffix in ("weight", "bias") else (name, "weight")
+        if stem.startswith("layers."):
+            _, layer, part = stem.split(".", 2)
+            stem = f"blk.{layer}.{_GGUF_LAYER[part]}"
+        stored[f"{_GGUF_PARTS.get(stem, stem)}.{suffix}"] = (
+            gguf_files.TYPE_IDS["F32"], tensor.shape, tensor.float().contiguous().numpy().tobytes())
+    gguf_files.write_gguf(file, {key: value for key, value in (values | changes).items() if value is not None}, stored)
+
+
 def load_block(folder: Path, model: Transformer) -> block.BlockHead:
     return block_files.load_block(folder, model, lambda where, config: None)
 
@@ -155,6 +199,15 @@ def load_block(folder: Path, model: Transformer) -> block.BlockHead:
 def make_block(folder: Path, model: Transformer, **flags: object) -> block.BlockHead:
     write_block(folder, Shape(**flags))
     return load_block(folder, model)
+
+
+def block_of(model: Transformer) -> block.BlockHead:
+    """A random head for any model of two layers or more."""
+    size, vocabulary = model.whole.hidden_size, model.whole.vocab_size
+    shape = Shape(target=size, hidden=size, vocab=vocabulary, draft_vocab=vocabulary)
+    with tempfile.TemporaryDirectory() as folder:
+        write_block(Path(folder), shape, draft_vocab_size=vocabulary)
+        return load_block(Path(folder), model)
 
 
 class SlowBlock:

@@ -54,6 +54,7 @@ DRAFTERS = {
     "glide, long and wide": ("glide", dict(chain=12, width=3, margin=9, suffix="false")),
     "eagle": ("eagle", {}),
     "eagle, window": ("eagle", dict(window=9, sinks=2, chain=7, width=3, margin=9, suffix="false")),
+    "block": ("block", dict(nodes=12, window=9, sinks=2)),
     "medusa": ("medusa", dict(tree="3,2,1")),
     "medusa, likeliest": ("medusa", dict(tree="best-9")),
     "medusa, choices": ("medusa", dict(tree="0 1 2 0.0 0.1 1.0 0.0.0")),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from helpers.block import LAYERS, block_of
 from longdraft import drafters
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
 from longdraft.request.context import Context
@@ -27,11 +28,12 @@ def by_name(name: str, heads: object = None, draft: Transformer | None = None, g
     parsed = drafters.parse_options(name, options)
 
     def factory(given: drafters.Resources) -> Drafter:
+        made = block_of(given.model) if name == "block" and block is None else block
         return drafters.DRAFTERS[name].build(
-            parsed, given._replace(heads=heads, draft=draft, glide=glide, eagle=eagle, block=block))
+            parsed, given._replace(heads=heads, draft=draft, glide=glide, eagle=eagle, block=made))
 
-    head = block if name == "block" else eagle
-    factory.taps = head.taps if head and name in drafters.WITH_STATES else ()  # of the target, for the drafter
+    taps = (block.taps if block else LAYERS) if name == "block" else eagle.taps if eagle else ()
+    factory.taps = taps if name in drafters.WITH_STATES else ()  # of the target, for the drafter
     return factory
 
 

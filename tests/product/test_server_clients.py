@@ -103,6 +103,17 @@ def test_a_developers_message_is_a_systems_message_unless_the_template_reads_tha
     assert ChatTemplate(source, {}).render(messages) == prompt
 
 
+def test_a_template_that_wants_one_message_of_the_system_gets_the_later_ones_as_reminders():
+    source = ("{% for m in messages %}{% if m.role == 'system' and not loop.first or m.role == 'developer' %}"
+              "{{ raise_exception('one system message') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    messages = [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"},
+                {"role": "user", "content": "Hi"}, {"role": "system", "content": "C"},
+                {"role": "assistant", "content": "D"}, {"role": "system", "content": "E"}]
+    assert ChatTemplate(source, {}).render(messages) == (
+        "<system>A\n\nB<user>Hi\n<system-reminder>\nC\n</system-reminder><assistant>D"
+        "<user><system-reminder>\nE\n</system-reminder>")
+
+
 def test_content_without_a_text_is_refused_with_what_is_allowed(post):
     for message in ({"role": "user", "content": None}, {"role": "user", "content": [{"type": "image_url"}]}):
         error = post("/v1/chat/completions", {"messages": [message]}).json()["error"]

@@ -58,10 +58,10 @@ def tokens_of(engine, **changes) -> list[int]:
 ALIASES = settings_of(SamplingParams)["thinking_budget"].names
 
 
-@pytest.mark.parametrize("name", [*ALIASES, "longdraft", "reasoning"])
+@pytest.mark.parametrize("name", [*ALIASES, "longdraft", "reasoning", "thinking"])
 def test_a_budget_has_the_names_of_other_servers(server, name):
     given = {"longdraft": {"longdraft": EXTENSION | {"thinking_budget": 12}}, "reasoning": {"reasoning": {
-        "max_tokens": 12}}}.get(name, {name: 12})
+        "max_tokens": 12}}, "thinking": {"thinking": {"type": "enabled", "budget_tokens": 12}}}.get(name, {name: 12})
     reply = ask(server, **given)
     thinking = reply["longdraft"]["stats"]["thinking"]
     assert thinking["closed_by"] == "budget" and 11 <= thinking["tokens"] <= 14
@@ -85,6 +85,9 @@ def test_several_texts_of_a_request_are_under_the_same_rules(server):
     ({"reasoning_effort": "much"}, "reasoning_effort", "minimal"),
     ({"reasoning": {"effort": "low", "enabled": False}}, "reasoning", "give one of"),
     ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning", "contradicts"),
+    ({"thinking": {"type": "much"}}, "thinking", "enabled, disabled or adaptive"),
+    ({"thinking": {"budget_tokens": "5"}}, "thinking", "whole number"),
+    ({"thinking": {"budget_tokens": 5}, "reasoning": {"max_tokens": 6}}, "thinking_budget", "5, 6; give one"),
     ({"longdraft": {"thinking": {"seed": 1}}}, "longdraft.thinking", "temperature, top_k"),
     ({"longdraft": {"thinking": {"temperature": -1}}}, None, "temperature is -1"),
     ({"thinking_budget": 9, "longdraft": {"min_thinking_tokens": 10}}, "longdraft.min_thinking_tokens", "at most"),
@@ -104,7 +107,8 @@ def test_an_effort_is_for_chats(server):
     assert reply.status_code == 400 and "chats only" in reply.json()["error"]["message"]
     found = ask(server, reasoning_effort="low")["longdraft"]["stats"]
     assert found["sampling"]["thinking_budget"] == 12 and found["thinking"]["closed_by"] == "budget"
-    assert "reasoning_content" not in ask(server, reasoning_effort="none")["choices"][0]["message"]
+    for off in ({"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}}, {"reasoning": {"enabled": False}}):
+        assert "reasoning_content" not in ask(server, **off)["choices"][0]["message"], off
 
 
 def test_answer_now_closes_the_thought_of_a_running_text(server, engine):
@@ -182,6 +186,10 @@ def test_the_chapters_of_a_book_have_no_thinking(folder, tmp_path):
     pytest.importorskip("llguidance")
     command = ["book", "A night.", "--chapters", "1", "--words", "50", "--seed", "4", "--model", str(folder),
                "--folder", str(tmp_path / "book"), "--quiet", "--thinking-budget", "20", "--drafter"]
+    assert run([*command, "suffix", "--outline-only"]) == 0
+    state = json.loads((tmp_path / "book" / "BOOK.json").read_text())
+    state["chapters"][0]["words"] = 50
+    (tmp_path / "book" / "BOOK.json").write_text(json.dumps(state))
     assert run([*command, "suffix"]) == 0
     content = read_journal(tmp_path / "book" / "chapter-001")
     close = longdraft.load(str(folder), drafter="plain", threads=1).tokenizer.vocabulary()["</think>"]

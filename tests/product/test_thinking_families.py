@@ -211,3 +211,19 @@ def test_a_message_is_continued_inside_its_thought(name, engine, server):
         model="novelist", messages=messages, temperature=0, max_tokens=40, extra_body={"continue_final_message": True})
     message = reply.choices[0].message
     assert (message.reasoning_content, message.content) == ("ing", "Hello")
+
+
+def test_thoughts_of_earlier_turns_do_not_count(name, engine):
+    """Nor does a marker in a question."""
+    form, opening = engine.loaded.answer_format, "".join(FAMILIES[name].answer).partition("Think")[0].rstrip("\n")
+    text = {"gpt-oss": "<|start|>assistant<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final"
+                       "<|message|>Yes<|end|><|start|>user<|message|>Why?<|end|><|start|>assistant"}.get(name)
+    if text is None:
+        turn = [{"role": "user", "content": f"What is {opening}?"}]
+        text = engine.tokenizer.chat(turn, add_generation_prompt=False) + FAMILIES[name].special[0]
+    rules = engine.loaded.thought_rules(SamplingParams(), engine.tokenizer.encode(text, add_special_tokens=False))
+    assert form is not None and rules.begun is None
+    if name == "gpt-oss":
+        begun = text + "<|channel|>analysis<|message|>Think"
+        rules = engine.loaded.thought_rules(SamplingParams(), engine.tokenizer.encode(begun, add_special_tokens=False))
+        assert rules.begun == tuple(engine.tokenizer.encode("Think", add_special_tokens=False))

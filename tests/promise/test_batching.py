@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longdraft
+from helpers.block import block_of
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, LIARS, SETTINGS, batch_params, liar, prompt_of
 from longdraft import kernels
@@ -139,7 +140,8 @@ def begin(engine: longdraft.Engine, drafts: dict[str, Transformer], drafter: str
           params: SamplingParams, truth: Sequence[int] = ()) -> Generation:
     """A generation with a drafter of DRAFTERS or LIARS."""
     name, options = DRAFTERS.get(drafter, ("plain", {}))
-    loaded = replace(engine.loaded, draft=drafts.get(options.get("model")), draft_name=options.get("model", ""))
+    loaded = replace(engine.loaded, draft=drafts.get(options.get("model")), draft_name=options.get("model", ""),
+                     block=block_of(engine.model) if name == "block" else None)
     generation = Engine(loaded, DrafterChoice.parse(name, options)).generate(prompt, params)
     if drafter in LIARS:
         generation.step = generation.step._replace(drafter=liar(drafter, list(truth), len(prompt)))

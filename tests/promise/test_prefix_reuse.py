@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import longdraft
+from helpers.block import block_of
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, READING, SETTINGS, batch_params, prompt_of
 from helpers.families import make_hybrid
@@ -60,7 +61,8 @@ def test_every_drafter_writes_the_same_text_cold_and_warm(tiny, drafter):
     name, options = DRAFTERS[drafter]
     engine = longdraft.load(str(tiny["gqa"]), dtype="bfloat16", cache_ram=50)
     drafts = {"itself": engine.model, "another": load(tiny["mha"], "bfloat16")}
-    loaded = replace(engine.loaded, draft=drafts.get(options.get("model")), draft_name=options.get("model", ""))
+    loaded = replace(engine.loaded, draft=drafts.get(options.get("model")), draft_name=options.get("model", ""),
+                     block=block_of(engine.model) if name == "block" else None)
     plain = engine.with_drafter("plain")
     drafting = Engine(loaded, DrafterChoice.parse(name, options))
     settings = list(SETTINGS.items())[list(DRAFTERS).index(drafter) % len(SETTINGS)][1]

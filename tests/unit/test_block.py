@@ -10,7 +10,17 @@ from transformers import LlamaForCausalLM
 
 import longdraft
 from helpers import resuming
-from helpers.block import LAYERS, MASK, Shape, SlowBlock, load_block, make_block, states_of, write_block
+from helpers.block import (
+    LAYERS,
+    MASK,
+    Shape,
+    SlowBlock,
+    load_block,
+    make_block,
+    states_of,
+    write_block,
+    write_block_gguf,
+)
 from helpers.checkpoints import HIDDEN, VOCAB, load, make_checkpoint
 from helpers.equality import prompt_of
 from helpers.generation import by_name, generate
@@ -22,7 +32,7 @@ from longdraft.drafters.marginal_tree import MarginalTrees, Slot
 from longdraft.errors import LongdraftError, ModelError
 from longdraft.kernels import noise
 from longdraft.model.transformer import Transformer, chain_rows
-from longdraft.parts import block, block_files
+from longdraft.parts import block, block_config, block_files
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
@@ -116,6 +126,37 @@ def test_the_layouts_of_one_head_give_the_same_guesses(tiny, tmp_path, shape):
         drafter, context = read(model, load_block(tmp_path / layout, model), IDS)
         rows.append(slots_of(drafter, context).logits)
     assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("shape", ["DFlash", "a window and none", "first row guesses", "DSpark", "DFlash2"])
+def test_a_head_in_gguf_is_the_same_head(tiny, tmp_path, shape):
+    flags = SHAPES[shape] | dict(draft_vocab=VOCAB, causal=SHAPES[shape].get("causal", False))
+    made, model, rows = Shape(**flags), load(tiny["gqa"]), []
+    write_block(tmp_path, made)
+    write_block_gguf(tmp_path / "head.gguf", made)
+    for place in (tmp_path, tmp_path / "head.gguf"):
+        assert block_config.is_block(place)
+        drafter, context = read(model, load_block(place, model), IDS)
+        rows.append(slots_of(drafter, context).logits)
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"dflash.target_layers": None}, "target_layer_ids is None"),
+    ({"tokenizer.ggml.mask_token_id": None}, "mask_token_id is None"),
+    ({"dflash.block_size": None}, "dflash.block_size is missing; get the file again"),
+    ({"dflash.attention.value_length": 5}, "keys and values have different lengths"),
+])
+def test_a_gguf_head_without_what_it_needs_is_refused(tiny, tmp_path, changes, message):
+    write_block_gguf(tmp_path / "head.gguf", Shape(), **changes)
+    with pytest.raises(ModelError, match=message):
+        load_block(tmp_path / "head.gguf", load(tiny["mha"]))
+
+
+def test_a_gguf_head_given_as_a_model_is_refused_with_the_right_options(tmp_path):
+    write_block_gguf(tmp_path / "head.gguf", Shape())
+    with pytest.raises(ModelError, match="has a drafter, not a model; give the model that it was trained for"):
+        longdraft.load(str(tmp_path / "head.gguf"))
 
 
 @pytest.mark.parametrize("window, sinks", [(2048, 4), (7, 0), (7, 3)])

@@ -83,6 +83,20 @@ def test_an_int8_copy_has_a_scale_for_each_32_inputs_and_an_int8_target_has_not(
         assert [weight.native.is_grouped for weight in weights] == [is_grouped, is_grouped, False]
 
 
+@pytest.mark.skipif(not native.variants(), reason="the compiled kernels are missing")
+def test_the_last_mlps_of_an_int4_copy_are_int8(tmp_path):
+    """A tenth of the layers. They are cached with the others."""
+    make_checkpoint(tmp_path, hidden_size=64, intermediate_size=128, num_hidden_layers=11)
+    engine = longdraft.load(str(tmp_path), drafter="magicdec", drafter_options={"draft_weights": "int4"})
+    copy, size = engine.loaded.draft_copy, draft_copy.quantized_bytes(engine.model.whole, "int4", is_draft_copy=True)
+    kinds = [[weight.native.is_int8 for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+             for layer in copy.weights.layers]
+    assert kinds[:10] == [[False] * 4] * 10 and kinds[10] == [False, False, True, True]
+    assert copy.weights_bytes == size
+    plain, _ = text_of(longdraft.load(str(tmp_path), drafter="plain"))
+    assert text_of(engine)[0] == plain
+
+
 def test_a_request_may_draft_with_the_targets_own_weights(tiny):
     engine = longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int4"})
     _, stats = text_of(engine.with_drafter("magicdec", {"draft_weights": "same"}))
@@ -114,7 +128,7 @@ def test_auto_makes_a_copy_on_a_device_if_it_takes_a_quarter_of_its_free_memory(
 
 
 def test_an_unknown_format_is_one_clear_line(tiny):
-    with pytest.raises(UsageError, match="draft_weights is 'int2'; allowed: auto, same, int8, int4"):
+    with pytest.raises(UsageError, match="draft_weights is 'int2'; allowed: auto, same, file, int8, int4"):
         longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int2"})
     with pytest.raises(UsageError, match=r"draft_weights is 'int3'; allowed: .*slowly than int4"):
         draft_copy.check_draft_weights("int3")

@@ -35,6 +35,7 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.kernels.formats import mxfp4
 from longdraft.model import config as model_config
 from longdraft.model.transformer import chain_rows
+from longdraft.parts import draft_copy
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.tokenizer import Tokenizer
 
@@ -203,6 +204,27 @@ def test_drafters_write_the_plain_text_of_a_quantised_file(tmp_path, llama, quan
         texts.append([event.tokens for event in engine.generate(prompt_of(60), params)])
     flat = [[token for tokens in text for token in tokens] for text in texts]
     assert flat[0] == flat[1] == flat[2] and len(flat[0]) == 40
+
+
+def test_an_expanded_target_drafts_with_the_numbers_of_its_file(tmp_path, monkeypatch, llama):
+    """Also by default, and most of their guesses are right. A target that has these numbers makes no copy of them."""
+    monkeypatch.setattr(draft_copy, "_MIN_BYTES", 1)
+    convert(*llama, tmp_path / "model.gguf", "Q4_0")
+
+    def text_of(drafter, quantize, **options):
+        engine = longdraft.load(str(tmp_path / "model.gguf"), drafter=drafter, quantize=quantize,
+                                drafter_options=options)
+        return list(engine.generate(prompt_of(60), SamplingParams(max_new_tokens=40, seed=3)))[-1].stats
+
+    plain = text_of("plain", "none")
+    for options in ({}, {"draft_weights": "file"}):
+        drafted = text_of("magicdec", "none", budget=400, **options)
+        assert drafted["draft_weights"] == "file" and drafted["mean_accepted_length"] > 3
+        assert drafted["sha256_tokens"] == plain["sha256_tokens"]
+    assert text_of("magicdec", "file", draft_weights="file")["draft_weights"] == "same"
+    convert(*llama, tmp_path / "model.gguf", "BF16")
+    with pytest.raises(UsageError, match="draft_weights is 'file', which copies the numbers of a quantised file"):
+        text_of("magicdec", "none", draft_weights="file")
 
 
 @pytest.mark.parametrize("rope, found", [
@@ -407,8 +429,9 @@ FORMS: dict[str, list[tuple[dict[str, object], dict[str, object]]]] = {
     "gemma3": [({"attention.sliding_window_pattern": 6}, {"attention.sliding_window_pattern": None}),
                ({"rope.freq_base_swa": 10000.0}, {"rope.freq_base_swa": None})],
     "gpt_oss": [({"attention.sliding_window_pattern": 2}, {"attention.sliding_window_pattern": None})],
-    "gemma4": [({}, {"expert_count": 0}), ({}, {"attention.shared_kv_layers": None}),
-               ({}, {"embedding_length_per_layer_input": None})],
+    "gemma4": [({}, each) for each in ({"expert_count": 0}, {"attention.shared_kv_layers": None},
+                                       {"attention.temperature_scale": 0.3}, {"rope.scaling.factor": 1.0},
+                                       {"embedding_length_per_layer_input": None})],
     "phi3": [({}, {"attention.sliding_window": 0}), ({}, {"attention.sliding_window": 4096})],
 }
 ARRAYS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # a number, or one for each layer

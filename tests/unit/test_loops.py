@@ -217,5 +217,5 @@ def test_a_loop_does_not_end_a_text_before_its_minimum_length(engines):
 
 
 def test_unknown_values_of_on_loop_are_refused():
-    with pytest.raises(longdraft.UsageError, match="warn, stop or off"):
+    with pytest.raises(longdraft.UsageError, match="warn, stop, answer or off"):
         longdraft.SamplingParams(on_loop="maybe")

@@ -11,6 +11,7 @@ from typing import Any
 from longdraft.checkpoint.gguf.container import Gguf
 from longdraft.checkpoint.gguf.reader import Reader
 
+_FINAL_CAP = 30.0  # of logits, where the file has none, as in llama.cpp
 _STILL = 1e29  # a divisor of frequencies from which on a pair stands still
 # Names in Hugging Face of tensors that have other endings than .weight and .bias.
 NAMES = {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale",
@@ -59,6 +60,12 @@ def _add_wide_layers(config: dict[str, Any], model: Gguf, read: Reader) -> None:
     for ending, width in (("", head_dim), ("_swa", config["head_dim"])):
         if (dims := read.whole(f"rope.dimension_count{ending}", width)) != width:
             model.fail(f"gemma4.rope.dimension_count{ending} is {dims}; supported: {width}, the length of keys")
+    factor = read.number("rope.scaling.factor", read.number("rope.scale_linear", 1.0)) or 1.0
+    if (factor != 1 and read.text("rope.scaling.type", "linear") != "none") or (
+            read.number("rope.scaling.attn_factor", 1.0) != 1):
+        model.fail(f"gemma4.rope.scaling.factor is {factor:g}; supported: rotations of Gemma 4 without scaling")
+    if not read.has("final_logit_softcapping"):
+        config["final_logit_softcapping"] = _FINAL_CAP
     first = is_full.index(True)
     shared = read.number("attention.shared_kv_layers", 0)
     if not 0 <= shared < len(is_full):

@@ -68,6 +68,7 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", settings=_GEMMA),
     "gemma4": Architecture("gemma4_text", settings=_GEMMA),
 }
+BLOCK_HEAD = "dflash"  # a drafter, not a model (longdraft/parts/block_files.py)
 _WITH_EXPERTS = ("llama", "gemma4", "qwen3moe", "gpt-oss", "qwen3next", "qwen35moe")
 _OLMO3 = Architecture("olmo3")  # files of the architecture `olmo2` that have windows
 _MIXTRAL = Architecture("mixtral", is_permuted=True)  # files of the architecture `llama` that have experts
@@ -79,6 +80,8 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
     """The name and the properties of the architecture. Raises ModelError if it is not supported."""
     name = model.values.get("general.architecture")
     kind = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if name == BLOCK_HEAD:
+        return BLOCK_HEAD, Architecture("qwen3")
     if kind is None or not isinstance(name, str):
         known = _OTHERS.get(name, "") if isinstance(name, str) else ""
         model.fail(f"general.architecture is {name!r}; supported: {', '.join(ARCHITECTURES)}"
@@ -152,7 +155,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         _add_window(config, read)
     if name != "gemma4":
         _add_rope(config, model, read, name)
-    if read.has("attention.temperature_scale"):
+    if name == "mistral3" and read.has("attention.temperature_scale"):
         config["rope_parameters"]["llama_4_scaling_beta"] = read.number("attention.temperature_scale")
         config["rope_parameters"].setdefault("original_max_position_embeddings", read.whole(
             "rope.scaling.original_context_length", config["max_position_embeddings"]))
@@ -162,8 +165,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         _add_windows(config, read, kind.model_type)
     if kind is _OLMO3:  # layers with a window have the rope without its scaling
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": {
-            "rope_theta": read.number("rope.freq_base_swa", config["rope_parameters"]["rope_theta"]),
-            "rope_type": "default"}}
+            "rope_theta": config["rope_parameters"]["rope_theta"], "rope_type": "default"}}
     if name.startswith("gemma"):
         gemma.add(config, model, read, name)
     return config

@@ -15,7 +15,7 @@ from torch import Tensor
 from longdraft.checkpoint.gguf import gemma
 from longdraft.checkpoint.gguf.blocks import dequantise, grouped, mxfp4_parts, q4_0_parts
 from longdraft.checkpoint.gguf.container import Gguf, GgufFile
-from longdraft.checkpoint.gguf.metadata import architecture
+from longdraft.checkpoint.gguf.metadata import BLOCK_HEAD, architecture
 from longdraft.checkpoint.gguf.types import TYPES, Array, TensorEntry
 from longdraft.checkpoint.memory import forget_pages, mapped_numbers, temporary
 from longdraft.checkpoint.tensor_file import Entry, StoredTensors
@@ -75,6 +75,16 @@ _DRAFT_PARTS = {  # of layers for native drafts, besides what every layer has
     "nextn.eh_proj": "fc", "nextn.enorm": "pre_fc_norm_embedding", "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
 }
+_BLOCK_HEAD = {
+    "attn_conv_base": "attention_conv.base_kernel", "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_conv_base": "mlp_conv.base_kernel", "ffn_conv_proj": "mlp_conv.kernel_projection",
+}
+_BLOCK_HEAD_PARTS = {
+    "enc.output_norm": "hidden_norm", "selector_predecessor": "candidate_selector.predecessor_codebook",
+    "selector_successor": "candidate_selector.successor_codebook",
+    "selector_hidden": "candidate_selector.hidden_projection", "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2", "conf_proj": "confidence_head.proj",
+}
 _TYPE_NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # see metadata.py
 
@@ -89,7 +99,7 @@ class GgufTensors(StoredTensors):
         name, kind = architecture(model)
         self._heads = {part: _heads(model, name, key) for part, key in (("q", "head_count"), ("k", "head_count_kv"))
                        } if kind.is_permuted else {}
-        different = _DIFFERENT.get(kind.model_type, {})
+        different = _BLOCK_HEAD if name == BLOCK_HEAD else _DIFFERENT.get(kind.model_type, {})
         experts = FAMILIES[kind.model_type].experts
         self._deltas = DeltaOrder.of(model, name) if kind.is_tiled else None
         first_draft = _first_draft(model, name)
@@ -319,4 +329,7 @@ def _translated(name: str, different: dict[str, str]) -> str:
             return f"model.layers.{layer}.self_attn.sinks"
         known = _INSIDE | different
         return f"model.layers.{layer}.{known[part]}.{suffix}" if part in known else name
+    part, _, suffix = name.rpartition(".")
+    if different is _BLOCK_HEAD and part in _BLOCK_HEAD_PARTS:
+        return f"{_BLOCK_HEAD_PARTS[part]}.{suffix}"
     return _OUTSIDE.get(name, name)

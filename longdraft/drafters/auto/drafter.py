@@ -168,6 +168,10 @@ class AutoDrafter:
         shared = self._partial.nbytes if self._partial else 0
         return shared + sum(memory_of(drafter) for drafter in self._drafters.values())
 
+    @property
+    def plain_steps(self) -> int:
+        return self._plain.at_rest
+
     def read_prompt(self, context: Context) -> Routine[None]:
         for drafter in self._drafters.values():
             if isinstance(drafter, ReadsPrompt):
@@ -302,7 +306,8 @@ class AutoDrafter:
         """Count the steps of plain decoding since the latest step that was timed. now: by the clock"""
         run = self._plain
         if run.latest is not None and self._num_steps - run.steps >= AUTO_SETTINGS.untypical_steps:
-            forwards = run.steps * (now - run.latest)
+            # Steps that are computed ahead are faster than the latest one.
+            forwards = min(run.steps * (now - run.latest), now - self._ended)
             self.policy.observe(Observation(run.tokens, 1, forwards, now - self._ended - forwards, run.steps))
         self._report_plain()
         self._plain = PlainRun()

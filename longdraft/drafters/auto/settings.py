@@ -44,7 +44,7 @@ class AutoSettings:
     switch_ratio: float = 0.97
     batch_ratio: float = 0.95
     steps_per_decision: int = 32
-    steps_per_look: int = 4
+    steps_per_look: int = 8
     drafts_per_decision: int = 2
     decision_share: float = 0.002
     exploration_depth: int = 2

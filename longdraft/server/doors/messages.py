@@ -1,0 +1,299 @@
+"""Anthropic's messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
+
+    data: message_start, then for each block content_block_start, content_block_delta, content_block_stop,
+          then message_delta and message_stop
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from longdraft.request.events import Event
+from longdraft.server.body_types import AnyObject, Name, StopString, StrictModel
+from longdraft.server.doors.blocks import (
+    as_json,
+    carried,
+    carry,
+    is_object,
+    left_out,
+    named_event,
+    objects,
+    refused,
+    template_options,
+    text_of,
+    without_none,
+)
+from longdraft.server.errors import ApiError, anthropic_error
+from longdraft.server.jobs import GenerationJob
+from longdraft.server.replies import EVENTS, Choice, ResponseOptions
+from longdraft.server.schemas import LongdraftOptions
+from longdraft.text.tokenizer import StopText, Tokenizer
+from longdraft.text.tools.reader import Part, put_together
+
+_NONCE = "x-anthropic-billing-header:"  # a line that differs in each request, so that no prompt would be reused
+_IDLE = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+class CountRequest(StrictModel):
+    """The body of `/v1/messages/count_tokens`. Members without a description of their own are those of Anthropic."""
+
+    model: Name | None = None
+    messages: list[AnyObject] = Field(min_length=1, max_length=4096)
+    system: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    thinking: AnyObject | None = None
+    output_config: AnyObject | None = Field(default=None, description="`format`: a JSON schema. `effort` has no "
+                                                                      "effect.")
+    output_format: AnyObject | None = None
+    cache_control: Any = Field(default=None, description="No effect: every prompt is cached.")
+    context_management: Any = Field(default=None, description="No effect.")
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1, description="Less where the context has less room.")
+    stream: bool = False
+    stop_sequences: list[StopString] | None = Field(default=None, max_length=16)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = Field(default=None, description="longdraft's own, as in chats.")
+    metadata: Any = Field(default=None, description="`user_id` is written to the log.")
+    service_tier: Any = Field(default=None, description="No effect.")
+    inference_geo: Any = Field(default=None, description="No effect.")
+    betas: Any = Field(default=None, description="No effect.")
+    longdraft: LongdraftOptions | None = None
+
+
+def to_chat(body: CountRequest, variables: frozenset[str]) -> dict[str, Any]:
+    """The same request as a chat. variables: of the chat template. Raises ApiError for what cannot be one."""
+    system = _without_nonce(text_of(body.system, "system"))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for index, message in enumerate(body.messages):
+        messages += _messages(message, f"messages.{index}")
+    chat = {"model": body.model, "messages": messages, **_tools(body.tools, body.tool_choice)}
+    kind = (body.thinking or {}).get("type", "disabled")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise refused("thinking.type", kind, "enabled, adaptive or disabled")
+    options = template_options(variables, kind != "disabled")
+    form = body.output_format or (body.output_config or {}).get("format")
+    if isinstance(form, Mapping):
+        schema = {"name": "output", "schema": form.get("schema")}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesRequest):
+        chat |= {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences,
+                 "temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "seed": body.seed,
+                 "user": (body.metadata or {}).get("user_id") if is_object(body.metadata) else None,
+                 "longdraft": body.longdraft}
+    return without_none(chat | {"chat_template_kwargs": options})
+
+
+def _without_nonce(text: str) -> str:
+    return "\n".join(line for line in text.split("\n") if not line.startswith(_NONCE))
+
+
+def _messages(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """The messages of a chat for one message, whose blocks may be results of several calls."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise refused(f"{place}.role", role, "user, assistant or system")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    texts, results, calls, thoughts = [], [], [], []
+    for index, block in enumerate(objects(content, f"{place}.content")):
+        here, kind = f"{place}.content.{index}", block.get("type")
+        if kind == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        elif kind == "tool_use" and role == "assistant":
+            calls.append({"id": block.get("id"), "type": "function", "function": {
+                "name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}})
+        elif kind == "tool_result" and role == "user":
+            prefix = "Error: " if block.get("is_error") else ""
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"),
+                            "content": prefix + text_of(block.get("content"), f"{here}.content")})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(block.get("thinking") or carried(block.get("signature")))
+        elif kind != "redacted_thinking":
+            raise refused(here, block, f"blocks of the type {', '.join(_IDLE)}")
+    own: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if calls:
+        own["tool_calls"] = calls
+    if thought := "".join(map(str, thoughts)):
+        own["reasoning_content"] = thought
+    return results + ([own] if texts or calls or thought or not results else [])
+
+
+def _tools(tools: Any, choice: Any) -> dict[str, Any]:
+    """The tools of a chat. Tools that Anthropic's own servers run are left out."""
+    given = objects(tools, "tools") if tools is not None else []
+    own = [tool for tool in given if tool.get("type", "custom") in ("custom", None)]
+    left_out("tools", [tool.get("type") for tool in given if tool not in own])
+    chosen: dict[str, Any] = {"tools": [{"type": "function", "function": without_none({
+        "name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict")})} for tool in own] or None}
+    if choice is None or not own:
+        return chosen
+    kinds = {"auto": "auto", "any": "required", "none": "none", "tool": {
+        "type": "function", "function": {"name": choice.get("name") if is_object(choice) else None}}}
+    if not is_object(choice) or choice.get("type") not in kinds:
+        raise refused("tool_choice", choice, "{'type': 'auto'}, 'any', 'none', or 'tool' with a name")
+    parallel = False if choice.get("disable_parallel_tool_use") else None
+    return chosen | {"tool_choice": kinds[choice["type"]], "parallel_tool_calls": parallel}
+
+
+class MessagesReply:
+    """The reply to one request of Anthropic's messages."""
+
+    media_type = EVENTS
+    is_large = False
+
+    def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
+                 hides_thinking: bool = False, context_limit: int = 0) -> None:
+        """hides_thinking: thoughts are carried in signatures only; context_limit: tokens of prompt and text."""
+        self._options, self._model, self._tokenizer = options, model, tokenizer
+        self._job, = jobs
+        self._choice = Choice.of(options, self._job)
+        self._hides, self._limit = hides_thinking, context_limit
+        self._has_begun = False
+        self._kind = ""  # of the block that is open
+        self._index = -1
+        self._thought = ""  # of the block that is open
+        self._tail = ""  # text in which a stop text is searched
+
+    def begin(self) -> Iterator[bytes]:
+        """Nothing yet: the first event says how much of the prompt was cached."""
+        yield from ()
+
+    def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
+        yield from ()
+
+    def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
+        yield from self._start()
+        for part in self._choice.read(events):
+            yield from self._part(part)
+        self._remember(events)
+
+    def end(self) -> Iterator[bytes]:
+        yield from self._start()
+        yield from self._close()
+        reason, sequence = self._stop()
+        yield named_event({"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence},
+                           "usage": self._usage()})
+        yield named_event({"type": "message_stop"})
+
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        yield named_event(anthropic_error(error))
+
+    def add(self, job: GenerationJob, events: list[Event]) -> None:
+        self._choice.parts += self._choice.read(events)
+        self._remember(events)
+
+    def whole(self) -> Iterator[bytes]:
+        reason, sequence = self._stop()
+        yield as_json(self._message(self._blocks(), reason, sequence))
+
+    def _blocks(self) -> list[dict[str, Any]]:
+        """The blocks of a whole answer, in their order."""
+        blocks: list[dict[str, Any]] = []
+        groups: list[list[Part]] = []
+        for part in self._choice.parts:
+            is_more = part.kind == "arguments" or (groups and part.kind == groups[-1][0].kind != "call")
+            if is_more and groups:
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        for group in groups:
+            answer = put_together(group)
+            if answer.calls:
+                call = answer.calls[0]
+                blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _loaded(call.arguments)})
+            elif answer.reasoning:
+                blocks.append({"type": "thinking", "thinking": "" if self._hides else answer.reasoning,
+                               "signature": self._signature(answer.reasoning)})
+            elif answer.content:
+                blocks.append({"type": "text", "text": answer.content})
+        return blocks
+
+    def _message(self, content: list[dict[str, Any]], reason: str | None, sequence: str | None) -> dict[str, Any]:
+        return {"id": self._options.id, "type": "message", "role": "assistant", "model": self._model,
+                "content": content, "stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        cached = self._job.cached_tokens
+        return {"input_tokens": self._options.prompt_tokens - cached, "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0, "output_tokens": self._job.num_tokens}
+
+    def _start(self) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            message = self._message([], None, None)
+            message["usage"]["output_tokens"] = 0
+            yield named_event({"type": "message_start", "message": message})
+
+    def _part(self, part: Part) -> Iterator[bytes]:
+        kind = {"thought": "thinking", "text": "text"}.get(part.kind, "tool_use")
+        if part.kind == "call" or (part.kind != "arguments" and kind != self._kind):
+            yield from self._close()
+            self._kind, self._index, self._thought = kind, self._index + 1, ""
+            empty: dict[str, dict[str, Any]] = {
+                "text": {"text": ""}, "thinking": {"thinking": "", "signature": ""},
+                "tool_use": {"id": part.id, "name": part.text, "input": {}}}
+            yield named_event({"type": "content_block_start", "index": self._index,
+                               "content_block": {"type": kind, **empty[kind]}})
+            if part.kind == "call":
+                return
+        if part.kind == "thought":
+            self._thought += part.text
+            if self._hides:
+                return
+        key = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}[kind]
+        name = {"thinking": "thinking_delta", "text": "text_delta", "tool_use": "input_json_delta"}[kind]
+        yield self._delta({"type": name, key: part.text})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> Iterator[bytes]:
+        if not self._kind:
+            return
+        if self._kind == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": self._signature(self._thought)})
+        yield named_event({"type": "content_block_stop", "index": self._index})
+        self._kind = ""
+
+    def _signature(self, thought: str) -> str:
+        """A thought that is shown needs no copy."""
+        return carry(thought if self._hides else "")
+
+    def _remember(self, events: list[Event]) -> None:
+        """Keep the end of the text, stop text included."""
+        if stops := self._job.params.stop:
+            tokens = [token for event in events for token in event.tokens]
+            self._tail = (self._tail + self._tokenizer.decode(tokens))[-2 * max(map(len, stops)) - 64 :]
+
+    def _stop(self) -> tuple[str, str | None]:
+        """The reason for the end, and the stop text that ended it."""
+        choice, job = self._choice, self._job
+        if choice.finish_reason in ("length", "loop"):
+            is_full = self._options.prompt_tokens + job.num_tokens >= self._limit > 0
+            return "model_context_window_exceeded" if is_full else "max_tokens", None
+        if choice.num_calls:
+            return "tool_use", None
+        if choice.end == "stop":
+            for stop in sorted(choice.job.params.stop, key=len, reverse=True):
+                if StopText((stop,)).push(self._tail)[1]:
+                    return "stop_sequence", stop
+        return "end_turn", None
+
+
+def _loaded(arguments: str) -> Any:
+    """The arguments of a call as an object; {} for a fragment."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
+
