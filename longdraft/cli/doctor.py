@@ -70,7 +70,7 @@ def _needs(model: str, file: str | None, cache_dir: Path | None, offline: bool) 
     from longdraft.checkpoint import config_file, hub, sizing
     from longdraft.checkpoint.checkpoint import require_tensors
     from longdraft.checkpoint.tensor_files import TensorFiles, has_weights
-    from longdraft.parts import draft_copy
+    from longdraft.parts import draft_copy, public_heads
     from longdraft.parts.heads import require_model
     from longdraft.system import machine
 
@@ -109,6 +109,8 @@ def _needs(model: str, file: str | None, cache_dir: Path | None, offline: bool) 
             "max_context_in_memory": None if memory is None else kept.max_context(memory),
             "ms_per_token": {str(context): kept.ms_per_token(context, bandwidth) for context in _CONTEXTS},
         },
+        "public_heads": [{"target": target.repository, **head._asdict(), "loads": not head.lacks}
+                         for target in public_heads.fitting_targets(model, parsed) for head in target.heads],
     }
 
 
@@ -139,7 +141,25 @@ def _in_words(needs: dict[str, Any]) -> dict[str, str]:
             f"{kept['bytes_per_token'] / 1e9:,.2f} GB of them read for a token; fits here: {_room(kept, limit)}; at "
             f"{_CONTEXTS[0]:,} tokens {kept['ms_per_token'][str(_CONTEXTS[0])]:,.1f} ms per token at least"}
            if kept else {}),
+        "public heads": _heads_in_words(needs["public_heads"]),
     }
+
+
+def _heads_in_words(heads: list[dict[str, Any]]) -> str:
+    """The public heads for a model, by target, and how one is taken."""
+    from longdraft.parts.public_heads import PublicHead
+
+    if not heads:
+        return "none known; `longdraft train eagle` and `train block` train one"
+    by_target: dict[str, list[str]] = {}
+    for head in heads:
+        words = str(PublicHead(*(head[name] for name in PublicHead._fields)))
+        by_target.setdefault(head["target"], []).append(words)
+    known = ". ".join(f"For {target}: {'; '.join(words)}" for target, words in by_target.items())
+    if len(by_target) > 1:
+        return f"{known}. These models have the same sizes; give the head of yours with --heads"
+    is_usable = any(head["loads"] and head["repository"] for head in heads)
+    return known + (". --heads auto takes the first that loads" if is_usable else "")
 
 
 def _room(needs: dict[str, Any], limit: int) -> str:

@@ -31,6 +31,7 @@ from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.errors import UsageError, check
+from longdraft.parts.public_heads import chosen_heads
 from longdraft.request.sampling_params import MAX_SEED, SamplingParams
 from longdraft.text.chat_template import ChatTemplate
 from longdraft.text.tokenizer import Tokenizer
@@ -113,6 +114,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     dtype = "float32" if model.dtype == torch.float32 else "bfloat16"
     chosen = kernels.choose(model.device.type, dtype)
     folder = Path(str(model.config.name_or_path or "model in memory"))
+    heads = chosen_heads(heads, str(folder), config, choice.needs, hub.Hub())
     tensors = text_entries(model.state_dict())
     if config.is_tied:
         tensors.pop("lm_head.weight", None)  # a second name of the embedding, which checkpoints leave out
@@ -182,6 +184,10 @@ class _NoTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise UsageError("a text needs a tokenizer: longdraft.from_transformers(model, tokenizer)")
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        return None
 
     def is_silent(self, token: int) -> bool:
         return True

@@ -26,6 +26,7 @@ from longdraft.errors import UsageError, check
 from longdraft.journal.format import Header, read_journal
 from longdraft.kernels.weights import FILE
 from longdraft.parts.heads import require_model
+from longdraft.parts.public_heads import chosen_heads
 from longdraft.system import machine
 from longdraft.text.tokenizer import Tokenizer, require_ids_in_vocabulary
 
@@ -46,8 +47,8 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | glide | eagle |
                      block | triforce
     drafter_options  the drafter's options by name; values may be strings, as on the command line
-    heads            folder or hub id of trained heads (TokenSwift, Medusa, EAGLE, block heads) or a glide layer;
-                     default: those in the model's own folder
+    heads            folder or hub id of trained heads (TokenSwift, Medusa, EAGLE, block heads) or a glide layer, or
+                     auto: a public head for the model; default: those in the model's own folder
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16 | float16 (CUDA only)
     quantize         auto | none | int8 | int4 | file: weights take half or about a third of bfloat16's memory, or with
@@ -100,6 +101,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     if chat_template is not None:
         _ = words.chat_template  # raises now for a file that cannot be used
     config = config_file.read_config(folder, words.end_id)
+    heads = chosen_heads(heads, model, config, choice.needs, replace(hub_options, revision=None))
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
     files = TensorFiles(folder, on_read=on_load)
     quantize = _resolved_quantize(quantize, model, files, is_on_cpu=not chosen.is_device and not group)

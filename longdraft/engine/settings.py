@@ -24,8 +24,8 @@ LOADING = (
             "auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide, eagle, block or triforce."),
     Setting("drafter_options", dict[str, str], None, "KEY=VALUE for the drafter (see docs/drafters.md). Repeatable.",
             option="drafter-option"),
-    Setting("heads", str, None, "Folder or hub id of trained heads, an EAGLE or block head or a glide layer.",
-            shown="the model's"),
+    Setting("heads", str, None, "Folder or hub id of trained heads, an EAGLE or block head or a glide layer; auto: a "
+            "public head for the model.", shown="the model's"),
     Setting("device", str, "auto", "auto (a GPU if there is one), cpu or cuda."),
     Setting("dtype", str, "auto",
             "auto (the checkpoint's; float16 becomes bfloat16 on the CPU), float32, bfloat16, or on CUDA float16."),

@@ -6,5 +6,6 @@
     eagle.py          EAGLE heads (eagle_config.py, eagle_files.py, eagle_probe.py)
     block.py          block heads (block_config.py, block_files.py, block_probe.py)
     native_heads.py   multi-token prediction (MTP) layers that a model was trained with
+    public_heads.py   heads on the hub, by the model that they were trained for
     draft_copy.py     a quantised copy of the target's weights
 """

@@ -130,7 +130,7 @@ MISTAKES = {
     "journal of a file": (["generate", "a", "--journal", "{file}/x", "--max-new-tokens", "1"], "Not a directory"),
     "journal of a bad name": (["generate", "a", "--journal", "x" * 300, "--max-new-tokens", "1"], "too long"),
     "fsync": (["generate", "a", "--journal", "{new}", "--fsync", "often"], "allowed: always, never, or seconds"),
-    "on-loop": (["generate", "a", "--on-loop", "x"], "allowed: warn, stop or off"),
+    "on-loop": (["generate", "a", "--on-loop", "x"], "allowed: warn, stop, answer or off"),
     "resume nothing": (["resume", "{new}"], "no journal in"),
     "resume a file": (["resume", "{file}"], "no journal in"),
     "resume without": (["resume"], "Missing argument 'JOURNAL'"),

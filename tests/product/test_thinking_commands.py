@@ -111,6 +111,7 @@ def test_an_effort_is_for_chats(server):
         assert "reasoning_content" not in ask(server, **off)["choices"][0]["message"], off
 
 
+@pytest.mark.full
 def test_answer_now_closes_the_thought_of_a_running_text(server, engine):
     """The rest of the text is that of a request with the place."""
     body = SETTINGS | {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 3000,

@@ -215,8 +215,11 @@ def test_every_drafter_writes_the_obvious_text(model, another, tiny, expected, d
         assert write(model, name, factory_of(drafter, model, another, tiny["gqa"])) == expected[name], drafter
 
 
-@pytest.mark.parametrize("kind", [*LIARS, "markers", "the closing, and halves of it"])
-@pytest.mark.parametrize("name", CASES)
+# The core has every third of them, so that it meets each case and each lie.
+@pytest.mark.parametrize("name, kind", [
+    pytest.param(name, kind, marks=[pytest.mark.full] if (place + turn) % 3 else [])
+    for place, name in enumerate(CASES)
+    for turn, kind in enumerate((*LIARS, "markers", "the closing, and halves of it"))])
 def test_drafts_that_lie_change_nothing(model, expected, name, kind):
     prompt, truth = case_of(name)[0], expected[name]
     pick = random.Random(kind)
