@@ -160,7 +160,7 @@ class Pool {
         while (wait_for_work(thread)) take_jobs();
     }
 
-    // The thread that publishes work takes the first piece; one of the others the next.
+    // The thread that publishes work takes the first piece; the first waiting thread takes the next piece.
     void fetch_expected(int thread) {
         static thread_local Fetching fetching;
         static thread_local const void* known = nullptr;

@@ -32,7 +32,7 @@ VARIANT(portable)
 namespace {
 
 #if defined(LONGDRAFT_AMX)
-// Linux grants the use of the matrix unit's registers to a process that asks for it, once.
+// Linux grants the use of the matrix unit's registers to a process after one request.
 bool may_use_tiles() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     static const bool is_granted = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,7 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
             params = effort.applied(params)
         if tools:
             grammar = ToolGrammar.of(self._tool_form, engine.tokenizer, self._engine.loaded.answer_format)
-            params = replace(params, structured_outputs=grammar.structure(tools, params.structured_outputs))
+            params = grammar.applied(params, tools, engine.encode(prompt))
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))
         return engine.check_request(prompt, params), engine.loaded.with_closing(params)

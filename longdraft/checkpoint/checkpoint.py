@@ -255,7 +255,7 @@ class Loader:
 
     def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None,
                 is_fine: bool = False) -> Linear:
-        """is_fine: in int8, whatever the format of the others is."""
+        """is_fine: in int8, in copies of any format."""
         def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
             names = [f"{layer}{name}.{suffix}" for name, _ in stacked.parts]
             rows = self._files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))

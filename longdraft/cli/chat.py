@@ -15,21 +15,26 @@ from longdraft.cli import options
 from longdraft.cli.options import FILES, OptionValues, engine_options, option, sampling_options, with_option_groups
 from longdraft.engine.settings import CACHE_RAM, LOADING
 from longdraft.errors import OutputError, UsageError, check
+from longdraft.request.openai_body import parse_json
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tools import FORM_NAMES, ToolRequest, parse_tools
 from longdraft.system.console import Interrupt, Interrupted, replace_unencodable, stdout_lost
-from longdraft.system.files import OutputFile, require_text
+from longdraft.system.files import OutputFile, read_text, require_text
 
 if TYPE_CHECKING:
     from longdraft.engine.engine import Engine
     from longdraft.engine.generation import Generation
-    from longdraft.text.thinking import AnswerFormat
+    from longdraft.request.events import Event
+    from longdraft.text.tools.grammar import ToolGrammar
+    from longdraft.text.tools.reader import Call, Part, ToolAnswers, ToolReader
 
 _HELP = """\
 /help        show this list
 /reset       forget the conversation, except the system prompt
 /save FILE   write the conversation to a JSON file
 /quit        leave, like Ctrl-D
-End a line with \\ to continue on the next one. Start a message with // to send a /. Ctrl-C stops an answer."""
+End a line with \\ to continue on the next one. Start a message with // to send a /. Ctrl-C stops an answer.
+After a call of a function, the next message is its result."""
 
 
 @with_option_groups
@@ -41,6 +46,11 @@ def chat(
     reasoning_format: Annotated[str, option("The model's thinking, if it marks it: auto: on stderr (with --quiet, "
                                             "nowhere), apart from the answer; none: on stdout as it is written.",
                                             FILES)] = "auto",
+    tools: Annotated[str | None, option("Functions that the model may call: a file with OpenAI's JSON list. None is "
+                                        "run: a call is shown, and you type its result.", FILES,
+                                        metavar="FILE")] = None,
+    tool_form: Annotated[str, option("How the model writes calls, if the chat template does not show it.",
+                                     FILES)] = "auto",
     quiet: options.Quiet = False,
     *,
     loading: Annotated[OptionValues, engine_options((*LOADING, CACHE_RAM))],
@@ -53,44 +63,96 @@ def chat(
     check(reasoning_format in ("auto", "none"), "--reasoning-format", reasoning_format, "auto or none")
     require_text(system or "", "--system", "give it in UTF-8")
     chat_options = options.chat_options(chat_option or ())
+    request = _read_tools(tools) if tools is not None else None
+    check(tool_form in FORM_NAMES, "--tool-form", tool_form, ", ".join(FORM_NAMES))
+    check(request is not None or tool_form == "auto", "--tool-form", tool_form, "auto without --tools")
     from longdraft.cli.display import load_with_bar
-    from longdraft.text.thinking import find_format
+    from longdraft.text.tools.forms import GENERIC, find_form
+    from longdraft.text.tools.grammar import ToolGrammar
+    from longdraft.text.tools.reader import ToolAnswers
 
     engine = load_with_bar(loading, quiet=quiet)
     params = engine.params(**sampling)
-    form = find_format(engine.tokenizer) if reasoning_format == "auto" else None
     effort = engine.effort(params, chat_options)
     params = effort.applied(params)
-    conversation = Conversation(engine, params, system, effort.variables, form)
-    conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option
+    thinking, form, grammar = engine.loaded.answer_format, GENERIC, None
+    if request is not None:
+        form = find_form(engine.tokenizer.chat_template, tool_form)
+        grammar = ToolGrammar.of(form, engine.tokenizer, thinking)
+    answers = ToolAnswers(form, engine.tokenizer, thinking if reasoning_format == "auto" or request else None, request)
+    conversation = Conversation(engine, params, system, effort.variables, answers, grammar)
+    first = conversation.prompt(_user("Hello"))  # fail before the first message without a template, an unknown option
+    conversation.settings(engine.encode(first))
     options.print_model_defaults(params, quiet=quiet)
     replace_unencodable()
     return _loop(conversation, stats or sys.stdin.isatty(), quiet)
+
+
+def _read_tools(file: str) -> ToolRequest | None:
+    """The functions of a file, each as OpenAI has it, or the function itself."""
+    try:
+        given = parse_json(read_text(file, "--tools"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--tools: {file} is not valid JSON: {error}", "tools") from None
+    if not isinstance(given, list) or not given:
+        raise UsageError(f"--tools: {file} has no list of functions; write [{{\"name\": ..., \"parameters\": ...}}]",
+                         "tools")
+    wrapped = [{"type": "function", "function": each} if isinstance(each, dict) and "function" not in each else each
+               for each in given]
+    return parse_tools({"tools": wrapped})
+
+
+def _user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
 
 
 @dataclass
 class Conversation:
     """The messages so far, and the generation of the next answer.
 
-    form  how answers show their thinking; None: all of an answer is its content
+    answers  how answers show their thinking and calls
+    grammar  of answers with calls, if the model has tools
+    waiting  calls without a result
     """
 
     engine: Engine
     params: SamplingParams
     system: str | None
     options: dict[str, Any]
-    form: AnswerFormat | None
-    turns: list[dict[str, str]] = field(default_factory=list)
+    answers: ToolAnswers
+    grammar: ToolGrammar | None
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    waiting: list[Call] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)  # of the other calls of the last answer
     written: tuple[str, list[int]] = ("", [])  # the last prompt and its answer, as text and as token ids
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return first + self.turns
+        return [*first, *self.turns, *self.results]
 
-    def prompt(self, message: str) -> str:
-        """The conversation and one more user message, in the chat template."""
-        return self.engine.tokenizer.chat([*self.messages, {"role": "user", "content": message}], **self.options)
+    def prompt(self, new: list[dict[str, Any]]) -> str:
+        """The conversation and new messages, in the chat template."""
+        from longdraft.text.tools.forms import template_messages
+
+        tools, messages = self.answers.tools, [*self.messages, *new]
+        if tools is None:
+            return self.engine.tokenizer.chat(messages, self.options)
+        return self.engine.tokenizer.chat(template_messages(self.answers.form, messages, tools), self.options,
+                                          tools=tools.definitions)
+
+    def next_messages(self, text: str) -> list[dict[str, Any]] | None:
+        """The messages that a text makes; None while other calls wait for their results."""
+        if not self.waiting:
+            return _user(text)
+        self.results.append({"role": "tool", "tool_call_id": self.waiting.pop(0).id, "content": text})
+        return None if self.waiting else []
+
+    def forget(self) -> None:
+        self.turns.clear()
+        self.waiting.clear()
+        self.results.clear()
+        self.written = "", []
 
     def ask(self, prompt: str, on_prefill: Callable[[int, int], None]) -> Generation:
         """Start the answer to a prompt, limited by the room in the context."""
@@ -99,8 +161,13 @@ class Conversation:
         if room < 1:
             raise UsageError(f"the conversation has {len(ids)} tokens, the model's context limit is "
                              f"{self.engine.model.config.max_positions}; /reset starts again")
-        params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
+        params = replace(self.settings(ids), max_new_tokens=min(self.params.max_new_tokens, room))
         return self.engine.generate(ids, params, on_prefill=on_prefill)
+
+    def settings(self, prompt: Sequence[int]) -> SamplingParams:
+        """The settings of an answer to a prompt, with the grammar of calls."""
+        tools = self.answers.tools
+        return self.grammar.applied(self.params, tools, prompt) if self.grammar and tools else self.params
 
     def _ids(self, prompt: str) -> list[int]:
         """The prompt's token ids. What the model wrote keeps its ids, so its rows are found in the prefix tree: the
@@ -113,10 +180,13 @@ class Conversation:
                 return kept
         return ids
 
-    def remember(self, message: str, answer: AnswerDisplay, prompt: str, generation: Generation) -> None:
+    def remember(self, new: list[dict[str, Any]], answer: AnswerDisplay, prompt: str, generation: Generation) -> None:
         thinking = {"reasoning_content": answer.thinking.rstrip("\n")} if answer.thinking else {}
-        self.turns += [{"role": "user", "content": message},
-                       {"role": "assistant", **thinking, "content": answer.content.rstrip("\n")}]
+        calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                 for call in answer.calls]
+        self.turns += [*self.results, *new, {"role": "assistant", **thinking, "content": answer.content.rstrip("\n"),
+                                             **({"tool_calls": calls} if calls else {})}]
+        self.waiting, self.results = list(answer.calls), []
         tokens = generation.tokens.tolist()
         if generation.finish_reason == "eos":
             del tokens[-1:]
@@ -130,13 +200,15 @@ def _loop(conversation: Conversation, stats: bool, quiet: bool) -> int:
         _print("/help lists the commands, Ctrl-D leaves")
     while True:
         try:
-            message = _read(is_typed)
+            message = _read(is_typed, conversation.waiting[0].name if conversation.waiting else "")
             if message is None or message.split()[:1] in (["/quit"], ["/exit"]):
                 return 0
             if message.startswith("/") and not message.startswith("//"):
                 _command(conversation, message)
-            elif message.strip() and (status := _answer(conversation, message.removeprefix("/"), stats, quiet)):
-                return status
+            elif message.strip() or conversation.waiting:
+                new = conversation.next_messages(message.removeprefix("/"))
+                if new is not None and (status := _answer(conversation, new, stats, quiet)):
+                    return status
         except (UsageError, OutputError) as error:
             if not is_typed:
                 raise
@@ -147,12 +219,12 @@ def _loop(conversation: Conversation, stats: bool, quiet: bool) -> int:
             _print("\npress Ctrl-D or enter /quit to leave")
 
 
-def _read(is_typed: bool) -> str | None:
-    """The next message, of one line or several; None at the end of the input."""
+def _read(is_typed: bool, function: str) -> str | None:
+    """The next message, of one line or several; None at the end of the input. function: whose result it is"""
     lines: list[str] = []
     while True:
         if is_typed:
-            print("... " if lines else "> ", end="", file=sys.stderr, flush=True)
+            print("... " if lines else f"{function}> ", end="", file=sys.stderr, flush=True)
         try:
             line = sys.stdin.readline()
         except UnicodeDecodeError as error:
@@ -171,8 +243,7 @@ def _command(conversation: Conversation, line: str) -> None:
     if name == "/help":
         print(_HELP, file=sys.stderr)
     elif name == "/reset":
-        conversation.turns.clear()
-        conversation.written = "", []
+        conversation.forget()
     elif name == "/save" and rest.strip():
         file = OutputFile(Path(os.path.expanduser(rest.strip())), "/save")
         try:
@@ -185,40 +256,65 @@ def _command(conversation: Conversation, line: str) -> None:
                          "send a /")
 
 
-def _answer(conversation: Conversation, message: str, stats: bool, quiet: bool) -> int:
-    """Stream the answer to a message and remember both. Returns an exit status that ends the program if it is not 0."""
+def _answer(conversation: Conversation, new: list[dict[str, Any]], stats: bool, quiet: bool) -> int:
+    """Stream the answer to new messages and remember all. Returns an exit status that ends the program if it is not 0.
+    """
     try:
-        return _stream(conversation, message, stats, quiet)
+        return _stream(conversation, new, stats, quiet)
     except OSError as error:
         return stdout_lost(error)
 
 
 class AnswerDisplay:
-    """Shows an answer while it is written, and collects its parts. opened: what the template has already written of it
+    """Shows an answer while it is written, and collects its parts. A call is one line: the function and its arguments.
 
-    A `quiet` display shows no thinking.
+    opened  what the template has already written of the answer, and its reader does not divide from it
+    quiet   show no thinking
     """
 
-    def __init__(self, form: AnswerFormat | None, prompt: Sequence[int], opened: str, *, quiet: bool) -> None:
-        self._reader = form.reader(prompt) if form else None
-        self._quiet = quiet
-        self._opened = opened if form is None else ""
+    def __init__(self, reader: ToolReader, opened: str, *, quiet: bool) -> None:
+        self._reader, self._quiet, self._opened = reader, quiet, opened
         self.thinking = self.content = ""
-        self._show("", self._opened)
+        self._begun: list[Call] = []
+        self._end = ""  # of the shown answer: its last character
+        self._show("", opened)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that are complete."""
+        return [call for call in self._begun if _is_json(call.arguments)]
 
     @property
     def is_empty(self) -> bool:
-        return not self.thinking and self.content.rstrip("\n") == self._opened.rstrip("\n")
+        return not self.thinking and not self.calls and self.content.rstrip("\n") == self._opened.rstrip("\n")
 
-    def show(self, tokens: Sequence[int], text: str) -> None:
-        self._show(*self._reader.push(tokens, text) if self._reader else ("", text))
+    def show(self, event: Event) -> None:
+        self._show_parts(self._reader.read([event], is_end=False))
 
-    def finish(self) -> None:
-        if self._reader:
-            self._show(*self._reader.finish())
-        if not self.content:
+    def finish(self, rest: str) -> None:
+        """rest: text that no event had"""
+        self._show_parts(self._reader.push((), rest) + self._reader.finish())
+        if self._begun:
+            self._write(")\n")
+        elif not self.content:
             self._end_thinking()
-        self._write("" if self.content.endswith("\n") else "\n")
+        self._write("" if self._end == "\n" else "\n")
+
+    def _show_parts(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.kind == "call":
+                from longdraft.text.tools.reader import Call
+
+                if not self._begun and not self.content:
+                    self._end_thinking()
+                self._write(")\n" if self._begun else "\n" if self._end not in ("", "\n") else "")
+                self._begun.append(Call(part.id, part.text, ""))
+                self._write(f"{part.text}(")
+            elif part.kind == "arguments":
+                self._begun[-1] = self._begun[-1]._replace(arguments=self._begun[-1].arguments + part.text)
+                self._write(part.text)
+            else:
+                self._show(*((part.text, "") if part.kind == "thought" else ("", part.text)))
 
     def _show(self, thinking: str, content: str) -> None:
         if thinking and not self._quiet:
@@ -237,28 +333,38 @@ class AnswerDisplay:
             sys.stderr.flush()
 
     def _write(self, content: str) -> None:
+        self._end = content[-1:] or self._end
         sys.stdout.write(content)
         sys.stdout.flush()
 
 
-def _stream(conversation: Conversation, message: str, stats: bool, quiet: bool) -> int:
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _stream(conversation: Conversation, new: list[dict[str, Any]], stats: bool, quiet: bool) -> int:
     from longdraft.cli.stream import show_summary
     from longdraft.text.thinking import opened_thinking
 
-    prompt = conversation.prompt(message)
+    prompt, answers, rest = conversation.prompt(new), conversation.answers, ""
     with Interrupt() as interrupt:
         generation = conversation.ask(prompt, lambda done, total: interrupt.check())
-        answer = AnswerDisplay(conversation.form, generation.prompt, opened_thinking(prompt), quiet=quiet)
+        reader = answers.reader(generation.prompt, seed=generation.params.seed)
+        answer = AnswerDisplay(reader, "" if answers.thinking else opened_thinking(prompt), quiet=quiet)
         try:
             for event in generation:
-                answer.show(event.tokens, event.text)
+                answer.show(event)
                 interrupt.check()
         except Interrupted:
             generation.close()
-            answer.show((), generation.stream.flush())
-    answer.finish()
+            rest = generation.stream.flush()
+    answer.finish(rest)
     if not answer.is_empty:
-        conversation.remember(message, answer, prompt, generation)
+        conversation.remember(new, answer, prompt, generation)
     if stats:
         show_summary(generation, quiet=quiet)
     return 128 + interrupt.number if interrupt.number == signal.SIGTERM else 0

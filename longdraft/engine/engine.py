@@ -167,7 +167,7 @@ class Engine:
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
         try:
             ids = self.chat(turns, add_generation_prompt=False)
-        except LongdraftError:  # the template wants other messages
+        except LongdraftError:  # the template refuses these messages
             return False
         return not set(ends).isdisjoint(ids[1:])  # the first may be a BOS with the same id
 

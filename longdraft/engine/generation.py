@@ -50,6 +50,7 @@ from longdraft.speculation.routine import CostClock, Routine, run_batched
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.text.banned_phrases import PhraseFilter
 from longdraft.text.stream import DecodedTokens, TextStream, stop_ids
+from longdraft.text.thought_rules import require_rules_for_tools
 from longdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -209,11 +210,13 @@ class Generation(Iterator[Event]):
         """End the thought at the next step, and begin the answer. Any thread may call this.
 
         Without effect outside of a thought. The statistics have the place as `thinking_close_at`; a text with that
-        setting is the same text. UsageError where several processes share the model.
+        setting is the same text. UsageError where several processes share the model, and for gpt-oss beside tools.
         """
         if parallel.shard_of(self.model.target.kernels).size > 1:
             raise UsageError("a thought cannot be closed on request where several processes share the model; set "
                              "thinking_budget")
+        if (form := self.model.answer_format) is not None:
+            require_rules_for_tools(form, self.params)
         self._is_asked_to_answer = True
 
     def close(self) -> None:

@@ -176,6 +176,9 @@ class _NoTokenizer(Tokenizer):
     def __init__(self) -> None:
         pass
 
+    def token_id(self, token: str) -> int | None:
+        return None
+
     def vocabulary(self) -> dict[str, int]:
         return {}
 

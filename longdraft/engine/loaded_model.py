@@ -308,6 +308,12 @@ class LoadedModel:
         """Whether `grammar_rules` answers at once."""
         return not params.structured_outputs or self._grammars.is_known(*self._grammar_key(params, prompt))
 
+    def grammar_warnings(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[str, ...]:
+        """What a grammar that is known leaves out of the schemas of functions."""
+        if not params.structured_outputs or not self.knows_grammar(params, prompt):
+            return ()
+        return self._grammars.rules(*self._grammar_key(params, prompt)).warnings
+
     @property
     def _grammars(self) -> GrammarCompiler:
         config = self.target.config
@@ -317,7 +323,8 @@ class LoadedModel:
         """The grammar, and the text after which it begins."""
         kind, text = params.structured_outputs
         if params.steers_thoughts and not params.structured_after and self.answer_format is not None:
-            return (kind, text), grammar.GAP  # the sampler knows where the thought ends
+            # The sampler finds the end of the thought. The grammar of tools has its own beginning.
+            return (kind, text), "" if kind == "tools" else grammar.GAP
         return (kind, text), params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:]))
 
     @property

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 AUTO = "auto"  # of `heads`
 
 HeadKind = Literal["dflash", "dflash2", "dspark", "jetspec", "eagle3", "mtp", "peagle"]
-_EAGLE_KINDS = ("eagle3", "mtp")  # which the drafter `eagle` uses; the others are of `block`
+_EAGLE_KINDS = ("eagle3", "mtp")  # which the drafter `eagle` uses; `block` uses all other kinds
 _CURE = "name a head with --heads FOLDER or OWNER/HEAD, or train one with `longdraft train eagle` or `train block`"
 
 

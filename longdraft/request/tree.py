@@ -74,13 +74,7 @@ class Tree:
         """The tree of the root and all wanted nodes whose ancestors are wanted too."""
         if all(wanted[1:]):
             return self
-        trie = Trie(self.tokens[0])
-        moved = {0: 0}
-        for node in range(1, len(self)):
-            if wanted[node] and self.parents[node] in moved:
-                moved[node] = trie.add(moved[self.parents[node]], self.tokens[node], self.sources[node],
-                                       self.rates[node] if self.rates else None)
-        return trie.tree()
+        return Trie.of(self, wanted).tree()
 
 
 class Trie:
@@ -94,12 +88,14 @@ class Trie:
         self._child: dict[tuple[int, int], int] = {}
 
     @classmethod
-    def of(cls, tree: Tree) -> Trie:
-        """The nodes of a tree, to which others are added."""
+    def of(cls, tree: Tree, wanted: Sequence[bool] | None = None) -> Trie:
+        """The nodes of a tree, to which more can be added. wanted: without nodes for which it, or an ancestor's, is
+        False"""
         trie, moved = cls(tree.tokens[0]), {0: 0}
         for node in range(1, len(tree)):
-            moved[node] = trie.add(moved[tree.parents[node]], tree.tokens[node], tree.sources[node],
-                                   tree.rates[node] if tree.rates else None)
+            if (wanted is None or wanted[node]) and tree.parents[node] in moved:
+                moved[node] = trie.add(moved[tree.parents[node]], tree.tokens[node], tree.sources[node],
+                                       tree.rates[node] if tree.rates else None)
         return trie
 
     def __len__(self) -> int:

@@ -47,6 +47,7 @@ GAP = "\0"  # for `after`: the grammar begins with at most two blanks or line br
 _MAX_FORCED_BYTES = 1 << 16  # that a grammar may demand from its first token on: each step would tokenise them
 _MAX_KEPT_CHARACTERS = 1 << 24  # of grammars whose results are kept; the texts of a server's queue have fewer
 MATCHER_BYTES = 160 << 20  # memory of a text's matcher, about: 250,000 states of the lexer, its limit, take 133 MB
+_MAX_WARNINGS = 16  # about one grammar: replies have them
 _OVERHEAD = 4096  # of a result, in characters
 _HEAVY_S = 0.02  # that the beginning of a text takes, from which on its tokens may take long, too
 _MISMATCH = "satisfy the grammar"  # in the engine's message about a token that is not allowed
@@ -80,12 +81,14 @@ class GrammarRules:
     tokenizer   see `new_tokenizer`
     eos_ids     ids that end the text; the first is the tokenizer's
     vocabulary  number of logits of the model
+    warnings    what the engine leaves out of the schemas of functions
     """
 
     grammar: str
     tokenizer: LLTokenizer
     eos_ids: tuple[int, ...]
     vocabulary: int
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def compile(cls, structure: Structure, tokenizer: LLTokenizer, eos_ids: tuple[int, ...], vocabulary: int,
@@ -105,7 +108,7 @@ class GrammarRules:
             line = " ".join(str(error).split())
             name, word = _WORDS[structure[0]]
             raise UsageError(f"{name}: the {word} cannot be used: {line[:300]}", name) from None
-        return cls(grammar, tokenizer, eos_ids, vocabulary)
+        return cls(grammar, tokenizer, eos_ids, vocabulary, _warnings(grammar) if structure[0] == "tools" else ())
 
     def new_matcher(self) -> LLMatcher:
         """The state at the beginning of a text, with its first mask, which may take far longer than the later ones.
@@ -150,6 +153,14 @@ def checked(tokenizer: LLTokenizer, kind: str, text: str, after: str) -> str:
     if (forced := len(matcher.compute_ff_bytes())) > _MAX_FORCED_BYTES:
         raise ValueError(f"each text begins with the same {forced:,} bytes; allowed: {_MAX_FORCED_BYTES:,}")
     return grammar
+
+
+def _warnings(grammar: str) -> tuple[str, ...]:
+    """The engine's warnings about a grammar that was checked, each in one line."""
+    from llguidance import LLMatcher
+
+    _, warnings = on_large_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar))
+    return tuple(dict.fromkeys(f"tools: {' '.join(line.split())[:300]}" for line in warnings))[:_MAX_WARNINGS]
 
 
 def _new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

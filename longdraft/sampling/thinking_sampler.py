@@ -63,7 +63,7 @@ class ThinkingSampler(Sampler):
         super().__init__(params, banned, is_fast, kernels, marked, rules)
         closing = thought.markers.completing(thought.markers.closing, 0) if thought.bans_ends else ()
         self._ends = frozenset(self._settings[1]) - set(closing)  # that are banned inside
-        self.on_device = None  # only `for_tree` knows whether a device can choose
+        self.on_device = None  # `for_tree` decides whether a device can choose
         self.thought = thought
         self._text = Thought(thought)
         # Whether the grammar begins where the thought ends; otherwise it covers the whole text.

@@ -86,7 +86,7 @@ class Markers:
     _moves: dict[tuple[int, int, bytes, int], _Move] = field(default_factory=dict, repr=False)
 
     def move(self, phase: int, matched: int, pending: bytes, token: int) -> _Move:
-        """Phase, `matched` and `pending` after one more token. Of CLOSING, `ThoughtRules` knows more."""
+        """Phase, `matched` and `pending` after one more token. CLOSING has more state, in `ThoughtRules`."""
         key = phase, matched, pending, token
         move = self._moves.get(key)
         if move is None:

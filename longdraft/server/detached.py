@@ -103,7 +103,7 @@ class DetachedText:
 
 
 def _split(events: list[Event], count: int) -> tuple[list[Event], list[Event]]:
-    """The events of the first `count` tokens, and the others. An event may be in both."""
+    """The events of the first `count` tokens, and the remaining events. An event may be in both."""
     before: list[Event] = []
     for index, event in enumerate(events):
         size = len(event.tokens)

@@ -5,11 +5,12 @@ This runs in a thread of its own, outside the event loop. Errors are ApiErrors t
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ class Preparer:
         """clamps: a text that has no room in the context for max_tokens is shorter; prefix: of the request's id"""
         self._require_few(request.n, "n")
         request_id = f"{prefix}{secrets.token_hex(12)}"
-        tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
+        tools = _tools_of(request)
         effort = self._effort(request)
         ids = self._encode_chat(request.messages, effort.variables, request.continue_final_message,
                                 request.add_generation_prompt, tools)
@@ -122,6 +123,7 @@ class Preparer:
                                   has_prompt_progress=request.return_progress,
                                   new_reader=partial(answers.reader, ids, begun, thought),
                                   tools=tools,
+                                  warnings=partial(self.engine.loaded.grammar_warnings, jobs[0].params, ids),
                                   sends_reasoning=not (request.reasoning and request.reasoning.exclude))
         return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
 
@@ -157,8 +159,8 @@ class Preparer:
 
     def count(self, request: ChatRequest) -> int:
         """The number of tokens of a chat's prompt."""
-        tools = parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
-        return len(self._encode_chat(request.messages, request.chat_template_kwargs or {}, False, None, tools))
+        tools = _tools_of(request)
+        return len(self._encode_chat(request.messages, self._effort(request).variables, False, None, tools))
 
     @property
     def shows_thinking(self) -> bool:
@@ -253,7 +255,7 @@ class Preparer:
             params = effort.applied(params) if effort else params
             if tools is not None:
                 grammar = ToolGrammar.of(self._tool_form, self.engine.tokenizer, loaded.answer_format)
-                params = replace(params, structured_outputs=grammar.structure(tools, params.structured_outputs))
+                params = grammar.applied(params, tools, prompts[0])
             loaded.check_settings(params)
             for prompt in prompts:
                 loaded.thought_rules(params, prompt)
@@ -263,6 +265,8 @@ class Preparer:
             with spelled():
                 for prompt in prompts:
                     loaded.grammar_rules(params, prompt)
+                    if warnings := loaded.grammar_warnings(params, prompt):
+                        log_event("left_out", level=logging.WARNING, what="schemas", names="; ".join(warnings)[:1000])
 
         longest = max(len(ids) for ids in prompts)
         if longest + params.max_new_tokens > self.context_limit:
@@ -369,6 +373,11 @@ class Preparer:
 def logprob_bytes(tokens: int, logprobs: int | None) -> int:
     """Upper bound of the memory for the log-probabilities of a text, which wait for the client."""
     return 0 if logprobs is None else tokens * (_LOGPROB_BYTES + logprobs * _TOP_LOGPROB_BYTES)
+
+
+def _tools_of(request: ChatRequest) -> ToolRequest | None:
+    """The functions that a chat may call; None: it has none. UsageError if they cannot be used."""
+    return parse_tools({name: getattr(request, name) for name in TOOL_FIELDS})
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -46,6 +46,7 @@ class ResponseOptions:
     new_reader     divides an answer into thinking, text and calls; takes the seed. None: all of it is text
     tools          of the request
     sends_reasoning  replies have the thinking, too
+    warnings       returns what of the request could not be honoured
     """
 
     object_type: ObjectType
@@ -61,6 +62,7 @@ class ResponseOptions:
     new_reader: Callable[..., ToolReader] | None = None
     tools: ToolRequest | None = None
     sends_reasoning: bool = True
+    warnings: Callable[[], Sequence[str]] = tuple
 
 
 @dataclass
@@ -128,7 +130,7 @@ class Reply(Protocol):
         """The pieces for all the events that arrived together."""
 
     def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
-        """How much of a prompt is read, if the client wants to know and anything is new."""
+        """How much of a prompt is read, if the client requested it and anything is new."""
 
     def end(self) -> Iterator[bytes]:
         """The pieces after all texts."""
@@ -265,13 +267,12 @@ class ReplyBuilder:
     def whole(self) -> Iterator[bytes]:
         """The reply of a request without `stream`, as JSON in pieces of limited size."""
         mark = secrets.token_hex(16)  # in the place of log-probabilities, which are encoded one slice after the other
-        reply = json.dumps(self._whole(mark), ensure_ascii=False, separators=(",", ":"))
-        *parts, last = reply.split(f'"{mark}"')
+        *parts, last = as_json(self._whole(mark)).split(f'"{mark}"'.encode())
         choices = [choice for choice in self._choices.values() if choice.logprobs]
         for part, choice in zip(parts, choices, strict=False):
-            yield part.encode()
+            yield part
             yield from self._logprob_pieces(choice)
-        yield last.encode()
+        yield last
 
     def _logprob_pieces(self, choice: Choice) -> Iterator[bytes]:
         """The log-probabilities of a whole text as JSON."""
@@ -285,13 +286,13 @@ class ReplyBuilder:
                 yield json.dumps(value).encode()
                 continue
             offset = 0
-            opening = "["
+            opening = b"["
             for start in range(0, len(entries), _SLICE):
                 part = entries[start : start + _SLICE]
                 values = (self._logprobs(part, offset) or {})[key]
-                yield (opening + json.dumps(values, ensure_ascii=False, separators=(",", ":"))[1:-1]).encode()
+                yield opening + as_json(values)[1:-1]
                 offset += sum(len(self._tokenizer.text_of(entry.token)) for entry in part)
-                opening = ","
+                opening = b","
             yield b"]"
         yield b"}"
 
@@ -332,8 +333,10 @@ class ReplyBuilder:
         return self._envelope(".chunk") | {"choices": [{"index": job.index, **content}]}
 
     def _summary(self, job: GenerationJob) -> dict[str, Any]:
+        warnings = list(self._options.warnings())
         return {"id": job.id, "seed": job.params.seed, "journal": job.resume_id if job.keeps_journal else None,
-                "finish_reason": job.finish_reason, "stats": self._choices[job].stats}
+                "finish_reason": job.finish_reason, "stats": self._choices[job].stats,
+                **({"warnings": warnings} if warnings else {})}
 
     def _details(self, job: GenerationJob, events: list[Event]) -> dict[str, Any]:
         return {"id": job.id, "seed": job.params.seed,
@@ -371,8 +374,13 @@ class ReplyBuilder:
 DONE = b"data: [DONE]\n\n"
 
 
-def data_event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def as_json(content: object) -> bytes:
+    """JSON without white space, in UTF-8."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def data_event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + as_json(content) + b"\n\n"
 
 
 def progress_comment(content: dict[str, Any]) -> bytes:

@@ -79,7 +79,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class DecodesPlainly(Protocol):
-    """A drafter that knows how many of the next steps are plain decoding, whatever their outcome."""
+    """A drafter that can say how many of the next steps are plain decoding, independently of their outcome."""
 
     @property
     def plain_steps(self) -> int:

@@ -24,6 +24,7 @@ from longdraft.text.rendering import RefusedError, new_environment
 from longdraft.text.tokenizer_config import SPECIAL_TOKENS, SideFiles
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables by which families turn a model's thinking on and off
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
 # Variables that requests may not set.
 _TOOLS = ("tools", "xml_tools")  # names of the list of functions; the second one is SmolLM3's

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from longdraft.errors import LongdraftError, UsageError
 from longdraft.request.sampling_params import EFFORTS, SamplingParams
-from longdraft.text.chat_template import ChatTemplate
+from longdraft.text.chat_template import THINKING_SWITCHES, ChatTemplate
 from longdraft.text.harmony import Harmony
 from longdraft.text.thinking import AnswerFormat
 
 _VARIABLE = "reasoning_effort"
-_SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 _SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 1.0, "max": 1.0}  # of the new tokens
 _HARMONY = ("low", "medium", "high")  # the template writes any word; the models know these
 
@@ -50,7 +49,7 @@ def find_effort(template: ChatTemplate | None, form: AnswerFormat | None, effort
     """
     known = template.options if template else []
     chosen = dict(variables)
-    switch = next((name for name in _SWITCHES if name in known), None)
+    switch = next((name for name in THINKING_SWITCHES if name in known), None)
     if switch is not None and (effort or budget == 0 or turns_on):
         chosen.setdefault(switch, effort != "none" and budget != 0)
     if not effort or _VARIABLE in chosen or (effort == "none" and switch is not None):

@@ -35,7 +35,7 @@ class ChannelText(NamedTuple):
 
 
 class Harmony(NamedTuple):
-    """The format of a model. marks: the character of each special token, by its id
+    """The format of a model. marks: the character of each special token, by its id, in the order of `MARKS`
 
     shows_calls  calls of functions are part of the content, with marks for their headers
     """
@@ -47,9 +47,9 @@ class Harmony(NamedTuple):
     @classmethod
     def find(cls, tokenizer: Tokenizer) -> Harmony | None:
         """The format; None for a model whose tokenizer lacks one of the special tokens."""
-        ids = tokenizer.vocabulary()
-        marks = {ids[token]: mark for token, mark in zip(MARKS, (_START, _CHANNEL, _MESSAGE, _END), strict=True)
-                 if token in ids and tokenizer.is_silent(ids[token])}
+        ids = map(tokenizer.token_id, MARKS)
+        marks = {token: mark for token, mark in zip(ids, (_START, _CHANNEL, _MESSAGE, _END), strict=True)
+                 if token is not None and tokenizer.is_silent(token)}
         return cls(tokenizer, marks) if len(marks) == len(MARKS) else None
 
     def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "") -> ChannelReader:

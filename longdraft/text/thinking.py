@@ -101,17 +101,18 @@ class ThinkingTags(NamedTuple):
     @classmethod
     def find(cls, tokenizer: Tokenizer) -> ThinkingTags | None:
         """The tags that are tokens of the model, or that its chat template looks for in answers; None without any."""
-        ids = tokenizer.vocabulary()
         template = tokenizer.chat_template
         for tag in _TAGS:
-            is_tokens = tag.opening in ids and tag.closing in ids
+            ids = {text: tokenizer.token_id(text) for text in (tag.opening, tag.closing)}
+            is_tokens = None not in ids.values()
             if not is_tokens and (template is None or tag.closing not in template.source):
                 continue
             marks: dict[int, str] = {}
             texts = []
-            for text, mark in ((tag.opening, _OPENING_MARK), (tag.closing, _CLOSING_MARK)):
-                is_special = text in ids and tokenizer.is_silent(ids[text])
-                marks |= {ids[text]: mark} if is_special else {}
+            for (text, token), mark in zip(ids.items(), (_OPENING_MARK, _CLOSING_MARK), strict=True):
+                is_special = token is not None and tokenizer.is_silent(token)
+                if token is not None and is_special:
+                    marks[token] = mark
                 texts.append(mark if is_special else text)
             return cls(tokenizer, texts[0] + tag.name, texts[1], marks)
         return None
@@ -190,7 +191,7 @@ class ThinkingReader:
             return before.rstrip()
         shown = len(text)
         if not is_end:
-            shown -= _begun_length(text, self._tags.closing)
+            shown -= begun_length(text, self._tags.closing)
             num_words = len(text[:shown].rstrip())
             shown = num_words if shown - num_words <= _MAX_HELD else shown
         self._held = text[shown:]
@@ -208,6 +209,6 @@ class ThinkingReader:
         return text
 
 
-def _begun_length(text: str, tag: str) -> int:
+def begun_length(text: str, tag: str) -> int:
     """The length of the longest beginning of a tag, less than the whole, that a text ends with."""
     return next((count for count in range(len(tag) - 1, 0, -1) if text.endswith(tag[:count])), 0)

@@ -19,8 +19,8 @@ from typing import Any
 from longdraft.errors import LongdraftError, UsageError, check
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.thought import AFTER, BEFORE, INSIDE, NEVER, Markers, Thought, ThoughtRules
-from longdraft.text.chat_template import ChatTemplate
-from longdraft.text.harmony import MARKS, Harmony
+from longdraft.text.chat_template import THINKING_SWITCHES, ChatTemplate
+from longdraft.text.harmony import Harmony
 from longdraft.text.thinking import AnswerFormat, ThinkingTags, find_format
 from longdraft.text.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ def thought_markers(form: AnswerFormat) -> Markers:
     assert isinstance(form, ThinkingTags | Harmony)
     tokenizer, marks = form.tokenizer, form.marks
     if isinstance(form, Harmony):
-        _, channel, message, end = (marks[tokenizer.vocabulary()[name]] for name in MARKS)
+        _, channel, message, end = marks.values()
         opening, closing, reopens = f"{channel}analysis{message}", end, True
     else:
         opening, closing, reopens = form.opening, form.closing, _closing_id(form) is not None
@@ -54,7 +54,7 @@ def thought_markers(form: AnswerFormat) -> Markers:
 def _closing_id(form: ThinkingTags) -> int | None:
     """The closing tag as a token; None if the model writes it in several."""
     special = next((token for token, mark in form.marks.items() if mark == form.closing), None)
-    return form.tokenizer.vocabulary().get(form.closing) if special is None else special
+    return form.tokenizer.token_id(form.closing) if special is None else special
 
 
 def _completing(form: ThinkingTags | Harmony, marker: str, matched: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def _completing(form: ThinkingTags | Harmony, marker: str, matched: int) -> tupl
     marks = {mark: token for token, mark in form.marks.items()}
     if marker[-1] in marks:  # a special token adds nothing else
         return (marks[marker[-1]],) if matched == len(marker) - 1 else ()
-    whole = form.tokenizer.vocabulary().get(marker)
+    whole = form.tokenizer.token_id(marker)
     if whole is not None and not matched:
         return (whole,)
     return tuple(token for token, text in enumerate(form.tokenizer.texts) if marker in marker[:matched] + text)
@@ -73,7 +73,7 @@ def _continuing(form: ThinkingTags | Harmony, marker: str, matched: int) -> tupl
     marks, rest = {mark: token for token, mark in form.marks.items()}, marker[matched:]
     if rest[0] in marks:
         return (marks[rest[0]],)
-    whole = form.tokenizer.vocabulary().get(marker)
+    whole = form.tokenizer.token_id(marker)
     if whole is not None and not matched:
         return (whole,)
     return tuple(token for token, text in enumerate(form.tokenizer.texts) if text and rest.startswith(text))
@@ -88,21 +88,24 @@ def with_closing(form: AnswerFormat, params: SamplingParams) -> SamplingParams:
 
 
 def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...]:
-    """Message, closing marker, and what the chat template writes behind it."""
+    """Message, closing marker, and what the chat template writes behind it. With tools, a grammar has the rest of
+    gpt-oss's headers, which name the final channel or a function."""
     assert isinstance(form, ThinkingTags | Harmony)
     tokenizer, message = form.tokenizer, params.thinking_message if params.thinking_budget else ""
     if isinstance(form, Harmony):
         message_ids = _following(tokenizer, message)
-        ids = tokenizer.vocabulary()
-        start, channel, text, end = (ids[name] for name in MARKS)
-        tail = (end, start, *tokenizer.encode("assistant", add_special_tokens=False), channel,
-                *tokenizer.encode("final", add_special_tokens=False), text)
-        closed = (*message_ids, *tail)
+        start, channel, text, end = form.marks
+        closed = (*message_ids, end)
+        if params.structured_outputs[:1] == ("tools",):
+            require_rules_for_tools(form, params)
+        else:
+            closed += (start, *tokenizer.encode("assistant", add_special_tokens=False), channel,
+                       *tokenizer.encode("final", add_special_tokens=False), text)
     else:
         letters = {mark: tokenizer.letters(token) for token, mark in form.marks.items()}
         closing = letters.get(form.closing, form.closing)
         before, after = _around_closing(tokenizer.chat_template, closing)
-        if not message and params.thinking_budget and all(name in tokenizer.vocabulary() for name in _QWEN_TOKENS):
+        if not message and params.thinking_budget and None not in map(tokenizer.token_id, _QWEN_TOKENS):
             message = _QWEN_MESSAGE
         if not message:
             message = before or "\n"
@@ -123,6 +126,15 @@ def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...
     return closed
 
 
+def require_rules_for_tools(form: AnswerFormat, params: SamplingParams) -> None:
+    """UsageError where a thought cannot be closed on request: gpt-oss writes a header behind it, which the grammar of
+    calls has only where rules were set from the beginning."""
+    if isinstance(form, Harmony) and params.structured_outputs[:1] == ("tools",) and not params.steers_thoughts:
+        raise UsageError("a thought of this model cannot be closed on request beside tools, unless the request has a "
+                         "rule for it from the beginning; set thinking_budget, to max_tokens if it shall be free",
+                         "thinking_close_at")
+
+
 def _around_closing(template: ChatTemplate | None, closing: str) -> tuple[str, str]:
     """The white space that a template writes before and behind the closing marker."""
     usual = "\n", "\n\n"
@@ -130,11 +142,11 @@ def _around_closing(template: ChatTemplate | None, closing: str) -> tuple[str, s
         return usual
     messages = [{"role": "user", "content": "Hello"},
                 {"role": "assistant", "reasoning_content": _THOUGHT, "content": _ANSWER}]
-    off: dict[str, Any] = {name: False for name in ("enable_thinking", "thinking") if name in template.options}
+    off: dict[str, Any] = {name: False for name in THINKING_SWITCHES if name in template.options}
     for conversation, options in ((messages, {}), (messages[:1], off)):
         try:
             text = template.render(conversation, options, add_generation_prompt=conversation is not messages)
-        except LongdraftError:  # the template wants other messages
+        except LongdraftError:  # the template refuses these messages
             continue
         text = text.partition(_THOUGHT)[2].partition(_ANSWER)[0] if conversation is messages else text
         before, tag, after = text.rpartition(closing)
@@ -199,7 +211,7 @@ def _begun(form: AnswerFormat, markers: Markers, prompt: Sequence[int]) -> tuple
     if markers.reopens and not any(token in prompt for token in markers.continuing(markers.opening, 0)):
         return None
     tokenizer, start = form.tokenizer, 0
-    begin = tokenizer.vocabulary()[MARKS[0]] if isinstance(form, Harmony) else -1
+    begin = next(iter(form.marks)) if isinstance(form, Harmony) else -1
     own = tokenizer.encode("assistant", add_special_tokens=False)
     for index in range(len(prompt) - 1, -1, -1):
         token = prompt[index]

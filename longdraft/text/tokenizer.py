@@ -86,8 +86,16 @@ class Tokenizer:
     def end_id(self) -> int | None:
         """The token that ends a text, as the tokenizer's own files say; None: they name none."""
         special = template_of(open_gguf(self._folder))[1] if self._folder.is_file() else self._beside.special
-        end: int | None = self._tokenizer.token_to_id(special.get("eos_token", ""))
-        return end
+        return self.token_id(special.get("eos_token", ""))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary; None: it has no such token. Unlike `vocabulary`, it reads no
+        other entry."""
+        try:
+            found: int | None = self._tokenizer.token_to_id(token)
+        except UnicodeEncodeError:  # half of a surrogate pair, which no name contains
+            return None
+        return found
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, added tokens included."""

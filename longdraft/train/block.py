@@ -27,15 +27,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles, dump_json
+from longdraft.checkpoint.tensor_files import TensorFiles, dump_json
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import frequencies
 from longdraft.parts.block_config import BlockConfig
 from longdraft.parts.block_files import block_shapes, canonical_names
 from longdraft.parts.eagle import OWN_KEY
-from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data_files import Tokens
-from longdraft.train.eagle import SPECULATORS_FORMAT, commonest, layer_sizes, plain_layer, tapped_layers
+from longdraft.train.eagle import SPECULATORS_FORMAT, commonest, layer_sizes, plain_layer, tapped_layers, write_head
 from longdraft.train.frozen_model import FrozenModel, LayerModule, Scores, as_ids, read_part
 from longdraft.train.glide import offset_positions, rotate
 from longdraft.train.settings import BlockSettings
@@ -226,13 +225,8 @@ class BlockTask:
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """Write a folder in the format of speculators. Our own record is an entry of its config.json."""
         config, module, dtype = self.module.config, self.module, self.base.saved_dtype
-        ids, vocabulary = module.ids.cpu(), config.layer.vocab_size
         tensors = {each.name: each.value(dtype) for each in module.stored()}
-        tensors["lm_head.weight"] = (module.head.float() / self.base.config.logits_divisor).to("cpu", dtype)
-        if len(ids) < vocabulary:
-            tensors["d2t"] = ids - torch.arange(len(ids))
-            tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
-        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+        write_head(folder, tensors, module.head, module.ids, self.base)
         sizes = layer_sizes(config.layer, dtype, config.windows[0])
         pair = {"markov_rank": config.rank, "markov_head_type": "vanilla"} if config.rank else {}
         dump_json(folder / "config.json", pair | {

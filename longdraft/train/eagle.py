@@ -239,17 +239,23 @@ class EagleTask:
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """Write a folder in the format of speculators. Our own record is an entry of its config.json."""
         config, module, dtype = self.module.config, self.module, self.base.saved_dtype
-        ids, vocabulary = module.ids.cpu(), config.layer.vocab_size
         tensors = {each.name: each.value(dtype) for each in module.stored()}
-        tensors["lm_head.weight"] = (module.head.float() / self.base.config.logits_divisor).to("cpu", dtype)
-        if len(ids) < vocabulary:
-            tensors["d2t"] = ids - torch.arange(len(ids))
-            tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
-        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+        write_head(folder, tensors, module.head, module.ids, self.base)
         verifier = {"name_or_path": record.get("base_model"),
                     "architectures": read_json(self.base.folder / "config.json").get("architectures")}
         dump_json(folder / "config.json",
                   speculators_config(config, verifier, dtype, self.settings.passes) | {OWN_KEY: record})
+
+
+def write_head(folder: Path, tensors: dict[str, Tensor], head: Tensor, ids: Tensor, base: FrozenModel) -> None:
+    """Write the tensors of a head in the format of speculators, with the output head [D, hidden] of its vocabulary, the
+    target's tokens `ids` [D]."""
+    ids, vocabulary = ids.cpu(), base.config.vocab_size
+    tensors["lm_head.weight"] = (head.float() / base.config.logits_divisor).to("cpu", base.saved_dtype)
+    if len(ids) < vocabulary:
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
 
 
 def layer_sizes(layer: ModelConfig, dtype: torch.dtype, window: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ draft, and their ratio in each pair.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +23,10 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
+from longdraft_bench.machine import eagle_cost
+from longdraft_bench.machine.eagle_cost import beside_plain
 from longdraft_bench.models.random_weights import BlockShape, random_block
-from longdraft_bench.timing import in_rounds, median_ratio, seconds_of
+from longdraft_bench.timing import seconds_of
 
 _CHUNK = 512  # tokens of the prompt in a forward
 _NEW = 3  # rows of text between two drafts
@@ -63,15 +64,8 @@ def _measure_after(tapped: Transformer, head: BlockHead, length: int, pairs: int
         return tapped.forward(chain_rows([context.last], len(context) - 1), cache, 1)
 
     drafted()
-    samples = in_rounds({"plain": lambda: seconds_of(plain), "draft": drafted}, pairs)
-    ratios = [draft / whole for draft, whole in zip(samples["draft"], samples["plain"], strict=True)]
-    return {"context": length, "plain_ms": 1e3 * statistics.median(samples["plain"]),
-            "draft_ms": 1e3 * statistics.median(samples["draft"]),
-            "draft_to_plain": median_ratio(samples["draft"], samples["plain"]),
-            "lowest": min(ratios), "highest": max(ratios)}
+    return beside_plain(length, lambda: seconds_of(plain), drafted, pairs)
 
 
 def table(records: Sequence[Record]) -> Table:
-    return Table.of_records("A draft of a block head beside a plain step", (
-        ("context", "context", ","), ("plain, ms", "plain_ms", ".2f"), ("draft, ms", "draft_ms", ".2f"),
-        ("draft to plain", "draft_to_plain", ".3f"), ("low", "lowest", ".3f"), ("high", "highest", ".3f")), records)
+    return eagle_cost.table(records, "A draft of a block head beside a plain step")

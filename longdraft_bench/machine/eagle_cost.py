@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -63,7 +63,12 @@ def _measure_after(tapped: Transformer, head: Eagle, length: int, chain: int, pa
 
         return seconds_of(draft) / chain
 
-    samples = in_rounds({"plain": lambda: seconds_of(plain), "draft": drafted}, pairs)
+    return beside_plain(length, lambda: seconds_of(plain), drafted, pairs)
+
+
+def beside_plain(length: int, plain: Callable[[], float], drafted: Callable[[], float], pairs: int) -> Record:
+    """The record of a context: seconds of plain steps and of drafts, which are measured in turns."""
+    samples = in_rounds({"plain": plain, "draft": drafted}, pairs)
     ratios = [draft / whole for draft, whole in zip(samples["draft"], samples["plain"], strict=True)]
     return {"context": length, "plain_ms": 1e3 * statistics.median(samples["plain"]),
             "draft_ms": 1e3 * statistics.median(samples["draft"]),
@@ -71,7 +76,7 @@ def _measure_after(tapped: Transformer, head: Eagle, length: int, chain: int, pa
             "lowest": min(ratios), "highest": max(ratios)}
 
 
-def table(records: Sequence[Record]) -> Table:
-    return Table.of_records("A draft step of an EAGLE head beside a plain step", (
+def table(records: Sequence[Record], title: str = "A draft step of an EAGLE head beside a plain step") -> Table:
+    return Table.of_records(title, (
         ("context", "context", ","), ("plain, ms", "plain_ms", ".2f"), ("draft, ms", "draft_ms", ".2f"),
         ("draft to plain", "draft_to_plain", ".3f"), ("low", "lowest", ".3f"), ("high", "highest", ".3f")), records)

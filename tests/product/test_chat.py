@@ -17,6 +17,7 @@ import longdraft
 from helpers.checkpoints import make_checkpoint, write_tokenizer
 from helpers.gguf_files import convert
 from helpers.terminal import terminal
+from helpers.thinkers import make_thinker
 from longdraft.__main__ import run
 from longdraft.errors import ModelError, UsageError
 from longdraft.text.chat_template import ChatTemplate, parse_option
@@ -186,12 +187,64 @@ def test_an_answer_equals_the_text_that_generate_writes(monkeypatch, capfd, talk
     ([], ["--chat-option", "loud=true"], "no variable 'loud'; available: shout"),
     ([], ["--chat-option", "loud"], "--chat-option is 'loud'; allowed: KEY=VALUE"),
     ([], ["--model", "novelist"], "has no chat template"),
+    ([], ["--tools", "/no/such"], "--tools"), ([], ["--tool-form", "hermes"], "auto without --tools"),
     ([], ["--temperature", "-1"], "temperature is -1"),
     ([], ["--system", "a\udcff"], "--system is not UTF-8 text"),
     (["a\udcff"], [], "stdin is not UTF-8 text"),
 ])
 def test_a_usage_error_ends_a_script_with_one_line(monkeypatch, capfd, talker, lines, options, message):
     assert talk(monkeypatch, talker, lines, *options) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+LOOK = {"name": "look", "description": "Look.", "parameters": {
+    "type": "object", "required": ["a"], "properties": {"a": {"enum": ["x"]}}}}
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """A model that answers everything with a call."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}<answer>"
+    return make_thinker(tmp_path_factory.mktemp("caller"), template, ("<answer>",), ("<tool_call>", "</tool_call>"),
+                        ("<tool_call>", "</tool_call>"))  # the grammar forces what is between
+
+
+@pytest.mark.parametrize("listed", [[LOOK], [{"type": "function", "function": LOOK}]])
+def test_calls_are_shown_and_their_results_are_typed(monkeypatch, capfd, caller, tmp_path, listed):
+    pytest.importorskip("llguidance")
+    tools, saved = tmp_path / "tools.json", tmp_path / "saved.json"
+    tools.write_text(json.dumps(listed))
+    lines = ["Hello", "a hat \\", "and a cat", f"/save {saved}", "/reset", "Hello"]
+    assert talk(monkeypatch, caller, lines, "--tools", str(tools), "--max-new-tokens", "90") == 0
+    captured = capfd.readouterr()
+    assert captured.out == 'look({"a": "x"})\n' * 3 and captured.err == ""
+    messages = json.loads(saved.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    call, = messages[1]["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": '{"a": "x"}'} and messages[1]["content"] == ""
+    assert messages[2] == {"role": "tool", "tool_call_id": call["id"], "content": "a hat \nand a cat"}
+    assert messages[3]["tool_calls"][0]["id"] != call["id"]
+
+
+def test_a_call_that_is_cut_waits_for_no_result(monkeypatch, capfd, caller, tmp_path):
+    pytest.importorskip("llguidance")
+    tools, saved = tmp_path / "tools.json", tmp_path / "saved.json"
+    tools.write_text(json.dumps([LOOK]))
+    lines = ["Hello", f"/save {saved}"]
+    assert talk(monkeypatch, caller, lines, "--tools", str(tools), "--max-new-tokens", "1") == 0
+    assert capfd.readouterr().out == "\n" and json.loads(saved.read_text())["messages"] == []
+
+
+@pytest.mark.parametrize("content, options, message", [
+    ("[{", [], "is not valid JSON"), ("{}", [], "has no list of functions"), ("[]", [], "has no list of functions"),
+    ('[{"name": "a b"}]', [], "tools.0 has the name 'a b'"), ("[3]", [], "tools.0 is 3"),
+    (json.dumps([LOOK]), ["--tool-form", "x"], "--tool-form is 'x'; allowed: auto"),
+    (json.dumps([LOOK]), ["--ban", "x"], "banned_strings is ('x',)")])
+def test_functions_that_cannot_be_used_are_one_line(monkeypatch, capfd, caller, tmp_path, content, options, message):
+    tools = tmp_path / "tools.json"
+    tools.write_text(content)
+    assert talk(monkeypatch, caller, [], "--tools", str(tools), *options) == 2
     captured = capfd.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 

@@ -225,7 +225,7 @@ def test_different_texts_fail_while_measuring_too(engine, monkeypatch):
 
 def test_a_slowed_system_shows_up_as_slower(engine, monkeypatch):
     class Slow(PlainDrafter):
-        plain_steps = 0  # each step asks it
+        plain_steps = 0  # each step calls `propose`
 
         def propose(self, context, max_depth):
             time.sleep(0.05)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from helpers import serving
+from helpers.thinkers import make_thinker
 
 CHROMIUM = os.environ.get("LONGDRAFT_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [pytest.mark.full, pytest.mark.skipif(
@@ -106,6 +107,36 @@ def test_a_text_is_generated_highlighted_measured_and_downloaded(page, server, t
     assert "tokens per second" in page.get_attribute("#speed-chart", "aria-label")
     page.keyboard.press("t")
     assert "tinted" not in page.get_attribute("#text", "class")
+
+
+def test_calls_of_functions_are_folded_blocks(browser, tmp_path_factory):
+    """With the arguments that the server's reply has."""
+    pytest.importorskip("llguidance")
+    function = {"name": "look", "parameters": {"type": "object", "required": ["a"],
+                                               "properties": {"a": {"enum": ["x"]}}}}
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}<answer>"
+    folder = make_thinker(tmp_path_factory.mktemp("caller"), template, ("<answer>",), ("<tool_call>", "</tool_call>"),
+                          ("<tool_call>", "</tool_call>"))  # the grammar forces what is between
+    with serving.running(serving.load(folder, drafter="plain")) as server:
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(server.url)
+        page.wait_for_selector("#tools-row:not([hidden])")
+        page.check("#chat")
+        page.fill("#temperature", "0")
+        page.click("#tools-row summary")
+        page.fill("#tools", "[{")
+        page.click("#start")
+        assert "not valid JSON" in page.inner_text("#error")
+        page.fill("#tools", json.dumps([function]))
+        write(page, 90)
+        state(page, "done")
+        block = page.locator("#calls details")
+        assert block.count() == 1 and block.locator("summary").inner_text() == "Call of look"
+        assert not block.locator("pre").is_visible()
+        block.locator("summary").click()
+        assert block.locator("pre").inner_text() == '{"a": "x"}'
+        shot(page, "calls")
+        page.close()
 
 
 def test_stop_reload_and_resume(page, server):

@@ -103,7 +103,7 @@ def test_a_developers_message_is_a_systems_message_unless_the_template_reads_tha
     assert ChatTemplate(source, {}).render(messages) == prompt
 
 
-def test_a_template_that_wants_one_message_of_the_system_gets_the_later_ones_as_reminders():
+def test_a_template_that_accepts_one_message_of_the_system_gets_the_later_ones_as_reminders():
     source = ("{% for m in messages %}{% if m.role == 'system' and not loop.first or m.role == 'developer' %}"
               "{{ raise_exception('one system message') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     messages = [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"},

@@ -102,7 +102,7 @@ def test_a_whole_reply_is_detached_too_and_a_text_can_be_cancelled(server, whole
         assert cancelled.json()["status"] == "cancelled" and '"cancelled"' in reply.read().decode()
 
 
-def test_a_text_that_nobody_reads_ends_with_a_journal(engine, tmp_path):
+def test_a_text_without_readers_ends_with_a_journal(engine, tmp_path):
     with serving.running(engine, detach_s=0.3, journals=tmp_path) as found:
         with httpx.stream("POST", found.url + "/v1/chat/completions", json=BODY | {"max_tokens": 4000},
                           timeout=60) as reply:

@@ -53,6 +53,15 @@ def test_a_required_call_is_valid_and_ends_the_answer(required):
     jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
 
 
+def test_keywords_of_schemas_that_are_left_out_are_named_in_the_reply_and_in_the_log(post, caplog):
+    odd = {"type": "function", "function": {"name": "f", "parameters": CITY | {"not": {"required": ["x"]}}}}
+    with caplog.at_level("WARNING"):
+        replies = [chat(post, tools=[tool], max_tokens=4).json()["longdraft"] for tool in (odd, WEATHER, odd)]
+    named = ['tools: Unimplemented keys: ["not"]']
+    assert [reply.get("warnings") for reply in replies] == [named, None, named]
+    assert [record.getMessage() for record in caplog.records].count("left_out") == 1  # when the grammar is made
+
+
 def test_the_deltas_of_a_stream_are_the_whole_call(post, required):
     chunks = serving.events(chat(post, tool_choice="required", stream=True,
                                  stream_options={"include_usage": True}).text)

@@ -111,6 +111,82 @@ def test_an_effort_is_for_chats(server):
         assert "reasoning_content" not in ask(server, **off)["choices"][0]["message"], off
 
 
+def through(server, path: str, status: int = 200, **body) -> httpx.Response:
+    """The reply of another API to the request of `ask`."""
+    turns = {"messages": [{"role": "user", "content": "Hi"}]}
+    common = {"model": "novelist", "longdraft": EXTENSION}
+    settings = {"/v1/messages": SETTINGS | turns, "/api/chat": turns | {"stream": False, "options": {
+        "seed": 5, "temperature": 1.0, "num_predict": 60}}, "/v1/responses": {
+            "input": "Hi", "max_output_tokens": 60, "seed": 5, "temperature": 1.0}}
+    reply = post(server, path, common | settings[path] | body)
+    assert reply.status_code == status, reply.text
+    return reply
+
+
+def thought_of(reply: dict) -> tuple[str, str]:
+    """The thought and the answer of a reply of any API."""
+    if "choices" in reply:
+        message = reply["choices"][0]["message"]
+        return message.get("reasoning_content", ""), message["content"] or ""
+    if "message" in reply:
+        return reply["message"].get("thinking", ""), reply["message"]["content"]
+    if "output" in reply:
+        kinds = {item["type"]: item["content"][0]["text"] for item in reply["output"]}
+        return kinds.get("reasoning", ""), kinds.get("message", "")
+    blocks = {block["type"]: block for block in reply["content"]}
+    return blocks.get("thinking", {}).get("thinking", ""), blocks.get("text", {}).get("text", "")
+
+
+@pytest.mark.parametrize("path, body, rule", [
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 12}}, {"thinking_budget": 12}),
+    ("/v1/messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
+     {"reasoning_effort": "low"}),
+    ("/v1/messages", {"thinking": {"type": "adaptive"}}, {}),
+    ("/v1/messages", {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+     {"reasoning_effort": "none"}),
+    ("/v1/messages", {"thinking": {"type": "enabled", "temperature": 0.2}}, {"thinking": {"temperature": 0.2}}),
+    ("/v1/messages", {}, {"reasoning_effort": "none"}),
+    ("/v1/responses", {"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
+    ("/v1/responses", {"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}),
+    ("/v1/responses", {"reasoning": {"max_tokens": 12}}, {"thinking_budget": 12}),
+    ("/v1/responses", {}, {}),
+    ("/api/chat", {"think": "low"}, {"reasoning_effort": "low"}),
+    ("/api/chat", {"think": True}, {}), ("/api/chat", {"think": False}, {"reasoning_effort": "none"}),
+])
+def test_every_api_has_the_rules_of_the_chat(server, path, body, rule):
+    chat = thought_of(ask(server, **rule))
+    assert thought_of(through(server, path, **body).json()) == chat and bool(chat[0]) == (
+        rule.get("reasoning_effort") != "none")
+
+
+@pytest.mark.parametrize("path, body, words", [
+    ("/v1/messages", {"output_config": {"effort": "much"}}, "output_config.effort is 'much'; allowed: none"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "budget_tokens must be a whole number"),
+    ("/v1/messages", {"thinking": {"budget_tokens": 5}}, "thinking.type is None; allowed: enabled"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "mood": 1}}, "temperature, top_k"),
+    ("/v1/responses", {"reasoning": {"effort": ["low"]}}, "reasoning.effort"),
+    ("/v1/responses", {"reasoning": {"mood": 1}}, "mood"),
+    ("/api/chat", {"think": "much"}, "think is 'much'; allowed: none"),
+    ("/api/chat", {"think": 1}, "think is 1; allowed: none")])
+def test_wrong_rules_are_refused_by_every_api(server, path, body, words):
+    assert words in through(server, path, 400, **body).text
+
+
+def test_counted_tokens_are_those_of_the_prompt_with_its_effort(server):
+    for thinking in ({"type": "disabled"}, {"type": "adaptive"}):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "thinking": thinking}
+        usage = through(server, "/v1/messages", thinking=thinking).json()["usage"]
+        counted = post(server, "/v1/messages/count_tokens", body).json()["input_tokens"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_a_prompt_that_is_continued_as_it_is_cannot_be_told_to_think(server):
+    for think, status in ((True, 400), (False, 200)):
+        reply = post(server, "/api/generate", {"model": "novelist", "prompt": "Hi", "raw": True, "think": think,
+                                               "options": {"num_predict": 2}})
+        assert reply.status_code == status, reply.text
+
+
 @pytest.mark.full
 def test_answer_now_closes_the_thought_of_a_running_text(server, engine):
     """The rest of the text is that of a request with the place."""

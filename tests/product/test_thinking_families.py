@@ -185,7 +185,7 @@ def test_a_thought_that_is_closed_is_apart_from_its_answer(name, server):
     budget = 1 + (FAMILIES[name].answer[-opened - 1] == "\n")  # behind the opening marker
     reply, (thinking, content) = ask(server, thinking_budget=budget, **thinks(name))
     assert thinking.split("\n")[0] == "Think" and "Hello" not in thinking
-    assert content == ("Thinking" if name == "gpt-oss" else "Hello")  # the model knows one <|message|>
+    assert content == ("Thinking" if name == "gpt-oss" else "Hello")  # its vocabulary has one <|message|>
     assert reply.model_extra["longdraft"]["stats"]["thinking"]["closed_by"] == "budget"
 
 

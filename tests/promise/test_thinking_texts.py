@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import longdraft
-from helpers.thinkers import TOKENS, make_thinker
+from helpers.thinkers import OPENING_TEMPLATE, TOKENS, make_thinker
 from longdraft.errors import UsageError
 from longdraft.journal import format as form
 from longdraft.journal.format import read_journal
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tools import parse_tools
+from longdraft.text.harmony import MARKS
+from longdraft.text.tools.forms import FORMS
+from longdraft.text.tools.grammar import ToolGrammar
+from longdraft.text.tools.reader import ToolAnswers, put_together
 
 HELLO = "Hi"
 PARAMS = dict(max_new_tokens=70, seed=5, temperature=1.0, min_p=0.02, thinking_budget=25, ignore_eos=True)
@@ -265,3 +271,99 @@ def test_a_text_that_begins_with_no_thought_matches_its_structure(engine):
     params = params_of(structured_outputs=("regex", "ab{20}c"), ignore_eos=False, logit_bias=((think, -100.0),))
     _, text = text_of(engine.generate(engine.tokenizer.encode("Hi"), params))
     assert text == "a" + 20 * "b" + "c"
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
+CALLERS = {  # form of calls, template, special tokens
+    "hermes": (OPENING_TEMPLATE, TOKENS), "qwen-xml": (OPENING_TEMPLATE, TOKENS), "glm": (OPENING_TEMPLATE, TOKENS),
+    "harmony": ("{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+                "<|start|>assistant", (*MARKS, "<|constrain|>", "<|call|>"))}
+
+
+@pytest.fixture(scope="module", params=[
+    pytest.param(name, marks=() if name in ("hermes", "harmony") else pytest.mark.full) for name in CALLERS])
+def caller(request, tmp_path_factory) -> tuple[longdraft.Engine, ToolGrammar]:
+    """A model that thinks, and the grammar of its calls."""
+    template, special = CALLERS[request.param]
+    folder = make_thinker(tmp_path_factory.mktemp("caller"), template, special)
+    engine = longdraft.load(str(folder), drafter="suffix", threads=1)
+    form = next(each for each in FORMS if each.name == request.param)
+    return engine, ToolGrammar.of(form, engine.tokenizer, engine.loaded.answer_format)
+
+
+@pytest.mark.parametrize("rule", [{}, dict(thinking_budget=500)])
+def test_a_thought_before_calls_is_closed_on_request_or_the_request_is_refused(caller, rule):
+    """Refused, the text goes on as it was."""
+    pytest.importorskip("llguidance")
+    engine, grammar = caller
+    tools = parse_tools({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
+    ids, marks = engine.tokenizer.vocabulary(), grammar.form.name == "harmony"
+    never = tuple((ids[name], -100.0) for name in ("</s>", *(MARKS if marks else ("<think>", "</think>"))))
+    params = grammar.applied(params_of(**(dict(max_new_tokens=100, thinking_budget=-1, ignore_eos=False,
+                                               logit_bias=never) | rule)), tools, engine.chat(HELLO))
+    prompt = engine.chat(HELLO)
+    if marks:
+        header = engine.tokenizer.encode("analysis", add_special_tokens=False)
+        prompt = [*prompt, ids["<|channel|>"], *header, ids["<|message|>"]]
+    generation = engine.generate(prompt, params)
+    if marks and not rule:
+        with pytest.raises(UsageError, match="beside tools, unless the request has a rule"):
+            generation.answer_now()
+        with pytest.raises(UsageError, match="beside tools"):
+            engine.generate(prompt, replace(params, thinking_close_at=9))
+        assert text_of(generation)[0] == write_from(engine.with_drafter("plain"), prompt, params)
+        return
+    shown = [token for _ in range(9) for token in next(generation).tokens]
+    generation.answer_now()
+    whole = shown + text_of(generation)[0][len(shown) :]
+    place = generation.stats()["sampling"]["thinking_close_at"]
+    assert generation.stats()["thinking"]["closed_by"] == "request" and generation.finish_reason == "eos"
+    closed = replace(params, thinking_close_at=place)
+    assert write_from(engine.with_drafter("plain"), prompt, closed) == whole
+
+
+def write_from(engine, prompt, params) -> list[int]:
+    return text_of(engine.generate(prompt, params))[0]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize("closed_by", ["budget", "reserve", "model"])
+def test_calls_come_after_a_thought_that_is_closed(caller, tmp_path, choice, closed_by):
+    """One thought, then what the grammar allows: no second thought, though the model is drawn to it."""
+    pytest.importorskip("llguidance")
+    engine, grammar = caller
+    tools = parse_tools({"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False})
+    ids, marks = engine.tokenizer.vocabulary(), grammar.form.name == "harmony"
+    close, opening = (ids["<|end|>"], ids["<|channel|>"]) if marks else (ids["</think>"], ids["<think>"])
+    rules = {"budget": dict(thinking_budget=9), "reserve": dict(thinking_reserve=150),
+             "model": dict(thinking_budget=60, min_thinking_tokens=5)}[closed_by]
+    bias = ((opening, -100.0 if marks else 9.0), (close, 20.0 if closed_by == "model" else -100.0))
+    params = grammar.applied(params_of(**(dict(max_new_tokens=180, thinking_budget=-1, ignore_eos=False,
+                                               logit_bias=bias) | rules)), tools, engine.chat(HELLO))
+    prompt = engine.chat(HELLO)
+    if marks:
+        header = engine.tokenizer.encode("analysis", add_special_tokens=False)
+        prompt = [*prompt, opening, *header, ids["<|message|>"]]
+    plain = engine.with_drafter("plain")
+    generation = plain.generate(prompt, params)
+    events = list(generation)
+    tokens = generation.tokens.tolist()
+    assert generation.stats()["thinking"]["closed_by"] == closed_by
+    answers = ToolAnswers(grammar.form, engine.tokenizer, engine.loaded.answer_format, tools)
+    answer = put_together(answers.reader(prompt).read(events, is_end=True))
+    assert answer.reasoning
+    if choice == "required":
+        assert generation.finish_reason == "eos" and not answer.content
+        assert answer.calls and all(json.loads(each.arguments) in ({"a": "x"}, {"a": "yz"}) for each in answer.calls)
+    behind = tokens[tokens.index(close) + 1 :]
+    assert close not in behind and (marks or opening not in behind)
+    for drafter in ("suffix", "ngram"):
+        assert text_of(engine.with_drafter(drafter).generate(prompt, params))[0] == tokens, drafter
+    for after in (7, 12, 20):
+        folder = tmp_path / str(after)
+        with plain.generate(prompt, params, journal=folder) as cut:
+            for _ in range(after):
+                next(cut)
+        resumed = engine.resume(folder)
+        list(resumed)
+        assert resumed.tokens.tolist() == tokens, after

@@ -85,7 +85,7 @@ def test_an_int8_copy_has_a_scale_for_each_32_inputs_and_an_int8_target_has_not(
 
 @pytest.mark.skipif(not native.variants(), reason="the compiled kernels are missing")
 def test_the_last_mlps_of_an_int4_copy_are_int8(tmp_path):
-    """A tenth of the layers. They are cached with the others."""
+    """A tenth of the layers. They are in the cache file, as all weights of the copy are."""
     make_checkpoint(tmp_path, hidden_size=64, intermediate_size=128, num_hidden_layers=11)
     engine = longdraft.load(str(tmp_path), drafter="magicdec", drafter_options={"draft_weights": "int4"})
     copy, size = engine.loaded.draft_copy, draft_copy.quantized_bytes(engine.model.whole, "int4", is_draft_copy=True)

@@ -42,7 +42,7 @@ def names_of(model: str, sizes: dict[str, object]) -> list[str]:
 
 
 class StubHub:
-    """Repositories as folders. Of the others it says what the client says offline."""
+    """Repositories as folders. For any other repository it raises the error that the client raises offline."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from longdraft.request.sampling_params import EFFORTS
 from longdraft.server.errors import ApiError
 from longdraft.server.logs import log_event
+from longdraft.server.replies import data_event
+from longdraft.text.chat_template import THINKING_SWITCHES
 
 _CARRIED = "ld1."  # before a thought that a client carries without showing it
 _MAX_THOUGHT = 1 << 24  # bytes of a thought that is unpacked
@@ -68,11 +70,18 @@ def carried(text: object) -> str:
         return ""
 
 
+def effort_of(value: object, place: str) -> str | None:
+    """A level of thinking. Raises ApiError for a word that is none."""
+    if value is None or (isinstance(value, str) and value in EFFORTS):
+        return value
+    raise refused(place, value, ", ".join(EFFORTS))
+
+
 def template_options(known: Iterable[str], thinks: bool | None) -> dict[str, Any]:
     """Variables of a chat template that has the variables `known`. thinks: None: as the template decides"""
     options = {name: value for name, value in _KEEP_THOUGHTS.items() if name in known}
     if thinks is not None:
-        options |= {name: thinks for name in ("enable_thinking", "thinking") if name in known}
+        options |= {name: thinks for name in THINKING_SWITCHES if name in known}
     return options
 
 
@@ -84,12 +93,7 @@ def left_out(what: str, names: Iterable[object]) -> None:
 
 def named_event(content: Mapping[str, Any]) -> bytes:
     """A server-sent event with the name of its type."""
-    body = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {content['type']}\ndata: {body}\n\n".encode()
-
-
-def as_json(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return f"event: {content['type']}\n".encode() + data_event(content)
 
 
 def without_none(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from pydantic import Field
 from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StopString, StrictModel
 from longdraft.server.doors.blocks import (
-    as_json,
     carried,
     carry,
+    effort_of,
     is_object,
     left_out,
     named_event,
@@ -29,12 +29,13 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError, anthropic_error
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import EVENTS, Choice, ResponseOptions
+from longdraft.server.replies import EVENTS, Choice, ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import StopText, Tokenizer
 from longdraft.text.tools.reader import Part, put_together
 
 _NONCE = "x-anthropic-billing-header:"  # a line that differs in each request, so that no prompt would be reused
+_THINKING = ("enabled", "adaptive", "disabled")
 _IDLE = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
@@ -46,9 +47,10 @@ class CountRequest(StrictModel):
     system: Any = None
     tools: Any = None
     tool_choice: Any = None
-    thinking: AnyObject | None = None
-    output_config: AnyObject | None = Field(default=None, description="`format`: a JSON schema. `effort` has no "
-                                                                      "effect.")
+    thinking: AnyObject | None = Field(default=None, description="`type`: enabled, adaptive or disabled; "
+                                       "`budget_tokens`: as thinking_budget; `display`: omitted hides the thought.")
+    output_config: AnyObject | None = Field(default=None, description="`format`: a JSON schema; `effort`: as "
+                                                                      "reasoning_effort.")
     output_format: AnyObject | None = None
     cache_control: Any = Field(default=None, description="No effect: every prompt is cached.")
     context_management: Any = Field(default=None, description="No effect.")
@@ -75,11 +77,14 @@ def to_chat(body: CountRequest, variables: frozenset[str]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages.{index}")
-    chat = {"model": body.model, "messages": messages, **_tools(body.tools, body.tool_choice)}
-    kind = (body.thinking or {}).get("type", "disabled")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise refused("thinking.type", kind, "enabled, adaptive or disabled")
-    options = template_options(variables, kind != "disabled")
+    chat = {"model": body.model, "messages": messages, **_tools(body.tools, body.tool_choice),
+            "reasoning_effort": effort_of((body.output_config or {}).get("effort"), "output_config.effort")}
+    if body.thinking is not None:
+        chat["thinking"] = {name: value for name, value in body.thinking.items() if name != "display"}
+        if body.thinking.get("type") not in _THINKING:
+            raise refused("thinking.type", body.thinking.get("type"), ", ".join(_THINKING))
+    # Without `thinking` a model that can leave it out does so. Others think as they do in a chat.
+    options = template_options(variables, False if body.thinking is None else None)
     form = body.output_format or (body.output_config or {}).get("format")
     if isinstance(form, Mapping):
         schema = {"name": "output", "schema": form.get("schema")}

@@ -18,10 +18,17 @@ from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.engine.engine import Engine
 from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text
-from longdraft.server.doors.blocks import as_json, is_object, objects, refused, template_options, without_none
+from longdraft.server.doors.blocks import (
+    effort_of,
+    is_object,
+    objects,
+    refused,
+    template_options,
+    without_none,
+)
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import Choice, ResponseOptions
+from longdraft.server.replies import Choice, ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Call, Part
@@ -44,7 +51,7 @@ _OFF = {"mirostat": (0,), "tfs_z": (1,)}  # samplers that longdraft has not, wit
 class _Body(StrictModel):
     model: Name
     stream: bool = True
-    think: Any = Field(default=None, description="true, false or a level: the template's thinking, where it can.")
+    think: Any = Field(default=None, description="true, false, or a level, as reasoning_effort.")
     format: Any = Field(default=None, description="`json`, or a JSON schema.")
     options: AnyObject | None = Field(default=None, description="Sampling settings by Ollama's names.")
     keep_alive: Any = Field(default=None, description="No effect.")
@@ -71,23 +78,30 @@ class ShowBody(StrictModel):
 def chat_of(body: ChatBody, variables: frozenset[str]) -> dict[str, Any]:
     """The same request as a chat. variables: of the chat template. Raises ApiError for what cannot be one."""
     return _settings(body) | without_none({"messages": _messages(body.messages), "tools": body.tools or None,
-                                           "chat_template_kwargs": _thinking(body, variables)})
+                                           **_thinking(body, variables)})
 
 
 def generate_chat_of(body: GenerateBody, variables: frozenset[str]) -> dict[str, Any]:
     """A prompt as a chat of one message."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     return _settings(body) | {"messages": [*system, {"role": "user", "content": body.prompt}],
-                              "chat_template_kwargs": _thinking(body, variables)}
+                              **_thinking(body, variables)}
 
 
 def completion_of(body: GenerateBody) -> dict[str, Any]:
-    """A prompt as it is."""
+    """A prompt as it is. Raises ApiError for a request to think: the prompt may have begun a thought, or not."""
+    if body.think:
+        raise refused("think", body.think, "false where the prompt is continued as it is (`raw`, or a model without a "
+                                           "chat template)")
     return _settings(body) | {"prompt": body.prompt}
 
 
 def _thinking(body: _Body, variables: frozenset[str]) -> dict[str, Any]:
-    return template_options(variables, None if body.think is None else bool(body.think))
+    """The settings of `think`."""
+    options = {"chat_template_kwargs": template_options(variables, None)}
+    if isinstance(body.think, bool):
+        return options | {"thinking": {"type": "enabled" if body.think else "disabled"}}
+    return options | without_none({"reasoning_effort": effort_of(body.think, "think")})
 
 
 def _settings(body: _Body) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pydantic import Field
 from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text
 from longdraft.server.doors.blocks import (
-    as_json,
     carried,
     carry,
     is_object,
@@ -29,13 +28,14 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import EVENTS, Choice, ResponseOptions
+from longdraft.server.replies import EVENTS, Choice, ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Part
 
 _TEXTS = ("input_text", "output_text", "text")
 _NO_EFFECT = "No effect."
+_SUMMARIES = ("summary", "generate_summary")  # of thoughts: the whole thought is sent
 
 
 class InputTokensRequest(StrictModel):
@@ -47,8 +47,8 @@ class InputTokensRequest(StrictModel):
     tools: Any = Field(default=None, description="Functions, and namespaces of functions. Others are left out.")
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning: AnyObject | None = Field(default=None, description="`effort` none turns the thinking off, where the "
-                                                                  "template can.")
+    reasoning: AnyObject | None = Field(default=None, description="`effort`, and the other members of a chat's "
+                                                                  "`reasoning`. `summary` has no effect.")
     text: AnyObject | None = Field(default=None, description="`format`: text, json_object or json_schema.")
     truncation: Any = Field(default=None, description=_NO_EFFECT)
     previous_response_id: Any = Field(default=None, description="Refused: nothing is stored.")
@@ -83,10 +83,10 @@ def to_chat(body: InputTokensRequest, variables: frozenset[str]) -> dict[str, An
                            param=name, code="unsupported")
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
-    effort = (body.reasoning or {}).get("effort")
+    reasoning = {name: value for name, value in (body.reasoning or {}).items() if name not in _SUMMARIES}
     chat = {"model": body.model, "messages": messages, "parallel_tool_calls": body.parallel_tool_calls,
             "response_format": _format((body.text or {}).get("format")), **_tools(body.tools, body.tool_choice),
-            "chat_template_kwargs": template_options(variables, False if effort == "none" else None)}
+            "reasoning": reasoning or None, "chat_template_kwargs": template_options(variables, None)}
     if isinstance(body, ResponsesRequest):
         chat |= {"max_tokens": body.max_output_tokens, "stream": body.stream, "temperature": body.temperature,
                  "top_p": body.top_p, "seed": body.seed, "user": body.user, "longdraft": body.longdraft}

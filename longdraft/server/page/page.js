@@ -32,12 +32,23 @@ function settings() {
     stop: $("stop").value || undefined, longdraft: ours };
   // A seed with more digits than a JavaScript number holds exactly is refused by the server.
   if ($("seed").value.trim()) body.seed = number("seed");
-  if ($("chat").checked) return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: $("prompt").value }] }];
+  if ($("chat").checked) return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: $("prompt").value }], tools: functions() }];
   return ["/v1/completions", { ...body, prompt: $("prompt").value }];
 }
 
+// The functions of the form, each as OpenAI has it, or the function itself.
+function functions() {
+  const text = $("tools").value.trim();
+  if (!text) return undefined;
+  let given;
+  try { given = JSON.parse(text); } catch (error) { throw new Error(`Functions: not valid JSON: ${error.message}`); }
+  if (!Array.isArray(given)) throw new Error("Functions: write a list, such as [{\"name\": ..., \"parameters\": ...}]");
+  return given.map((each) => (each?.function ? each : { type: "function", function: each }));
+}
+
 async function generate() {
-  const [url, body] = settings();
+  let url, body;
+  try { [url, body] = settings(); } catch (error) { showError(error); return; }
   takes.clear();
   begin({ prompt: $("prompt").value, max: body.max_tokens, id: null, body, messages: body.messages });
   await receive(url, body);
@@ -48,6 +59,7 @@ async function generate() {
 // Go on after the first `token` tokens of the text on display, with another seed or after words of one's own.
 async function fromHere(token, words) {
   if (document.body.dataset.state === "running") { await stop(); run.controller.abort(); onEnd("cut"); }
+  if (run.body.tools) throw new Error("A text with functions has no takes: its prompt lists them, and a grammar is on. Generate it with another seed.");
   const before = run, tokens = view.tokens.slice(0, token), pieces = view.pieces.slice(0, token);
   takes.keep({ run: before, seed: before.seed, from: before.from });
   before.promptIds ??= (await ask("/tokenize", "POST", before.messages ? { messages: before.messages } : { prompt: before.prompt })).tokens;
@@ -71,6 +83,7 @@ function showTake(take) {
   speed.clear();
   lengths.clear();
   view.show(run.prompt, take.text);
+  drawCalls();
   set("done", `Take ${take.number}`);
   $("resume").hidden = true;
   update();
@@ -98,7 +111,8 @@ function begin(next) {
   speed.clear();
   lengths.clear();
   run = { stats: null, seed: null, promptTokens: null, progress: null, sawOld: false, began: performance.now(), ...next,
-    controller: new AbortController() };
+    controller: new AbortController(), calls: [] };
+  drawCalls();
   view.prompt(run.prompt);
   $("error").hidden = true;
   $("offer").hidden = true;
@@ -124,6 +138,7 @@ async function receive(url, body) {
 }
 
 function onChunk(chunk) {
+  for (const call of chunk.choices?.[0]?.delta?.tool_calls ?? []) showCall(call);
   const detail = chunk.longdraft;
   if (!detail?.tokens) return;
   const isOld = run.isResumed && !run.sawOld;
@@ -133,6 +148,23 @@ function onChunk(chunk) {
   run.stats = detail.stats ?? run.stats;
   run.reason = detail.finish_reason ?? run.reason;
   onProgress(detail.progress);
+}
+
+// A call as a folded block: the function, and its arguments, which come in pieces.
+function showCall({ index, function: { name, arguments: more } }) {
+  let block = run.calls[index];
+  if (!block) {
+    block = run.calls[index] = document.createElement("details");
+    block.append(document.createElement("summary"), document.createElement("pre"));
+    block.firstChild.textContent = `Call of ${name}`;
+    drawCalls();
+  }
+  block.lastChild.textContent += more ?? "";
+}
+
+function drawCalls() {
+  $("calls").replaceChildren(...run.calls);
+  $("calls").hidden = !run.calls.length;
 }
 
 function onProgress(progress) {
@@ -481,7 +513,7 @@ async function start() {
     window.keepsJournals = about.journals;
     $("about").textContent = `${about.model} · ${about.kernels} on ${about.device} · ${about.exactness}`;
     $("drafter").replaceChildren(...about.drafters.map((name) => new Option(name, name, name === about.drafter, name === about.drafter)));
-    $("chat-row").hidden = !about.has_chat_template;
+    $("chat-row").hidden = $("tools-row").hidden = !about.has_chat_template;
     $("chat").checked = about.is_tuned_for_chat;
     $("max_tokens").max = about.max_model_len - 1;
     for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]) if (about.defaults[name] !== undefined) $(name).placeholder = about.defaults[name];

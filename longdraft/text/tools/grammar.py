@@ -7,6 +7,8 @@
     answer: calls                             "required"
     answer: TEXT?                             "none"
 
+Where the prompt opens the thought, or rules end it, the grammar begins behind it, and has no thought.
+
 A marker that is one token ends a text by itself. A marker of several tokens is text; it ends the text where it is
 complete, so that no answer has a part of a call.
 """
@@ -16,14 +18,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longdraft.errors import UsageError
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.structured import MAX_STRUCTURE, Structure, escaped
 from longdraft.request.tools import Tool, ToolRequest, closed_schema
 from longdraft.sampling.grammar import embedded
-from longdraft.text.thinking import AnswerFormat, ThinkingTags
+from longdraft.text.thinking import TAG_TOKENS, AnswerFormat, ThinkingTags, closed_thinking
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.forms import GEMMA_QUOTE, HARMONY, ToolForm
 
@@ -47,27 +50,40 @@ class ToolGrammar:
     def of(cls, form: ToolForm, tokenizer: Tokenizer, thinking: AnswerFormat | None) -> ToolGrammar:
         return cls(form, tokenizer, thinking if isinstance(thinking, ThinkingTags) else None)
 
-    def structure(self, tools: ToolRequest, answer: Structure | tuple[str, ...] = ()) -> Structure:
-        """The grammar of an answer. answer: what a text must match, if it is not free"""
+    def applied(self, params: SamplingParams, tools: ToolRequest, prompt: Sequence[int]) -> SamplingParams:
+        """The settings of a chat with these tools, whose prompt may open the thought."""
+        is_opened = bool(closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:])))
+        structure = self.structure(tools, params.structured_outputs, is_behind=is_opened or params.steers_thoughts)
+        return replace(params, structured_outputs=structure)
+
+    def structure(self, tools: ToolRequest, answer: Structure | tuple[str, ...] = (), *, is_behind: bool = False
+                  ) -> Structure:
+        """The grammar of an answer.
+
+        answer     what a text must match, if it is not free
+        is_behind  the grammar begins behind the thought, which the prompt opens, or which is under rules
+                   (longdraft/sampling/thought.py)
+        """
         rules = _Rules(self.tokenizer, self.form.markers)
         if answer and answer[0] != "json":  # the other notations are translated in a process with limits
             raise UsageError(f"structured_outputs is a {answer[0]}, and the request has tools; allowed beside tools: a "
                              "JSON schema", "structured_outputs")
         write = self._channels if self.form is HARMONY else self._tagged
-        write(rules, tools, answer)
+        write(rules, tools, answer, is_behind)
         return "tools", rules.text
 
-    def _tagged(self, rules: _Rules, tools: ToolRequest, answer: Structure | tuple[str, ...]) -> None:
+    def _tagged(self, rules: _Rules, tools: ToolRequest, answer: Structure | tuple[str, ...], is_behind: bool) -> None:
         form, tags = self.form, self.thinking.texts if self.thinking else None
         thought = ""
         excluded = []
         if tags is not None:
             opening, closing = tags
             rules.markers.update(rules.tokens_of(tags))
-            rules.add("thought", f"BREAK? {rules.literal(opening)} {rules.until(closing)} BLANK?")
-            rules.add("BREAK", r"/\n/")
             rules.add("BLANK", r"/\n{1,2}/")
-            thought = "thought? "
+            thought = "BLANK? " if is_behind else "thought? "
+            if not is_behind:
+                rules.add("thought", f"BREAK? {rules.literal(opening)} {rules.until(closing)} BLANK?")
+                rules.add("BREAK", r"/\n/")
             if opening not in rules.markers:
                 excluded.append(escaped(opening))
         rules.add("start", f"{thought}answer")
@@ -123,13 +139,15 @@ class ToolGrammar:
             rules.literal(form.closing))
         return f"{rules.literal(head)} {rules.rule(_json(tool.parameters, is_strict=tool.is_strict))} {end}"
 
-    def _channels(self, rules: _Rules, tools: ToolRequest, answer: Structure | tuple[str, ...]) -> None:
+    def _channels(self, rules: _Rules, tools: ToolRequest, answer: Structure | tuple[str, ...], is_behind: bool
+                  ) -> None:
         """OpenAI's harmony format. The recipient of a call is before or behind its channel."""
         rules.markers.update(rules.tokens_of(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")))
         rules.add("TEXT", f"/{_ANY}/")
         more = rules.literal("<|end|><|start|>assistant")
-        rules.add("thought", f"{rules.literal('<|channel|>analysis<|message|>')} TEXT? {more}")
-        rules.add("preamble", f"{rules.literal('<|channel|>commentary<|message|>')} TEXT? {more}")
+        if not is_behind:
+            rules.add("thought", f"{rules.literal('<|channel|>analysis<|message|>')} TEXT? {more}")
+            rules.add("preamble", f"{rules.literal('<|channel|>commentary<|message|>')} TEXT? {more}")
         if answer:
             rules.add("free", embedded(answer[0], answer[1]))
         rules.add("final", f"{rules.literal('<|channel|>final<|message|>')} {'free' if answer else 'TEXT?'}")
@@ -142,6 +160,8 @@ class ToolGrammar:
         if calls:
             rules.add("call", " | ".join(calls))
         before = "thought*" if tools.is_required else "(thought | preamble)*"
+        if is_behind:  # without a thought, the prompt has the beginning of the message
+            before = f"({rules.literal('<|start|>assistant')})?"
         last = "call" if tools.is_required else "(final | call)" if calls else "final"
         rules.add("start", f"{before} {last}")
 

@@ -22,7 +22,7 @@ from longdraft.request.events import Event
 from longdraft.request.tools import ToolRequest
 from longdraft.text.harmony import ChannelText, Harmony
 from longdraft.text.stream import TokenMarker
-from longdraft.text.thinking import AnswerFormat, AnswerReader, ThinkingTags
+from longdraft.text.thinking import AnswerFormat, AnswerReader, ThinkingTags, begun_length
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.forms import ToolForm
 from longdraft.text.tools.grammar import properties_of, takes_text
@@ -122,7 +122,8 @@ class ToolAnswers:
         inner: AnswerReader = (thinking.reader(prompt, begun, thought) if thinking else
                                _MarkedReader(self.tokenizer, self._marks))
         parser = _CallParser(self._form, self.tools) if self.tools and self.tools.callable else None
-        return ToolReader(inner, parser, _Ids(prompt, seed, is_short=self.form.has_short_ids))
+        ids = _Ids(prompt, seed, is_short=self.form.has_short_ids) if parser else None
+        return ToolReader(inner, parser, ids)
 
     def whole(self, prompt: Sequence[int], tokens: Sequence[int], pieces: Sequence[str], seed: int | None = 0
               ) -> list[Part]:
@@ -188,15 +189,16 @@ class _Ids:
 
 
 class ToolReader:
-    """The parts of one answer."""
+    """The parts of one answer. parser, ids: None for an answer without calls"""
 
-    def __init__(self, inner: AnswerReader, parser: _CallParser | None, ids: _Ids) -> None:
+    def __init__(self, inner: AnswerReader, parser: _CallParser | None, ids: _Ids | None) -> None:
         self._inner, self._parser, self._ids = inner, parser, ids
         self._num_calls = 0
 
     def push(self, tokens: Sequence[int], text: str) -> list[Part]:
         """The new parts. text: what the stream returned for these tokens, one at a time for the order of the parts"""
-        self._ids.push(tokens)
+        if self._ids:
+            self._ids.push(tokens)
         return self._parts(self._inner.push(tokens, text))
 
     def read(self, events: Sequence[Event], *, is_end: bool) -> list[Part]:
@@ -223,6 +225,7 @@ class ToolReader:
         named = []
         for part in parts:
             if part.kind == "call":
+                assert self._ids, "a parser of calls has ids for them"
                 part = part._replace(id=self._ids.new(self._num_calls))
                 self._num_calls += 1
             named.append(part)
@@ -295,7 +298,7 @@ class _CallParser:
             self._show(parts, held[:position])
             self._held, self._state = held[position + len(separator or "") :], "opening"
             return True
-        shown = len(held) - (0 if gap is None else _begun_length(held, gap + trigger))
+        shown = len(held) - (0 if gap is None else begun_length(held, gap + trigger))
         self._show(parts, held[: 0 if self._is_start and trigger.startswith(held) else shown])
         return False
 
@@ -391,7 +394,7 @@ class _XmlArguments:
                 new += f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}"
             value, end, rest = text.partition(self._end)
             if not end:
-                held = _begun_length(text, self._end)
+                held = begun_length(text, self._end)
                 value, rest = text[: len(text) - held], text[len(text) - held :]
             new += json.dumps(value, ensure_ascii=False)[1:-1] if self._is_text else value
             if not end:
@@ -416,7 +419,7 @@ class _GemmaArguments:
             if self._is_text:
                 value, quote, rest = text.partition(self._quote)
                 if not quote:
-                    held = _begun_length(text, self._quote)
+                    held = begun_length(text, self._quote)
                     value, rest = text[: len(text) - held], text[len(text) - held :]
                 new.append(json.dumps(value, ensure_ascii=False)[1:-1])
                 text = rest
@@ -458,8 +461,3 @@ class _GemmaArguments:
             self._expects_key, self._is_key = False, True
             return f'"{letter}'
         return letter
-
-
-def _begun_length(text: str, tag: str) -> int:
-    """The length of the longest beginning of a tag, less than the whole, that a text ends with."""
-    return next((count for count in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:count])), 0)
