@@ -68,6 +68,8 @@ def kernels(shared):
     yield (jit_int4.few_rows_int4_kernel, int4,
            dict(OUT=4096, INNER=4096, BLOCKS=32, ROWS=16, COLUMNS=128, SPLITS=8, STAGES=4),
            dict(num_warps=4, **UNFUSED))
+    yield (jit_int4.dequantise_kernel, dict(words=I32, scales=I32, out=BF16),
+           dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128), UNFUSED)
     yield (jit_rows.embed_rows_kernel, dict(tokens=I32, table="*i8", scale=F32, x=BF16, factor="fp32"),
            dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
     yield jit_rows.sum_parts_kernel, SUMS | dict(out=F32), dict(WIDTH=4096, BLOCK=1024, **PARTS), {}
