@@ -12,10 +12,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from longdraft import drafters, kernels
-from longdraft.kernels.cuda import delta, experts, layerwise, linear, ranker, remainder, shared_forward
+from longdraft.kernels.cuda import attention, delta, experts, layerwise, linear, ranker, remainder, shared_forward
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.forward_buffers import ForwardBuffers
 from longdraft.kernels.cuda.kernels import CudaKernels
@@ -41,10 +42,9 @@ from longdraft_bench.cuda.switches import LAWS, run_round
 from longdraft_bench.cuda.texts import WARM_STEPS, Text, begin_after
 from longdraft_bench.models.random_weights import random_eagle, random_model
 
-_CONTEXT, _ROUNDS = 40, 5  # of texts with a switch on and off
+_CONTEXT = 40  # tokens before texts with a switch on and off
 _MAGICDEC = {"chain": 2, "budget": 24, "sinks": 2, "refresh": 4, "suffix": False}
 _VERIFIED = 16  # rows of the verification that is compared with one row
-_MORE = 64  # tokens of the truth beyond those that are measured
 
 
 class _Switched(NamedTuple):
@@ -64,7 +64,8 @@ class _Switched(NamedTuple):
 
 
 SWITCHED = {
-    "FUSES_GATE": _Switched(linear), "FETCHES_AHEAD": _Switched(linear), "DECIDES_SUMS": _Switched(device, law="top-p"),
+    "FUSES_GATE": _Switched(linear), "FETCHES_AHEAD": _Switched(linear), "MERGES_SPLITS": _Switched(attention),
+    "DECIDES_SUMS": _Switched(device, law="top-p"),
     "WRITES_AHEAD": _Switched(ahead, is_ahead=True), "DRAFTS_LAYERS": _Switched(ranker, drafter="eagle"),
     "SHARES_FORWARDS": _Switched(shared_forward, texts=2), "SHARES_CHOICES": _Switched(shared_choice, texts=2),
     "SHARES_CHAINS": _Switched(ranker, drafter="magicdec", texts=2),
@@ -82,7 +83,7 @@ def switch(plan: CudaPlan, bench: Bench, name: str) -> dict[str, Any]:
         with switched(case.module, name, is_on), switched(ahead, "LONG_TEXT", 1):
             model = random_model(plan.decide.switched[case.model], made, quantize=case.quantize)
             steps = [_step(model, case, _CONTEXT - 3 * text) for text in range(case.texts)]
-            for _ in range(_ROUNDS):
+            for _ in range(plan.decide.rounds):
                 run_round(steps, 16)
             texts.append([step.context.slice(_CONTEXT + 1 - 3 * text, len(step.context)).tolist()
                           for text, step in enumerate(steps)])
@@ -170,6 +171,8 @@ def _layers_ms(plan: CudaPlan, model: Transformer, context: int, rows: int, repl
     for store in stores:
         store.reserve_drafts(128)
     buffers = ForwardBuffers(decoder, rows, stores, False, (), None)
+    buffers.where.copy_(torch.tensor([context, min(store.room for store in stores)]))
+    buffers.parents.copy_(torch.arange(-1, rows - 1))
     with ExitStack() as stack:
         for name, method in replaced.items():
             stack.enter_context(switched(CudaDecoder, name, method))
@@ -210,7 +213,7 @@ def oracles(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str,
     """Plain decoding and each oracle after the same text: milliseconds of a token, of a drafted token and of the rest
     of a step, whether the texts are equal, and the speed that these and the oracle's agreement predict."""
     plain = begin_after(plan, bench, shape, context, "plain", [])
-    plain_ms = _measured(plain, plan.decide.tokens + _MORE)["ms_a_token"]
+    plain_ms = _measured(plain, plan.decide.tokens + plan.decide.further)["ms_a_token"]
     bench.keep({"plain_ms": plain_ms})
 
     def measure(oracle: Oracle) -> dict[str, Any]:
@@ -263,7 +266,7 @@ def windows(plan: CudaPlan, bench: Bench, shape: str) -> dict[str, Any]:
     decide, measured = plan.decide, {}
     for context in reversed(decide.windows):
         plain = begin_after(plan, bench, shape, context, "plain", [])
-        window = measured[context] = {"plain": _measured(plain, decide.drafted + _MORE)}
+        window = measured[context] = {"plain": _measured(plain, decide.drafted + decide.further)}
         for name in decide.in_windows:
             text = _begin_oracle(plan, bench, shape, context, decide.oracles[name], plain.new)
             window[name] = _measured(text, decide.drafted) | {"is_equal": _begin_alike(text.new, plain.new)}

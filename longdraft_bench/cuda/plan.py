@@ -60,16 +60,20 @@ class DecidePlan(NamedTuple):
     """Sizes of the slice `decide`.
 
     switched  models whose texts are compared with each switch on and off: "dense", and "mixture", a hybrid too
+    rounds    of these texts
     contexts  of steps and of drafts
     tokens    that each oracle writes
+    further   tokens that plain decoding writes after those: an oracle's first steps may need them
     oracles   by name
     windows   places of the long text at which plain decoding and `in_windows` write `drafted` tokens each
     streams   bytes that the skeleton of a persistent kernel streams, and layers, by name
     """
 
     switched: dict[str, dict[str, Any]]
+    rounds: int
     contexts: tuple[int, ...]
     tokens: int
+    further: int
     oracles: dict[str, Oracle]
     windows: tuple[int, ...]
     drafted: int
@@ -129,7 +133,7 @@ _INT4 = _SELF | {"width": 1, "draft_weights": "int4"}
 _DECIDED = DecidePlan(
     {"dense": cut(SHAPES["qwen2.5-0.5b"], 2),
      "mixture": cut(MIXTURE_SHAPES["qwen3-next-80b-a3b"], 4) | {"num_experts": 16, "vocab_size": 8192}},
-    (4096, 102400), 256,
+    6, (4096, 102400), 256, 64,
     {"eagle 0.60": Oracle("eagle", _EAGLE | {"chain": 3}, 0.6),
      "eagle 0.72": Oracle("eagle", _EAGLE | {"chain": 5}, 0.72),
      "eagle 0.80": Oracle("eagle", _EAGLE | {"chain": 6}, 0.8), "self int4 0.87": Oracle("magicdec", _INT4, 0.87),
@@ -161,7 +165,7 @@ _TINY_FAMILIES = {
         "shared_expert_intermediate_size": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}}
 _DECIDED_TINY = DecidePlan(
-    {"dense": _TINY, "mixture": _TINY_FAMILIES["tiny hybrid"]}, (24,), 6,
+    {"dense": _TINY, "mixture": _TINY_FAMILIES["tiny hybrid"]}, 2, (24,), 6, 10,
     {"eagle 0.72": Oracle("eagle", _EAGLE | {"chain": 2}, 0.72),
      "self 0.87": Oracle("magicdec", _SELF | {"width": 1, "chain": 2, "budget": 12, "sinks": 2, "refresh": 4}, 0.87)},
     (16, 20, 24), 5, ("eagle 0.72",), {"tiny": (1 << 16, 2)})
@@ -278,12 +282,13 @@ def _decisive(plan: CudaPlan) -> list[Part]:
                       Part(f"ahead {shape} {context}", "plain_ahead", options, 4),
                       Part(f"fetches {shape} {context}", "fetches", options, 4)]
         parts.append(Part(f"without {shape} {near}", "omissions", {"shape": shape, "context": near}, 6))
-    parts += [Part(f"prefill {first} {decide.contexts[-1]}, {time}", "prefill",
-                   {"shape": first, "context": decide.contexts[-1]}, 12) for time in ("first", "again")]
+        if shape == first:  # while there is its model
+            parts += [Part(f"prefill {first} {far}, {time}", "prefill", {"shape": first, "context": far}, 12)
+                      for time in ("first", "again")]
     # Of the longest context first: the cache is filled once and then cut.
-    parts += [Part(f"oracles {first} {context}", "oracles", {"shape": first, "context": context}, 35)
-              for context in reversed(decide.contexts)]
-    return [*parts, Part(f"windows {first}", "windows", {"shape": first}, 70)]
+    parts += [Part(f"oracles {first} {context}", "oracles", {"shape": first, "context": context},
+                   45 if context == decide.contexts[-1] else 25) for context in reversed(decide.contexts)]
+    return [*parts, Part(f"windows {first}", "windows", {"shape": first}, 65)]
 
 
 def _last(plan: CudaPlan) -> list[Part]:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from longdraft.kernels.cuda import jit_rows
-from longdraft.kernels.cuda.launch import UNFUSED, chained
-from longdraft_bench.cuda.models import Bench, device_ms
+from longdraft.kernels.cuda.launch import UNFUSED, chained, shared_bytes
+from longdraft_bench.cuda.models import Bench
 from longdraft_bench.cuda.plan import CudaPlan
 from longdraft_bench.cuda.speed import graph_us
 
 SOURCE = Path(__file__).with_name("skeleton.cu")
-_THREADS, _STAGES, _CHUNK_BYTES = 512, 24, 16
+_THREADS, _MOST_STAGES, _CHUNK_BYTES = 512, 24, 16
 _LAUNCHES, _WIDTH = 200, 1024
 _PHASES = (5, 7)  # barriers of a layer
 _PATIENCE = 1 << 30  # clock ticks, half a second or more, for which a program waits for others
@@ -46,9 +46,10 @@ def ring(plan: CudaPlan, bench: Bench, name: str) -> dict[str, Any]:
         return {"left_out": "the interpreter runs no CUDA C++: a test runs the skeleton with a shim"}
     device = bench.kernels().device
     programs = torch.cuda.get_device_properties(device).multi_processor_count
-    kernel, sums = _compiled(), torch.zeros(programs * _THREADS, dtype=torch.int32, device=device)
-    chunk = _THREADS * _CHUNK_BYTES
-    weights = torch.zeros(size // 4 + programs * chunk * layers * max(_PHASES), dtype=torch.int32, device=device)
+    chunk, sums = _THREADS * _CHUNK_BYTES, torch.zeros(programs * _THREADS, dtype=torch.int32, device=device)
+    stages = min(_MOST_STAGES, shared_bytes(device) // chunk)
+    kernel = _compiled(stages)
+    weights = torch.zeros((size + programs * chunk * layers * max(_PHASES)) // 4, dtype=torch.int32, device=device)
     times: dict[str, Any] = {}
     for phases in (1, *_PHASES):  # one phase without a barrier streams as fast as any number of them
         chunks = -(-size // (programs * chunk * layers * phases))
@@ -59,9 +60,9 @@ def ring(plan: CudaPlan, bench: Bench, name: str) -> dict[str, Any]:
             counter.zero_()
             kernel((programs, 1, 1), (_THREADS, 1, 1),
                    [weights, counter, sums, failed, _PATIENCE, chunks, phases * layers, int(phases > 1)],
-                   shared_mem=_STAGES * chunk)
+                   shared_mem=stages * chunk)
 
-        times[f"{phases if phases > 1 else 0} barriers"] = device_ms(device, work, plan.repeats)
+        times[f"{phases if phases > 1 else 0} barriers"] = graph_us(device, [work], plan.repeats) / 1e3
         bench.keep(times)
         if failed.item():
             raise RuntimeError(f"programs waited for each other for more than {_PATIENCE} clock ticks")
@@ -71,8 +72,9 @@ def ring(plan: CudaPlan, bench: Bench, name: str) -> dict[str, Any]:
 
 
 @cache
-def _compiled() -> Any:
+def _compiled(stages: int) -> Any:
     """The skeleton, compiled by the CUDA libraries that PyTorch has."""
-    made = torch.cuda._compile_kernel(SOURCE.read_text(encoding="utf-8"), "ring", nvcc_options=[f"-DSTAGES={_STAGES}"])
-    made.set_shared_memory_config(_STAGES * _THREADS * _CHUNK_BYTES)
+    source = SOURCE.read_text(encoding="utf-8")
+    made = torch.cuda._compile_kernel(source, "ring", nvcc_options=[f"-DSTAGES={stages}"])
+    made.set_shared_memory_config(stages * _THREADS * _CHUNK_BYTES)
     return made

@@ -282,11 +282,12 @@ def main() -> None:
         computed = products_and_reductions(done.asm["ttgir"])
         is_paired = all(computed.count(each) % 2 == 0 for each in computed)
         stack, registers = resources(done.asm["cubin"])
-        form = f"{types.get('q')} {types.get('k')} {constants.get('DIM')}"
+        form = f"{types.get('q', types.get('out'))} {types.get('k')} {constants.get('DIM')}"
         print(json.dumps(dict(
             triton=triton.__version__, kernel=kernel.__name__, form=form,
             shared=done.metadata.shared, fused=fused, stack=stack, allowed=sum(allowed), registers=registers,
-            is_paired=is_paired, limit=SHARED[architecture], computed=zlib.crc32("\n".join(computed).encode()),
+            is_paired=is_paired, merges=constants.get("MERGES", False), limit=SHARED[architecture],
+            products=computed, computed=zlib.crc32("\n".join(computed).encode()),
             fetches=code.count("prefetch.global.L2"))), flush=True)
 
 

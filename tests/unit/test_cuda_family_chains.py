@@ -137,15 +137,22 @@ def same(found: Sequence[list[Any]], expected: Sequence[list[Any]]) -> bool:
 def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(model, monkeypatch):
     """Of unlike lengths, shuffled, and when one leaves and one without a remainder comes: guesses, leads, keys, values
     and states, to the bit. One launch and one wait for all."""
-    together, waits, ran = list[int](), list[int](), list[Any]()
+    together, waits, ran = list[tuple[int, set[Any]]](), list[int](), list[Any]()
     launch, honest, run = ModelChains._launch, launched.copied_to_host, model.kernels.graphs.run
     alone = []
+
+    def counted(self: ModelChains, parts: Sequence[Any]) -> torch.Tensor:
+        """Counts the texts, and the memory of their graphs."""
+        ran.clear()
+        outcome = launch(self, parts)
+        together.append((len(parts), {key[1] for key in ran if key[0] == "chains"}))
+        return outcome
+
     for length, count in zip(LENGTHS, COUNTS, strict=True):
         text = Drafting(model, length)
         alone.append([text.draft(count), text.rows])
     texts = [Drafting(model, length) for length in LENGTHS]
-    monkeypatch.setattr(ModelChains, "_launch", lambda self, parts: (
-        together.append(len(parts)), launch(self, parts))[1])
+    monkeypatch.setattr(ModelChains, "_launch", counted)
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), run(key, work)))
     for order in ([0, 1, 2], [2, 0, 3, 1]):
@@ -154,7 +161,9 @@ def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(mo
         some, counts = [texts[place] for place in order], [COUNTS[place] for place in order]
         assert same(drafted_together(some, counts), [alone[place] for place in order])
         assert waits.pop() == sum(counts) and not waits
-    assert together == [3, 3] and len({key[1] for key in ran if key[0] == "chains"}) == 1
+    (first, shared), (second, again), (last, own) = together
+    assert (first, second, last) == (3, 3, 1), "the text without a remainder is launched beside the others"
+    assert shared == again and len(shared) == 1 and not shared & own
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")

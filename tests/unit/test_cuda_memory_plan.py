@@ -75,14 +75,14 @@ def test_the_bytes_of_a_draft_copy_are_those_that_a_load_allocates(folder):
 @pytest.mark.parametrize("name", [NAME, f"{NAME}-fp8"])
 def test_a_text_of_as_many_tokens_as_the_plan_says_fits_and_a_longer_one_does_not(folder, monkeypatch, name):
     engine = engine_of(folder, name=name)
-    free = 12_000 * engine.model.cache_bytes_per_token
+    free = 60_000 * engine.model.cache_bytes_per_token
     have_free(monkeypatch, free)
     tokens = plan(engine.model).tokens
     assert tokens == int(free * USABLE) // engine.model.cache_bytes_per_token - LARGEST_TREE
     before = held_bytes()
     text = engine.generate([5] * 10, SamplingParams(max_new_tokens=tokens - 10))
-    assert held_bytes() - before <= free * 0.95, "the rest is for buffers"
-    assert text.step.cache.nbytes == pytest.approx(free * USABLE, rel=0.01)
+    assert held_bytes() - before <= free * 0.93, "the rest is for buffers"
+    assert text.step.cache.nbytes == pytest.approx(free * USABLE, rel=0.02)  # and slots of drafts
     text.close()
     with pytest.raises(MemoryError, match=rf"{tokens} tokens would fit, .* write fewer or "):
         engine.generate([5] * 10, SamplingParams(max_new_tokens=tokens - 9))

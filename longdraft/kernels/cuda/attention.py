@@ -12,7 +12,10 @@ from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import Ahead, ahead_options
+from longdraft.kernels.switches import is_on
 
+MERGES_SPLITS = is_on("MERGES_SPLITS")  # False: splits are merged by a launch of their own
+FEW_ROWS = 4  # of a forward, whose splits the last programs of attention merge: of more rows they would take longer
 _SPLITS_PER_MERGE_STEP = 32
 # In one program: rows of a product on Hopper. Of float32, and of heads above 256, more do not fit in registers.
 _LANES, _FEW_LANES = 64, 16
@@ -108,6 +111,7 @@ class AttentionWorkspace:
         self.value_sums = torch.empty(*shape, plan.dim, device=device)
         self.path = torch.zeros(rows, self.text_rows, dtype=torch.int32, device=device)
         self.depths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(texts, plan.kv_heads, dtype=torch.int32, device=device)
 
     def set_tree(self, parents: Tensor) -> None:
         """Compute `path` and `depths` from parents [R], int32 on the device."""
@@ -143,17 +147,20 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     whole = plan.splits.of(length) * plan.kv_heads * ceil_div(own * plan.group, plan.lanes)
     require(work.texts == (1 if table is None else len(table)), f"stores of {work.texts} texts", table)
     programs = ends + whole + (0 if ahead is None else ahead.programs)
+    merges = MERGES_SPLITS and rows <= FEW_ROWS
+    merging = {"SPLITS_PER_STEP": _SPLITS_PER_MERGE_STEP, "HAS_REMAINDER": remainder is not None}
     with on_device(q.device):
         jit_attention.attend_split_kernel[(programs, work.texts)](
             q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
-            work.weight_sums, work.value_sums, where if table is None else table,
-            q if ahead is None else ahead.weight, plan.end_splits(own), own,
+            work.weight_sums, work.value_sums, where if table is None else table, q if ahead is None else ahead.weight,
+            work.arrived, work.max_scores if remainder is None else remainder, out, lse, plan.end_splits(own), own,
             store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
             store.score_cap * math.log2(math.e), KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes,
             BLOCK=plan.block, IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
-            HAS_TABLE=table is not None, STAGES=plan.stages, **sizes, **ahead_options(ahead),
+            HAS_TABLE=table is not None, STAGES=plan.stages, MERGES=merges, **merging, **sizes, **ahead_options(ahead),
             num_warps=plan.warps, **chained(q.device))
-        jit_attention.merge_splits_kernel[(rows, heads)](
-            work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
-            work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,
-            SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP, HAS_REMAINDER=remainder is not None, **sizes, **chained(q.device))
+        if not merges:
+            jit_attention.merge_splits_kernel[(rows, heads)](
+                work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
+                work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,
+                **merging, **sizes, num_warps=plan.warps, **chained(q.device))
