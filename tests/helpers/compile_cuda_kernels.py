@@ -1,6 +1,7 @@
 """Compile every Triton kernel for a compute capability with the options of its launch. Needs no device.
 
-    python tests/helpers/compile_cuda_kernels.py 90
+    python tests/helpers/compile_cuda_kernels.py 90                              # all forms of all kernels
+    python tests/helpers/compile_cuda_kernels.py 80 90 120 few_rows_kernel       # the first form of some
 
 It prints an object of JSON for each form of a kernel: its name and form, bytes of shared memory, fused multiply-adds,
 bytes of stack and how many the form may have, registers, whether products and reductions come in pairs, a checksum of
@@ -257,13 +258,23 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def products_and_reductions(code: str) -> list[str]:
     """Of Triton's own code, layouts included, in any order."""
     found = re.findall(r"(?:warp_group_dot|tt\.dot) [^\n]*?(-> tensor<[^>]*>)", code)
-    return sorted(found + re.findall(r"\}\) : (\(tensor<[^\n]*) loc", code))
+    found += re.findall(r"\}\) : (\(tensor<[^\n]*) loc", code)
+    layouts = dict(re.findall(r"^(#\w+) = (#[^\n]*)$", code, re.MULTILINE))  # their names are numbers
+    return sorted(re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), each) for each in found)
 
 
 def main() -> None:
-    architecture = int(sys.argv[1])
+    architectures = [int(word) for word in sys.argv[1:] if word.isdecimal()]
+    for architecture in architectures:
+        compile_for(architecture, sys.argv[1 + len(architectures) :])
+
+
+def compile_for(architecture: int, only: list[str]) -> None:
+    """Compile all forms, or the first form of each kernel of these names."""
     forms = (*kernels(SHARED[architecture]), *choices_of_texts(), *drafting(), *support(), *hybrid(), *mixtures(),
              *remainders(), *selections())
+    if only:
+        forms = [next(form for form in forms if form[0].__name__ == name) for name in only]
     for kernel, types, constants, options, *allowed in forms:
         has_fp8 = FP8 in types.values() or tl.float8e4nv in constants.values()
         if has_fp8 and architecture < 89:  # where such caches are refused
@@ -284,7 +295,7 @@ def main() -> None:
         stack, registers = resources(done.asm["cubin"])
         form = f"{types.get('q', types.get('out'))} {types.get('k')} {constants.get('DIM')}"
         print(json.dumps(dict(
-            triton=triton.__version__, kernel=kernel.__name__, form=form,
+            triton=triton.__version__, architecture=architecture, kernel=kernel.__name__, form=form,
             shared=done.metadata.shared, fused=fused, stack=stack, allowed=sum(allowed), registers=registers,
             is_paired=is_paired, merges=constants.get("MERGES", False), limit=SHARED[architecture],
             products=computed, computed=zlib.crc32("\n".join(computed).encode()),

@@ -22,6 +22,8 @@ ATTEND = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=
               text_stride="i32", end_splits="i32",
               num_rows="i32", capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32",
               cap="fp32")
+# Dims, elements of the model and of its cache whose splits attention merges itself
+MERGED = ((64, BF16, BF16), (80, BF16, BF16), (128, BF16, BF16), (128, BF16, FP8), (128, F32, F32))
 
 
 def attend(shared, dim=128, model=BF16, cache=None, stack=0, **constants):
@@ -43,7 +45,7 @@ def attention(shared):
     yield attend(shared, **AHEAD)
     for has_table in (False, True):
         yield attend(shared, cache=FP8, HAS_TABLE=has_table)
-    for dim in (80, 96, 256, 512):
+    for dim in (64, 80, 96, 256, 512):
         yield attend(shared, dim, stack=24 if dim == 512 else 0)  # Triton 3.4
         yield attend(shared, dim, cache=FP8)
     yield attend(shared, 256, HAS_CAP=True, HAS_WINDOW=True)
@@ -52,15 +54,15 @@ def attention(shared):
     for dim in (80, 96, 128, 256):
         yield attend(shared, dim, F32, stack=256 if dim == 256 else 0)
     yield attend(shared, 128, F32, FP8)
-    for dim, model, cache in ((128, BF16, BF16), (128, BF16, FP8), (256, BF16, BF16), (128, F32, F32)):
+    for dim, model, cache in MERGED:
         yield attend(shared, dim, model, cache, MERGES=True)
-    for dim, model in ((128, BF16), (256, BF16), (128, F32)):
-        plan = AttentionPlan(32, 8, dim, SPLITS, model == F32, shared)
-        yield (jit_attention.merge_splits_kernel,
-               dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32, out=model,
-                    lse=F32, num_splits="i32", text_rows="i32"),
-               dict(HEADS=32, DIM=dim, PADDED=dim, SPLITS_PER_STEP=32, HAS_REMAINDER=True, **CUT),
-               dict(num_warps=plan.warps, **UNFUSED))
+        if cache == model:
+            plan = AttentionPlan(32, 8, dim, SPLITS, model == F32, shared)
+            yield (jit_attention.merge_splits_kernel,
+                   dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32,
+                        out=model, lse=F32, num_splits="i32", text_rows="i32"),
+                   dict(HEADS=32, DIM=dim, PADDED=padded_size(dim), SPLITS_PER_STEP=32, HAS_REMAINDER=True, **CUT),
+                   dict(num_warps=plan.warps, **UNFUSED))
     yield jit_attention.tree_paths_kernel, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
 
 
