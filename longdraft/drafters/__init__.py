@@ -58,8 +58,8 @@ from longdraft.parts.eagle import Eagle
 from longdraft.parts.glide import Glide
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Drafter
-from longdraft.speculation.routine import CostClock
 from longdraft.system import processor
 from longdraft.version import __version__
 

@@ -24,7 +24,8 @@ from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transform
 from longdraft.request.context import Context
 from longdraft.request.tree import Trie
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.routine import CostClock, Routine
+from longdraft.speculation.cost_clock import CostClock
+from longdraft.speculation.routine import Routine
 
 
 class DraftModel(Protocol):

@@ -14,8 +14,9 @@ from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import CostClock, Routine
+from longdraft.speculation.routine import Routine
 
 DRAFT = "draft"  # the source of the guesses in the statistics
 _BUDGET, _SINKS, _REFRESH = 1024, 4, 256

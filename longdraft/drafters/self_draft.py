@@ -55,8 +55,9 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import CostClock, Routine
+from longdraft.speculation.routine import Routine
 
 SELF = "self"  # the source of the chain's guesses in the statistics
 SelectionKind = Literal["heavy-hitters", "streaming", "snapkv"]  # how the rows of the partial cache are chosen

@@ -26,7 +26,8 @@ from longdraft.drafters.chain import shares_forwards
 from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
 from longdraft.request.context import Context
-from longdraft.speculation.routine import CostClock, Routine, run_alone
+from longdraft.speculation.cost_clock import CostClock
+from longdraft.speculation.routine import Routine, run_alone
 
 CHUNK = 512  # tokens read in one forward at most
 PROMPT_LIKE = 64  # tokens from which a forward uses the kernels for prompts: drafts need not be exact

@@ -38,8 +38,9 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
+from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import CostClock, Routine, atomic
+from longdraft.speculation.routine import Routine, atomic
 from longdraft.speculation.verify import accepted_path
 
 RETRIEVAL = "retrieval"  # the source of the tokens that level 2 adds, in the statistics

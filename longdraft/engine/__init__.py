@@ -7,6 +7,7 @@
     generation.py      LoadedModel + DrafterChoice + prompt + settings  ->  Generation, one request
     batching.py        several generations that share their forwards
     rewind.py          the cut of a text before a banned phrase
+    thinking.py        what follows the rules of a thought, and its close on request
     provenance.py      the record of a text's origin in its journal, and the check that the text can be resumed
     run_statistics.py  the statistics of a run
     huggingface.py     engines for loaded models of `transformers`

@@ -13,27 +13,27 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft import drafters, kernels, parallel
+from longdraft import drafters, kernels
 from longdraft.checkpoint import memory_plan
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
 from longdraft.engine.run_statistics import RunStatistics
-from longdraft.errors import OutputError, UsageError, check, translate_memory_errors
+from longdraft.engine.thinking import closed_here, new_phrase_filter, new_sampler, require_closable
+from longdraft.errors import OutputError, check, translate_memory_errors
 from longdraft.journal.format import Closing
 from longdraft.journal.snapshot import Snapshot
 from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.journal.writer import Journal, parse_fsync
 from longdraft.kernels.launched import Launched
-from longdraft.model.transformer import Forward, ForwardRequest, Transformer
+from longdraft.model.transformer import Forward, ForwardRequest
 from longdraft.parallel import Request
 from longdraft.request.context import Context, Prompt
 from longdraft.request.events import Event, Finish
@@ -41,17 +41,15 @@ from longdraft.request.loops import FullAcceptance
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.sampling.thinking_sampler import ThinkingSampler
-from longdraft.sampling.thought import INSIDE, Thought, ThoughtRules, is_free
+from longdraft.sampling.thought import INSIDE, Thought
 from longdraft.speculation.ahead import PlainAhead
+from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Drafter
 from longdraft.speculation.prefill import prefill
 from longdraft.speculation.reuse import WAITING, PrefixReuse, Waiting
-from longdraft.speculation.routine import CostClock, Routine, run_batched
+from longdraft.speculation.routine import Routine, run_batched
 from longdraft.speculation.step import Step, Tally, Timings
-from longdraft.text.banned_phrases import PhraseFilter
 from longdraft.text.stream import DecodedTokens, TextStream, stop_ids
-from longdraft.text.thought_rules import require_rules_for_tools
-from longdraft.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +106,7 @@ class Generation(Iterator[Event]):
         ahead = None if has_rules or logprobs is not None else PlainAhead(target, cache, sampler, self.clock)
         self.step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
                          drafts and (bool(params.structured_outputs) or has_rules), ahead)
-        self.phrases = _phrase_filter(model.tokenizer, params, context, ends, rules) if params.banned_strings else None
+        self.phrases = new_phrase_filter(model.tokenizer, params, context, ends, rules)
         if self.phrases and cache.states:
             cache.states.hold(len(context) - 1)
         self.reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
@@ -212,11 +210,7 @@ class Generation(Iterator[Event]):
         Without effect outside of a thought. The statistics have the place as `thinking_close_at`; a text with that
         setting is the same text. UsageError where several processes share the model, and for gpt-oss beside tools.
         """
-        if parallel.shard_of(self.model.target.kernels).size > 1:
-            raise UsageError("a thought cannot be closed on request where several processes share the model; set "
-                             "thinking_budget")
-        if (form := self.model.answer_format) is not None:
-            require_rules_for_tools(form, self.params)
+        require_closable(self.model, self.params)
         self._is_asked_to_answer = True
 
     def close(self) -> None:
@@ -336,15 +330,9 @@ class Generation(Iterator[Event]):
         """Close the thought from the next token on, if the text is in one. The journal has the place first."""
         self._is_asked_to_answer = False
         context, model, prompt = self.step.context, self.model, self.prompt
-        rules = model.thought_rules(self.params, prompt)
-        if rules is None or rules.close_at <= context.num_new:
+        params = closed_here(model, self.params, prompt, context)
+        if params is None:
             return
-        thought = Thought(rules)  # the tokens that are held, too, which the stream has not seen
-        for token in context.slice(context.prompt_length, len(context)).tolist():
-            thought.push(token)
-        if thought.state.phase != INSIDE:
-            return
-        params = model.with_closing(replace(self.params, thinking_close_at=context.num_new))
         self._record(lambda journal: journal.close_thought(Closing(context.num_new, list(params.thinking_close))))
         self.params = self.statistics.params = params
         rules = model.thought_rules(params, prompt)
@@ -362,24 +350,3 @@ class Generation(Iterator[Event]):
             self._record(lambda journal: journal.finish(reason))
             self.reuse.close()
         return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces, **about)
-
-
-def new_sampler(model: LoadedModel, target: Transformer, params: SamplingParams, prompt: Sequence[int],
-                rules: ThoughtRules | None) -> Sampler:
-    """The sampler of a request. rules: of its thought; None: the model marks none"""
-    settings = (params, stop_ids(params, target.config.eos_token_ids), target.kernels.name != kernels.REFERENCE,
-                target.kernels, model.marked_tokens(params), model.grammar_rules(params, prompt))
-    if rules and params.has_thought_rules:
-        return ThinkingSampler(*settings, thought=rules)
-    return Sampler(*settings)
-
-
-def _phrase_filter(tokenizer: Tokenizer, params: SamplingParams, context: Context, ends: Iterable[int],
-                   rules: ThoughtRules | None) -> PhraseFilter:
-    """The filter of a text, which may have tokens of earlier runs."""
-    prompt, written = (context.slice(start, stop).tolist() for start, stop in (
-        (0, context.prompt_length), (context.prompt_length, len(context))))
-    thought = Thought(rules) if rules and params.has_thought_rules else None
-    free = [thought is not None and is_free(thought.state, thought.push(token), params.banned_in_thinking)
-            for token in written]
-    return PhraseFilter(tokenizer, params, prompt, zip(written, free, strict=True), ends)

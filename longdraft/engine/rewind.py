@@ -7,7 +7,8 @@ from itertools import zip_longest
 
 from longdraft.request.events import TokenLogprob
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Drafter, HasSummary
+from longdraft.speculation.abilities import HasSummary
+from longdraft.speculation.drafter import Accepted, Drafter
 from longdraft.speculation.step import Step
 from longdraft.text.banned_phrases import ChosenToken, PhraseFilter
 

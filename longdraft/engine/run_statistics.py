@@ -21,7 +21,7 @@ from longdraft.model.transformer import Transformer
 from longdraft.parts.draft_copy import SAME
 from longdraft.request.events import Finish
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.speculation.drafter import HasSummary, memory_of
+from longdraft.speculation.abilities import HasSummary, memory_of
 from longdraft.speculation.plain_speed import PlainSpeed
 from longdraft.speculation.reuse import PrefixReuse
 from longdraft.speculation.step import Step, Tally, Timings

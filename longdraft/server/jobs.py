@@ -140,7 +140,8 @@ class GenerationJob:
     generation: Generation | None = None
     beginning: Future[Generation] | None = None  # of `start` in a thread of its own
     number: int = -1  # in the batch; -1: not there yet
-    rests_until: float = 0.0  # monotonic time up to which other texts of the batch come first
+    is_slow: bool = False  # its own work was long in the latest round that it took part in
+    turn: float = 0.0  # monotonic time of its latest turn among slow texts
     state: str = "queued"  # queued | prefill | running | finished | cancelled | failed
     cancelled: BaseException | None = None  # the reason; any thread may set it
     created: float = field(default_factory=time.time)  # Unix time; the next ones are monotonic times

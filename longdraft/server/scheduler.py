@@ -32,6 +32,7 @@ _MAX_ENDED = 100  # ended jobs that remain visible
 _PROMPT_TOKEN_BYTES = 7  # of a journal's header, in JSON, about
 _PAUSE_S = 0.005  # where no text is in the batch yet
 _SLOW_S = 0.02  # of a text's own work in a round: masks of a hard grammar take up to 0.4 s
+_GRAMMAR_SHARE = 0.75  # of the memory, for texts with a grammar: their matchers are counted as large as they may get
 _STALLED_S = 60.0  # without a round, although texts run: something is wrong
 
 
@@ -57,6 +58,7 @@ class Scheduler:
         self._tree = engine.loaded.prefixes
         self._resuming = ThreadPoolExecutor(1, "resume")
         self._resuming_rests_until = 0.0  # monotonic time
+        self._slow_rest_until = 0.0  # monotonic time, of all texts whose own work is long
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._add_gauges()
 
@@ -183,8 +185,8 @@ class Scheduler:
         """Start waiting jobs that fit, and block until at least one runs. False: the scheduler is closed."""
         with self._changed:
             while True:
-                while self._waiting and self._fits(self._waiting[0]):
-                    job = self._waiting.popleft()
+                while (job := self._next()) is not None:
+                    self._waiting.remove(job)
                     job.started = time.monotonic()
                     self._reserved += job.num_bytes
                     self._running.append(job)
@@ -200,8 +202,21 @@ class Scheduler:
                 self._changed.wait(timeout=1.0 if self._waiting else None)
                 self._last_round = time.monotonic()
 
+    def _next(self) -> GenerationJob | None:
+        """The first waiting text, if there is room for it. Texts with a grammar leave room to others, which pass."""
+        for job in self._waiting:
+            if not job.params.structured_outputs:
+                return job if self._fits(job) else None
+            alike = sum(other.num_bytes for other in self._running if other.params.structured_outputs)
+            if not alike or alike + job.num_bytes <= _GRAMMAR_SHARE * self._settings.memory_bytes:
+                return job if self._fits(job) else None
+        return None
+
     def _fits(self, job: GenerationJob) -> bool:
-        return (len(self._running) < self._settings.max_running
+        """Slow texts, of which one takes part in a round, take half of the places at most."""
+        most = self._settings.max_running
+        slow = sum(other.is_slow for other in self._running)
+        return (len(self._running) - max(0, slow - most // 2) < most
                 and self._reserved + job.num_bytes <= self._settings.memory_bytes)
 
     def _cancel_late(self) -> None:
@@ -251,12 +266,23 @@ class Scheduler:
             self._fail(job, error)
 
     def _awake(self, jobs: dict[int, GenerationJob]) -> list[int] | None:
-        """The texts that take part in the next round. One whose own work was long rests while others are written."""
+        """The texts that take part in the next round; None: all of them.
+
+        Those whose own work is long take turns. After each of them, all of them rest, so that the others have the
+        larger part of the time, however many slow texts there are.
+        """
         now = time.monotonic()
         for number, seconds in self._batch.own_seconds.items():
-            if seconds > _SLOW_S and number in jobs:
-                jobs[number].rests_until = now + REST * seconds
-        awake = [number for number, job in jobs.items() if number in self._batch and job.rests_until <= now]
+            if number in jobs:
+                jobs[number].is_slow = seconds > _SLOW_S
+                if jobs[number].is_slow:
+                    self._slow_rest_until = now + REST * seconds
+        present = [number for number in jobs if number in self._batch]
+        awake = [number for number in present if not jobs[number].is_slow]
+        if len(awake) < len(present) and (not awake or self._slow_rest_until <= now):
+            turn = min((number for number in present if jobs[number].is_slow), key=lambda number: jobs[number].turn)
+            jobs[turn].turn = now
+            awake.append(turn)
         return awake or None
 
     def _start_apart(self, job: GenerationJob) -> Generation:

@@ -25,8 +25,8 @@ from longdraft.kernels.switches import is_on
 from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted
-from longdraft.speculation.routine import CostClock
 
 WRITES_AHEAD = is_on("WRITES_AHEAD")
 MOST = 8  # tokens

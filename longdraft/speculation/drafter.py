@@ -7,7 +7,7 @@ name in longdraft/drafters/__init__.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -75,68 +75,3 @@ class Drafter(Protocol):
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         """A step is done: `context` ends with `accepted.tokens`, and the cache holds all but the last of them."""
-
-
-@runtime_checkable
-class DecodesPlainly(Protocol):
-    """A drafter that can say how many of the next steps are plain decoding, independently of their outcome."""
-
-    @property
-    def plain_steps(self) -> int:
-        """Number of these steps. Their tokens may be computed ahead, and `observe` then gets no `Accepted.verified`."""
-
-
-@runtime_checkable
-class ReadsPrompt(Protocol):
-    """A drafter with a model of its own that reads the text."""
-
-    def read_prompt(self, context: Context) -> Routine[None]:
-        """Read all of the context but its last token, in forwards of limited size. `begin` comes after this, and reads
-        what was not read, in one go: where a text is cut, and in measurements."""
-
-
-@runtime_checkable
-class HoldsMemory(Protocol):
-    """A drafter with caches of its own."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the caches of this request. Weights, which requests share, are not counted."""
-
-
-@runtime_checkable
-class HasSummary(Protocol):
-    """A drafter with figures of its own for the statistics."""
-
-    def summary(self, num_tokens: int) -> dict[str, Any]:
-        """Figures over the first `num_tokens` observed tokens. Later ones are after the end of the text."""
-
-    def inherit(self, earlier: Any, num_retracted: int) -> None:
-        """Continue the figures of `earlier`, a drafter of the same class and text. The last tokens that it observed,
-        `num_retracted` of them, were taken back."""
-
-
-@runtime_checkable
-class ReadsText(Protocol):
-    """A drafter whose drafts depend on the text alone and need no forwards: any time is good for one."""
-
-    reads_text_only: bool
-
-
-@runtime_checkable
-class ReadsStates(Protocol):
-    """A drafter that reads states of the target, which forwards have to copy for it."""
-
-    def follow(self, is_wanted: bool) -> None:
-        """Whether forwards copy these states from now on. After a gap the drafter reads on after it, and drafts nothing
-        before the state of the text's last row is known."""
-
-
-def plain_steps_of(drafter: Drafter) -> int:
-    """How many of the next steps are plain decoding for certain."""
-    return drafter.plain_steps if isinstance(drafter, DecodesPlainly) else 0
-
-
-def memory_of(drafter: Drafter) -> int:
-    """Bytes of the drafter's own caches; 0 if it has none."""
-    return drafter.nbytes if isinstance(drafter, HoldsMemory) else 0

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from longdraft.model.transformer import ForwardRequest, chain_rows
 from longdraft.parallel import SingleProcess
-from longdraft.speculation.drafter import ReadsPrompt, Verified
+from longdraft.speculation.abilities import ReadsPrompt
+from longdraft.speculation.drafter import Verified
 from longdraft.speculation.reuse import DEVICE_CHUNK, DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
 from longdraft.speculation.routine import Routine
 from longdraft.speculation.step import Step

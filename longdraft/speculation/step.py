@@ -22,8 +22,9 @@ from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
+from longdraft.speculation.abilities import plain_steps_of
 from longdraft.speculation.ahead import PlainAhead
-from longdraft.speculation.drafter import Accepted, Drafter, Verified, plain_steps_of
+from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.logprobs import path_logprobs
 from longdraft.speculation.reuse import PREFILL_CHUNK
 from longdraft.speculation.routine import Routine

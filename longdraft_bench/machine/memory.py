@@ -33,7 +33,7 @@ from longdraft.kernels.cpu import native
 from longdraft.report.table import Table
 from longdraft.report.turns import Record
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.speculation.drafter import memory_of
+from longdraft.speculation.abilities import memory_of
 from longdraft.system import machine
 from longdraft.text.tokenizer import Tokenizer
 

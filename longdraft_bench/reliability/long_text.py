@@ -17,7 +17,7 @@ import numpy as np
 
 from longdraft.engine.loading import load
 from longdraft.report.turns import Record
-from longdraft.speculation.drafter import memory_of
+from longdraft.speculation.abilities import memory_of
 from longdraft_bench.reliability.kills import PROMPT, params
 
 MOST_BYTES_PER_TOKEN = 200  # beyond the caches

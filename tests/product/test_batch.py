@@ -16,6 +16,7 @@ from threading import Timer
 import pytest
 
 import longdraft
+from helpers.extents import extent
 from helpers.jobs import ROWS, put, records, sorted_lines, stop_after, write_row, writers
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import job_files
@@ -118,15 +119,16 @@ def test_worker_processes_write_the_same_records_after_one_is_killed(job, tmp_pa
     assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
 
 
-def test_texts_written_in_a_batch_equal_texts_written_alone(job, tmp_path):
+@pytest.mark.parametrize("batch_size, workers", extent([(3, 0), (8, 0), (2, 2)], [(3, 0)]))
+def test_texts_written_in_a_batch_equal_texts_written_alone(job, tmp_path, batch_size, workers):
+    """workers: processes; 0: the one of the test"""
     rows = put(tmp_path / "in.jsonl", [*ROWS, "{", {**ROWS[0], "id": "far", "prompt": [10**6]}])
     run(rows, tmp_path / "one.jsonl", job, in_process)
-    for batch_size, execute in ((3, in_process), (8, in_process), (2, worker_processes(2))):
-        output = tmp_path / f"{batch_size}.jsonl"
-        with suppress(Interrupted):
-            run(rows, output, replace(job, batch_size=batch_size), execute, check=stop_after(25))
-        run(rows, output, replace(job, batch_size=batch_size), execute)
-        assert sorted_lines(output) == sorted_lines(tmp_path / "one.jsonl"), batch_size
+    execute, output = worker_processes(workers) if workers else in_process, tmp_path / "together.jsonl"
+    with suppress(Interrupted):
+        run(rows, output, replace(job, batch_size=batch_size), execute, check=stop_after(25))
+    run(rows, output, replace(job, batch_size=batch_size), execute)
+    assert sorted_lines(output) == sorted_lines(tmp_path / "one.jsonl")
 
 
 def test_a_row_that_repeatedly_ends_its_worker_becomes_an_error_record(job, tmp_path):

@@ -14,6 +14,7 @@ from transformers.generation.streamers import TextIteratorStreamer
 
 import longdraft
 from helpers.checkpoints import make_checkpoint, make_heads
+from helpers.extents import extent
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError, UsageError
 
@@ -30,8 +31,7 @@ def theirs(model, **options):
     return model.generate(torch.tensor([PROMPT]), **options)[0].tolist()
 
 
-@pytest.mark.parametrize("drafter", ["plain", "auto", *(pytest.param(name, marks=pytest.mark.full)
-                                                        for name in ("suffix", "magicdec"))])
+@pytest.mark.parametrize("drafter", extent(["plain", "auto", "suffix", "magicdec"], ["auto"]))
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"min_new_tokens": 40}])
 def test_greedy_texts_equal_those_of_transformers(model, drafter, options):
     options = {"max_new_tokens": 60, "do_sample": False, **options}

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.extents import extent
 from helpers.processes import Fork, run_code, run_longdraft
 from longdraft.__main__ import run
 from longdraft.journal.format import FILE, read_journal
@@ -38,8 +39,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-@pytest.mark.parametrize("number, status", [
-    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_prints_the_resume_command_and_the_resumed_text_is_unchanged(uncut, tmp_path, number, status):
     journal, output = tmp_path / "a journal", tmp_path / "text"
     work = Fork(tmp_path / "work", run_longdraft, *WRITE, "--journal", journal, "--output", output)
@@ -150,7 +151,7 @@ def finished(tmp_path_factory) -> Path:
     return journal
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", extent(MISTAKES, [*MISTAKES][::3]))
 def test_a_usage_error_prints_one_line_and_exits_with_status_2(mistake, finished, tiny, capfd, tmp_path):
     (tmp_path / "file").write_text("")
     arguments, message = MISTAKES[mistake]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -18,6 +20,7 @@ import torch
 from helpers import serving
 from longdraft import kernels
 from longdraft.checkpoint.sizing import LARGEST_TREE
+from longdraft.request.sampling_params import SamplingParams
 from longdraft.server import scheduler
 from longdraft.server.jobs import EventQueue
 from longdraft.server.prepare import Preparer
@@ -61,14 +64,53 @@ def test_a_text_whose_own_work_is_long_rests_while_others_are_written_and_is_the
     assert texts == [serving.written(engine, "The ship", seed=i, max_new_tokens=30) for i in range(4)]
 
 
-def test_the_text_with_long_work_takes_part_in_rounds_that_have_no_other():
-    jobs = {1: SimpleNamespace(rests_until=0.0), 2: SimpleNamespace(rests_until=0.0)}
-    batch = type("Batch", (dict,), {"own_seconds": {1: 0.1, 2: 0.001}})
-    resting = SimpleNamespace(_batch=batch({1: None, 2: None}))
-    assert Scheduler._awake(resting, jobs) == [2]
-    assert jobs[1].rests_until > time.monotonic() + 0.1
-    del jobs[2]
-    assert Scheduler._awake(resting, jobs) is None
+def batch_of(own_seconds):
+    return type("Batch", (dict,), {"own_seconds": own_seconds})(dict.fromkeys(own_seconds))
+
+
+def test_texts_with_long_work_take_turns_and_rest_while_others_are_written():
+    jobs = {number: SimpleNamespace(is_slow=False, turn=0.0) for number in range(4)}
+    resting = SimpleNamespace(_batch=batch_of({0: 0.001, 1: 0.1, 2: 0.2, 3: 0.1}), _slow_rest_until=0.0)
+    assert Scheduler._awake(resting, jobs) == [0]
+    assert resting._slow_rest_until > time.monotonic() + 0.1
+    met = []
+    for _ in range(6):
+        resting._batch.own_seconds = {0: 0.001}
+        resting._slow_rest_until = 0.0
+        fast, slow = Scheduler._awake(resting, jobs)
+        met.append(slow)
+        assert fast == 0
+    assert met == [1, 2, 3, 1, 2, 3]
+    resting._batch.own_seconds = {0: 0.001, 2: 0.001}  # its work is short again
+    resting._slow_rest_until = math.inf
+    assert Scheduler._awake(resting, jobs) == [0, 2]
+
+
+def test_a_text_with_long_work_takes_part_in_rounds_that_have_no_other():
+    jobs = {1: SimpleNamespace(is_slow=True, turn=0.0)}
+    resting = SimpleNamespace(_batch=batch_of({1: 0.1}), _slow_rest_until=math.inf)
+    assert Scheduler._awake(resting, jobs) == [1]
+
+
+def test_texts_with_a_grammar_leave_memory_and_slow_texts_leave_places_to_others():
+    def job(num_bytes, grammar=None, is_slow=False):
+        params = SamplingParams(structured_outputs=("regex", grammar) if grammar else ())
+        return SimpleNamespace(num_bytes=num_bytes, params=params, is_slow=is_slow)
+
+    def scheduler_of(running, waiting):
+        here = SimpleNamespace(_settings=SimpleNamespace(max_running=4, memory_bytes=100), _running=running,
+                               _waiting=waiting, _reserved=sum(each.num_bytes for each in running))
+        here._fits = partial(Scheduler._fits, here)
+        return here
+
+    grammars, plain = [job(30, "a+") for _ in range(3)], job(10)
+    assert Scheduler._next(scheduler_of(grammars[:1], [grammars[2], plain])) is grammars[2]
+    assert Scheduler._next(scheduler_of(grammars[:2], [grammars[2], plain])) is plain
+    assert Scheduler._next(scheduler_of(grammars[:2], [grammars[2], job(50)])) is None
+    assert Scheduler._next(scheduler_of([], [job(100, "a+")])).num_bytes == 100
+    slow = [job(1, "a+", is_slow=True) for _ in range(6)]
+    assert Scheduler._next(scheduler_of([*slow, job(1)], [plain])) is plain
+    assert Scheduler._next(scheduler_of([*slow, job(1), job(1)], [plain])) is None
 
 
 def test_a_short_text_does_not_wait_for_a_long_one(server):

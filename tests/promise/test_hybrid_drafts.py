@@ -15,6 +15,7 @@ from torch import Tensor
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, params_of, prompt_of
+from helpers.extents import extent
 from helpers.families import make_hybrid
 from helpers.generation import by_name, generate
 from longdraft.model.transformer import Transformer
@@ -60,7 +61,7 @@ def drafting(engine: longdraft.Engine, draft: Path, options: str, **more: object
     return engine.with_drafter("draft-model", OPTIONS[options] | dict(model=str(draft)) | more)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", extent(OPTIONS, ["full"]))
 def test_texts_of_a_batch_are_the_plain_ones(engine, expected, folders, options):
     """Requests begin and end at different times, and one is cancelled."""
     drafted = drafting(engine, folders / "draft", options)
@@ -79,7 +80,7 @@ def test_texts_of_a_batch_are_the_plain_ones(engine, expected, folders, options)
     assert all(found[text] == expected[place] for text, place in places.items())
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", extent(OPTIONS, ["window"]))
 def test_texts_resumed_from_a_journal_are_the_plain_ones(engine, expected, folders, tmp_path, options):
     """Cut again and again, with a hybrid, plain decoding and another window in turn."""
     writers = [drafting(engine, folders / "draft", options), engine, drafting(engine, folders / "draft", "window",
@@ -112,7 +113,7 @@ def test_a_hybrid_that_drafts_for_itself_is_always_right(folders, tmp_path):
         assert stats["mean_accepted_length"] > 4.2, stats  # of 5; the last step of a text is shorter
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", extent(OPTIONS, ["window"]))
 def test_texts_without_banned_phrases_are_the_plain_ones(engine, folders, options):
     """The text goes back, and the draft model with it."""
     text = "".join(event.text for event in engine.generate(PROMPTS[1], params(3)))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
+from helpers.extents import extent
 from helpers.generation import NoCache, TableModel, TreeDrafter
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -108,7 +109,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("settings", MORE)
+@pytest.mark.parametrize("settings", extent(MORE, MORE[1:]))
 def test_texts_with_penalties_by_path_follow_their_law(settings):
     params = SamplingParams(temperature=1.2, **settings)
     counts = np.zeros(VOCAB * VOCAB)
@@ -118,6 +119,7 @@ def test_texts_with_penalties_by_path_follow_their_law(settings):
     assert departure(counts, pair_law(params)) > ALPHA
 
 
+@pytest.mark.full
 def test_xtc_excludes_top_choices_as_often_as_its_coin_says():
     """Either all tokens can be chosen, or those without the top choices but the least likely of them."""
     params = SamplingParams(xtc_probability=0.4, xtc_threshold=0.15)
@@ -160,6 +162,7 @@ def test_the_published_verification_rule_fails_this_test():
     assert counts[1] / SEEDS > 1.5 * next_law(PROMPT, params)[1]  # the much-tried token comes far too often
 
 
+@pytest.mark.full
 def test_the_published_rule_fails_a_small_counterexample():
     """A fair coin and the leaves (A, A), (A, B): the published rule writes A three times out of four."""
     tree = from_paths(0, [(0, 0), (0, 1)], "test")

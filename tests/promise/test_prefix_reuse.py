@@ -12,6 +12,7 @@ import longdraft
 from helpers.block import block_of
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, READING, SETTINGS, batch_params, prompt_of
+from helpers.extents import extent
 from helpers.families import make_hybrid
 from longdraft import kernels
 from longdraft.cache.full import FullCache
@@ -79,8 +80,8 @@ def test_every_drafter_writes_the_same_text_cold_and_warm(tiny, drafter):
     assert warm.reuse.cached_tokens == len(longer) - 1 - 128
 
 
-@pytest.mark.parametrize("seed, cache_ram", [(0, 3), *(pytest.param(*case, marks=pytest.mark.full)
-                                                      for case in ((1, 8), (5, 30)))])
+@pytest.mark.full
+@pytest.mark.parametrize("seed, cache_ram", [(0, 3), (1, 8), (5, 30)])
 def test_random_trees_of_prompts_evictions_and_cancelled_texts(folder, seed, cache_ram):
     """Alone and in batches; the tree has room for a few of the texts only."""
     pick = random.Random(seed)
@@ -118,7 +119,7 @@ def hybrid(tmp_path_factory):
     return where
 
 
-@pytest.mark.parametrize("drafter", ["plain", "auto", "suffix", "magicdec"])
+@pytest.mark.parametrize("drafter", extent(["plain", "auto", "suffix", "magicdec"], ["plain", "magicdec"]))
 def test_texts_of_a_hybrid_continue_from_kept_states(hybrid, drafter):
     """The same prompt again, its text continued, and texts with a short and a long common beginning."""
     engine = longdraft.load(str(hybrid), drafter=drafter, cache_ram=100)

@@ -19,6 +19,7 @@ import longdraft
 from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from helpers.eagle import make_eagle
 from helpers.equality import DRAFTERS, prompt_of
+from helpers.extents import extent
 from helpers.families import make_hybrid
 from helpers.processes import Fork, run_code, wait_for
 from longdraft.errors import UsageError
@@ -135,7 +136,7 @@ def test_a_text_of_a_hybrid_goes_on_from_the_states_of_its_last_full_block(hybri
     assert resumed(engine, tmp_path / "j", whole) == 2 * STORE_BLOCK
 
 
-@pytest.mark.parametrize("part", ["matrix", "history"])
+@pytest.mark.parametrize("part", extent(["matrix", "history"], ["matrix"]))
 def test_wrong_states_of_a_snapshot_cost_time_only(hybrid, tmp_path, part, monkeypatch):
     model, cut, whole = hybrid
     shutil.copytree(cut, tmp_path / "j")
@@ -307,6 +308,7 @@ def test_a_discarded_snapshot_and_the_prefix_tree(folder, journal, whole):
     assert generation.reuse.cached_tokens > 600
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("of", [lambda x: x.float(), lambda x: x[:1], lambda x: x[:, :, :9]],
                          ids=["dtype", "layers", "rows"])
 def test_blocks_of_other_shapes_are_not_used(engine, journal, whole, of):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import longdraft
+from helpers.extents import extent
 from helpers.thinkers import OPENING_TEMPLATE, TOKENS, make_thinker
 from longdraft.errors import UsageError
 from longdraft.journal import format as form
@@ -326,8 +327,9 @@ def write_from(engine, prompt, params) -> list[int]:
     return text_of(engine.generate(prompt, params))[0]
 
 
-@pytest.mark.parametrize("choice", ["required", "auto"])
-@pytest.mark.parametrize("closed_by", ["budget", "reserve", "model"])
+@pytest.mark.parametrize("choice, closed_by", extent(
+    [(choice, closed_by) for choice in ("required", "auto") for closed_by in ("budget", "reserve", "model")],
+    [("required", "budget"), ("auto", "model")]))
 def test_calls_come_after_a_thought_that_is_closed(caller, tmp_path, choice, closed_by):
     """One thought, then what the grammar allows: no second thought, though the model is drawn to it."""
     pytest.importorskip("llguidance")

@@ -17,7 +17,8 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation import ahead
 from longdraft.speculation.ahead import PlainAhead
-from longdraft.speculation.routine import CostClock, run_alone
+from longdraft.speculation.cost_clock import CostClock
+from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
 
 NEW = 24

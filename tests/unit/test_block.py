@@ -23,6 +23,7 @@ from helpers.block import (
 )
 from helpers.checkpoints import HIDDEN, VOCAB, load, make_checkpoint
 from helpers.equality import prompt_of
+from helpers.extents import extent
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.cache.taps import TappedRows
@@ -39,6 +40,7 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 
+WARM = dict(temperature=1.0, min_p=0.05, repetition_penalty=1.2, penalty_window=20)
 SHAPES = {
     "DFlash": {},
     "causal, as JetSpec": dict(causal=True),
@@ -349,8 +351,7 @@ def test_readings_that_the_file_leaves_open_are_tried_and_its_own_words_kept(tin
 # Texts.
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("settings", [
-    dict(temperature=0.0), dict(temperature=1.0, min_p=0.05, repetition_penalty=1.2, penalty_window=20)])
+@pytest.mark.parametrize("settings", extent([dict(temperature=0.0), WARM], [WARM]))
 def test_the_text_is_that_of_plain_decoding(tiny, tmp_path, shape, settings):
     model = load(tiny["gqa"])
     head = make_block(tmp_path, model, **SHAPES[shape])

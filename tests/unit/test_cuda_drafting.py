@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
+from helpers.extents import extent
 from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.checkpoint import config_file
@@ -129,7 +130,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.parametrize("law, path, length, width, end", CHAINS)
+@pytest.mark.parametrize("law, path, length, width, end", extent(CHAINS, CHAINS[2:]))
 def test_a_chain_on_the_device_is_the_chain_of_single_steps(model, prompt, law, path, length, width, end, monkeypatch):
     """Guesses, leads, and the keys and values in the partial cache, to the bit; the host waits for the device once."""
     waits = []

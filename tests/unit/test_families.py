@@ -71,12 +71,14 @@ def test_every_kernel_agrees_with_the_reference_and_with_itself(made, name):
             torch.testing.assert_close(together, reference, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_reads_rows_together_as_one_by_one(made, dtype):
     model, tokens = load(made.folder, dtype, "reference"), prompt_of(30)
     assert torch.equal(logits_of(model, tokens, 30), logits_of(model, tokens, 1))
 
 
+@pytest.mark.full
 def test_greedy_texts_are_those_of_transformers(made):
     prompt = prompt_of(90)
     params = SamplingParams(max_new_tokens=100, temperature=0.0)

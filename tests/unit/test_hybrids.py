@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import longdraft
 from helpers.checkpoints import load, make_heads
 from helpers.equality import DRAFTERS, prompt_of
+from helpers.extents import extent
 from helpers.families import logits_of, make_family, make_hybrid
 from helpers.family_checks import check_one_call
 from helpers.generation import by_name, generate
@@ -68,7 +69,7 @@ def test_the_compiled_rule_is_that_of_the_definition(name, shape):
 
 
 @pytest.mark.parametrize("settings", [dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2), dict(temperature=0.0)])
-@pytest.mark.parametrize("target", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("target", extent(["llama", "qwen3_5"], ["qwen3_5"]))
 def test_a_smaller_hybrid_drafts(tmp_path, target, settings):
     """On all of the text and on windows that move, for a hybrid and for a model without states."""
     make_family(tmp_path / "target", target)
@@ -107,7 +108,7 @@ def test_a_text_that_was_cut_has_the_states_of_its_rows(tmp_path):
         assert torch.equal(ours.matrix, theirs.matrix) and torch.equal(ours.history, theirs.history)
 
 
-@pytest.mark.parametrize("drafter", LOADED)
+@pytest.mark.parametrize("drafter", extent(LOADED, ["magicdec"]))
 def test_texts_without_banned_phrases_are_the_plain_ones(tmp_path, drafter):
     make_hybrid(tmp_path)
     engine, settings = longdraft.load(str(tmp_path), drafter="plain"), dict(max_new_tokens=40, seed=3, ignore_eos=True)

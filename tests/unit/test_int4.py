@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.checkpoints import load
-from helpers.equality import DRAFTERS, factory_of, params_of, prompt_of
+from helpers.equality import DRAFTERS, READING, factory_of, params_of, prompt_of
+from helpers.extents import extent
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.kernels.cpu import kernels as cpu
@@ -135,7 +136,7 @@ def plain(quantised):
             for name in ("greedy, penalty", "paper")}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", extent(DRAFTERS, READING.values()))
 def test_every_drafter_writes_the_plain_text_of_the_int4_model(quantised, plain, drafter):
     model, another, folder = quantised
     factory = factory_of(drafter, model, another, folder)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, factory_of, params_of, prompt_of
+from helpers.extents import extent
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.__main__ import run
@@ -108,7 +109,7 @@ def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, p
 
 
 @every_kernel
-@every_dtype
+@pytest.mark.parametrize("dtype", extent(["float32", "bfloat16"], ["bfloat16"]))
 def test_speculative_equals_plain_for_an_untied_biased_model_on_every_kernel(tmp_path_factory, name, dtype):
     folder = tmp_path_factory.mktemp("int8")
     make_checkpoint(folder, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, num_key_value_heads=2)

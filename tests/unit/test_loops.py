@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import longdraft
+from helpers.extents import extent
 from longdraft.checkpoint import hub
 from longdraft.request import loops
 from longdraft.request.loops import LEAST_LOOP, PERIODS, REPEATS, WINDOW, FullAcceptance, LoopGuard
@@ -71,7 +72,7 @@ def periods_by_token(tokens) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", extent(range(3), [0]))
 def test_periods_are_found_at_the_token_where_counting_at_each_token_finds_them(seed):
     """Loops of several periods that begin, are interrupted and begin again, longer than the held tokens."""
     chance = random.Random(seed)
@@ -171,6 +172,7 @@ def engines():
 GREEDY = dict(max_new_tokens=1500, temperature=0.0, seed=0)  # the bundled model soon loops with greedy decoding
 
 
+@pytest.mark.full
 def test_a_looping_text_ends_at_the_same_token_with_every_drafter(engines):
     ends = set()
     for engine in engines.values():

@@ -40,6 +40,13 @@ def folder(tmp_path_factory) -> Path:
     make_heads(root / "llama" / "heads", base)
     make_glide(root / "llama" / "glide", root / "llama")
     make_eagle(root / "llama" / "eagle", vocab=322)
+    return root
+
+
+@pytest.fixture(scope="module")
+def models(folder) -> Path:
+    """The folder, with models of other kinds."""
+    root = folder
     make_checkpoint(root / "small", seed=8, hidden_size=24, num_hidden_layers=1)
     make_family(root / "phi3", "phi3, longrope, part", num_key_value_heads=4, tie_word_embeddings=False)
     make_family(root / "qwen2", "qwen2", num_key_value_heads=4)
@@ -58,7 +65,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("size, plan", [(2, "few drafters"), *(
     pytest.param(*each, marks=pytest.mark.full)
     for each in ((4, "few drafters"), (2, "every drafter"), (2, "hybrids"), (2, "experts")))])
-def test_every_drafter_writes_the_plain_text_at_each_degree(folder, tmp_path, size, plan):
+def test_every_drafter_writes_the_plain_text_at_each_degree(request, tmp_path, size, plan):
+    folder = request.getfixturevalue("folder" if plan == "few drafters" else "models")
     started = start_ranks(size, tmp_path, ranks.main, folder, tmp_path / "journals", plan)
     ends = [process.wait(240) for process in started]
     assert ends == [0] * size, "\n".join(process.stderr for process in started)
@@ -190,11 +198,12 @@ def test_memory_that_runs_out_on_a_rank_is_not_another_ranks_fault(monkeypatch, 
     ("llama", 3, "none", "num_key_value_heads is 4, which is not a multiple of it; allowed: 1, 2, 4"),
     ("llama", 8, "none", "num_key_value_heads is 4"),
     ("llama", 2, "int8", "quantised to int8 cannot be divided"),
-    ("olmo2", 2, "none", "over all heads at once"),
-    ("qwen3_5", 4, "none", "num_key_value_heads is 2, which is not a multiple of it; allowed: 1, 2$"),
-    ("small-hybrid", 2, "none", "num_key_value_heads is 1, which is not a multiple of it; allowed: 1$"),
-])
-def test_what_cannot_be_shared_is_refused_with_the_reason(folder, name, size, quantize, complaint):
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (
+        ("olmo2", 2, "none", "over all heads at once"),
+        ("qwen3_5", 4, "none", "num_key_value_heads is 2, which is not a multiple of it; allowed: 1, 2$"),
+        ("small-hybrid", 2, "none", "num_key_value_heads is 1, which is not a multiple of it; allowed: 1$")))])
+def test_what_cannot_be_shared_is_refused_with_the_reason(request, name, size, quantize, complaint):
+    folder = request.getfixturevalue("folder" if name == "llama" else "models")
     with pytest.raises(ModelError, match=complaint):
         shard_config(config_file.read_config(folder / name), Shard(0, size), quantize)
 

@@ -23,8 +23,9 @@ from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, chain
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
-from longdraft.speculation.routine import CostClock, atomic, run_alone
+from longdraft.speculation.routine import atomic, run_alone
 from longdraft.speculation.step import Step, Tally, Timings
 
 log = logging.getLogger(__name__)

@@ -44,16 +44,10 @@ from longdraft.parts.draft_copy import check_draft_weights
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, root_only
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import (
-    Accepted,
-    Drafter,
-    ReadsPrompt,
-    ReadsStates,
-    ReadsText,
-    Verified,
-    memory_of,
-)
-from longdraft.speculation.routine import CostClock, Routine, run_alone
+from longdraft.speculation.abilities import ReadsPrompt, ReadsStates, ReadsText, memory_of
+from longdraft.speculation.cost_clock import CostClock
+from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.routine import Routine, run_alone
 
 
 @dataclass(frozen=True)

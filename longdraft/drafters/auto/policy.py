@@ -16,8 +16,8 @@ from longdraft.drafters.auto.shared import MOVING_RATE, Candidate, Rating, Share
 from longdraft.drafters.auto.step_costs import StepCosts
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree
+from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.decayed_rate import DecayedRate
-from longdraft.speculation.routine import CostClock
 
 _NOISE = 0.05  # of a step: a draft that takes less does not tell that its costs are off
 

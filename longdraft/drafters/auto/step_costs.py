@@ -6,7 +6,7 @@ import numpy as np
 
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.drafters.auto.shared import SharedStatistics
-from longdraft.speculation.routine import CostClock
+from longdraft.speculation.cost_clock import CostClock
 
 _ROWS = np.arange(1 + AUTO_SETTINGS.max_rows, dtype=np.float64)
 _SIZES = np.array([rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)])  # forwards of a size share a pace
