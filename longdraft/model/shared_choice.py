@@ -19,7 +19,7 @@ from longdraft.kernels.switches import is_on
 from longdraft.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from longdraft.kernels.cuda.choices import Choices, LogitsSource, TextTree
+    from longdraft.kernels.cuda.choices import LogitsSource, TextChoices, TextTree
 
 SHARES_CHOICES = is_on("SHARES_CHOICES")  # False: each text's tokens are chosen by its own launches
 Walk = tuple[list[int], list[int]]  # what `longdraft.speculation.verify.verify` returns
@@ -50,7 +50,7 @@ class SharedTextChoices:
     def __init__(self, source: LogitsSource | None) -> None:
         """source: of the model; None: it has none, and no choice is shared."""
         self._source = source
-        self._choices: Choices | None = None
+        self._choices: TextChoices | None = None
 
     def of(self, choices: Sequence[TextChoice | None], caches: Sequence[KVCache], counts: Sequence[int],
            hidden: Tensor, k: Tensor, v: Tensor) -> list[Walk | None]:
@@ -73,9 +73,9 @@ class SharedTextChoices:
             hidden = torch.cat([hidden[rows] for rows in own])
             k, v = (torch.cat([part[:, rows] for rows in own], 1) for part in (k, v))
         if self._choices is None:
-            from longdraft.kernels.cuda.choices import Choices
+            from longdraft.kernels.cuda.choices import TextChoices
 
-            self._choices = Choices()
+            self._choices = TextChoices()
         trees = [choice.of_text(cache.stores) for _, choice, cache in found]
         made = self._choices.run(self._source, hidden, k, v, trees)
         for (text, _, cache), walk in zip(found, made, strict=True):

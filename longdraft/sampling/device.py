@@ -46,7 +46,7 @@ class DeviceSampler:
         return kernels.is_device and not (restricts or params.has_path_penalties or others.needs_sums)
 
     def __init__(self, params: SamplingParams, banned: Sequence[int], kernels: Kernels) -> None:
-        from longdraft.kernels.cuda.choices import Choices  # needs Triton
+        from longdraft.kernels.cuda.choices import TextChoices  # needs Triton
         from longdraft.kernels.cuda.device_text import ChoiceRules, DeviceText
         from longdraft.kernels.cuda.ranker import RequestDrafts
         from longdraft.kernels.cuda.support import FilterRules
@@ -58,7 +58,7 @@ class DeviceSampler:
                             params.seed or 0, tuple(banned), params.logit_bias)
         self._params = params
         self.device = kernels.device
-        self._held, self._choices = DeviceText(rules, kernels.device), Choices()
+        self._held, self._choices = DeviceText(rules, kernels.device), TextChoices()
         self._drafts = RequestDrafts(self._held, kernels)
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:

@@ -22,7 +22,7 @@ from longdraft.checkpoint import config_file
 from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.kernels.cuda import choices
-from longdraft.kernels.cuda.choices import Choices, Chosen
+from longdraft.kernels.cuda.choices import Chosen, TextChoices
 from longdraft.model import shared_choice as model_choice
 from longdraft.model.transformer import ForwardRequest, Transformer
 from longdraft.request.context import Context
@@ -97,8 +97,8 @@ def run_together(texts: list[Text], rounds: int) -> None:
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets the number of texts of each shared choice from now on."""
     counts: list[int] = []
-    run = Choices.run
-    monkeypatch.setattr(Choices, "run", lambda self, source, hidden, k, v, trees: (
+    run = TextChoices.run
+    monkeypatch.setattr(TextChoices, "run", lambda self, source, hidden, k, v, trees: (
         counts.append(len(trees)), run(self, source, hidden, k, v, trees))[1])
     return counts
 

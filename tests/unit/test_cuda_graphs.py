@@ -17,7 +17,7 @@ from helpers.cuda_kernels import DEVICE, HAS_CUDA, kernels, rows_of
 from helpers.recorded_graphs import RecordedGraphs
 from longdraft.kernels.cuda import choices as choices_module
 from longdraft.kernels.cuda import graph_cache
-from longdraft.kernels.cuda.choices import Choices, LogitsSource, TextTree
+from longdraft.kernels.cuda.choices import LogitsSource, TextChoices, TextTree
 from longdraft.kernels.cuda.device_text import ChoiceRules, DeviceText
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kernels import CudaKernels
@@ -49,7 +49,7 @@ def path_of(text: DeviceText, rows: int) -> TextTree:
     return TextTree(text, np.zeros(0, dtype=np.int32), [3] * rows, range(-1, rows - 1), 50, 0)
 
 
-def chosen(choices: Choices, text: DeviceText, source: LogitsSource, rows: int, seed: int) -> list[int]:
+def chosen(choices: TextChoices, text: DeviceText, source: LogitsSource, rows: int, seed: int) -> list[int]:
     hidden = rows_of(rows, HIDDEN, seed=seed)
     tokens: list[int] = choices.launch(source, hidden, [path_of(text, rows)]).choices.tolist()
     return tokens
@@ -58,8 +58,8 @@ def chosen(choices: Choices, text: DeviceText, source: LogitsSource, rows: int, 
 def test_log_probabilities_of_many_numbers_of_rows_leave_the_graphs_of_choices_valid():
     """They need buffers, of which a request keeps the latest ones. A graph ends with its buffers."""
     kernel = kernels()
-    source, choices, text = source_of(kernel), Choices(), text_of(50)
-    expected = [chosen(Choices(), text_of(50), source_of(kernels()), 3, seed) for seed in (5, 6)]
+    source, choices, text = source_of(kernel), TextChoices(), text_of(50)
+    expected = [chosen(TextChoices(), text_of(50), source_of(kernels()), 3, seed) for seed in (5, 6)]
     assert chosen(choices, text, source, 3, 5) == expected[0]
     for rows in range(1, choices_module._MAX_BUFFERS + 2):
         logits = rows_of(rows, VOCAB, seed=rows)
@@ -69,12 +69,12 @@ def test_log_probabilities_of_many_numbers_of_rows_leave_the_graphs_of_choices_v
 
 def test_a_text_that_outgrows_its_memory_has_new_graphs():
     """For a longer window of the penalty, which is as long as the text's memory at most."""
-    source, choices, text = source_of(kernels()), Choices(), text_of(50)
+    source, choices, text = source_of(kernels()), TextChoices(), text_of(50)
     chosen(choices, text, source, 1, 4)
     text.extend(np.full(4100, 7, dtype=np.int32), 50)
     grown = text_of(50)
     grown.extend(np.full(4100, 7, dtype=np.int32), 50)
-    assert chosen(choices, text, source, 1, 5) == chosen(Choices(), grown, source_of(kernels()), 1, 5)
+    assert chosen(choices, text, source, 1, 5) == chosen(TextChoices(), grown, source_of(kernels()), 1, 5)
 
 
 def test_a_store_keeps_its_table_of_addresses_while_it_keeps_its_memory():

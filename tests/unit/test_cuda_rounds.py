@@ -22,7 +22,7 @@ from longdraft.drafters import chain
 from longdraft.kernels import launched
 from longdraft.kernels.cuda import choices, ranker
 from longdraft.kernels.cuda.chain_rows import Chains
-from longdraft.kernels.cuda.choices import Choices
+from longdraft.kernels.cuda.choices import TextChoices
 from longdraft.kernels.cuda.shared_forward import SharedForwards
 from longdraft.kernels.launched import Launched
 from longdraft.request.sampling_params import SamplingParams
@@ -150,10 +150,10 @@ def test_texts_with_filters_draft_and_choose_together(folder, drafter, monkeypat
     laws = dict(top_p=0.9), dict(top_k=12, logit_bias=((5, 2.0),)), dict(eta_cutoff=0.02), dict(temperature=0.0)
     params = [SamplingParams(max_new_tokens=5, seed=seed, ignore_eos=True, **law) for seed, law in enumerate(laws)]
     lengths, drafted, chosen = (30, 9, 41, 22), list[int](), list[int]()
-    launch, run = Chains.launch, Choices.run
+    launch, run = Chains.launch, TextChoices.run
     monkeypatch.setattr(Chains, "launch", lambda self, chains: (
         drafted.append(len(chains)), launch(self, chains))[1])
-    monkeypatch.setattr(Choices, "run", lambda self, source, hidden, k, v, trees: (
+    monkeypatch.setattr(TextChoices, "run", lambda self, source, hidden, k, v, trees: (
         chosen.append(len(trees)), run(self, source, hidden, k, v, trees))[1])
     batch = engine_of(folder, drafter, monkeypatch).batch()
     texts = {batch.add(prompt_of(length), each): list[int]() for length, each in zip(lengths, params, strict=True)}

@@ -103,7 +103,7 @@ class TextTree(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The choices for the trees of a graph, on the device. Valid until the next choice of the same `Choices`.
+    """The choices for the trees of a graph, on the device. Valid until the next choice of the same `TextChoices`.
 
     choices  [R] int32: the token that follows each node, -1 where its logits are not finite
     path     [R] int32: in the rows of each text the rows that the target accepts, from the root down; then the root's
@@ -233,7 +233,7 @@ class ChoiceBuffers:
                                                     **chained(logits.device))
 
 
-class Choices:
+class TextChoices:
     """Chooses tokens, and keeps the memory of the latest numbers of rows and texts."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.kernels.cuda.choices import Choices, TextTree
+from longdraft.kernels.cuda.choices import TextChoices, TextTree
 from longdraft.kernels.cuda.launch import on_device
 from longdraft.kernels.cuda.text_rows import TextNeeds
 
@@ -31,7 +31,8 @@ class RankedMasses:
         self.tokens = 0xFFFFFFFF - (orders & 0xFFFFFFFF)
 
 
-def ranked_masses(choices: Choices, path: TextTree, logits: Tensor, chosen: Sequence[int], num: int) -> RankedMasses:
+def ranked_masses(choices: TextChoices, path: TextTree, logits: Tensor, chosen: Sequence[int],
+                  num: int) -> RankedMasses:
     """For the rows of a path. Overwrites logits [R, V] float32, and waits for the device.
 
     choices  whose memory is used
