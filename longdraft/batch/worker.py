@@ -25,9 +25,8 @@ from longdraft.journal.writer import is_being_written, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.stream import TextStream
-from longdraft.text.tools.forms import GENERIC, ToolForm, find_form, template_messages
-from longdraft.text.tools.grammar import ToolGrammar
-from longdraft.text.tools.reader import ToolAnswers, WholeAnswer, put_together
+from longdraft.text.tools.model_tools import ModelTools
+from longdraft.text.tools.reader import WholeAnswer, put_together
 
 log = logging.getLogger(__name__)
 _BUSY_JOURNAL_S = 30.0  # how long to wait for the row's previous worker to exit
@@ -183,17 +182,15 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         """The parts of a row's text. Only those of OpenAI's chats are apart."""
         if request.kind != "chat":
             return WholeAnswer("", text, [])
-        tokenizer = self._engine.tokenizer
-        answers = ToolAnswers(self._tool_form if request.tools else GENERIC, tokenizer,
-                              self._engine.loaded.answer_format, request.tools)
         tokens = generation.tokens.tolist()
-        stream = TextStream(tokenizer, generation.params, self._engine.model.config.eos_token_ids)
+        stream = TextStream(self._engine.tokenizer, generation.params, self._engine.model.config.eos_token_ids)
         pieces = stream.push(tokens).pieces
+        answers = self._tools.answers(request.tools)
         return put_together(answers.whole(generation.prompt, tokens, pieces, generation.params.seed))
 
     @cached_property
-    def _tool_form(self) -> ToolForm:
-        return find_form(self._engine.tokenizer.chat_template)
+    def _tools(self) -> ModelTools:
+        return ModelTools(self._engine.tokenizer, self._engine.loaded.answer_format)
 
     def _checked(self, request: BatchRequest) -> tuple[list[int], SamplingParams]:
         """The row's token ids and settings, checked against the model."""
@@ -202,16 +199,14 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         prompt, tools = request.prompt, request.tools
         if request.is_chat:
             effort = engine.effort(params, request.chat_options)
-            if tools or any(message.get("tool_calls") for message in prompt):
-                prompt = template_messages(self._tool_form, prompt, tools)
-            prompt = engine.chat(prompt, effort.variables, tools=tools.definitions if tools else None)
-            params = effort.applied(params)
-        if tools:
-            grammar = ToolGrammar.of(self._tool_form, engine.tokenizer, self._engine.loaded.answer_format)
-            params = grammar.applied(params, tools, engine.encode(prompt))
+            text = self._tools.prompt(prompt, tools, effort.variables)
+            prompt = engine.tokenizer.encode(text, add_special_tokens=False)
+            params = self._tools.applied(effort.applied(params), tools, prompt)
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))
-        return engine.check_request(prompt, params), engine.loaded.with_closing(params)
+        ids = engine.encode(prompt)
+        params = engine.loaded.completed(params, ids)
+        return engine.check_request(ids, params), params
 
     def _generation(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
         """Start the text or resume its journal. The row's previous worker may still be exiting."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from longdraft.engine.engine import Engine
     from longdraft.engine.generation import Generation
     from longdraft.request.events import Event
-    from longdraft.text.tools.grammar import ToolGrammar
+    from longdraft.text.tools.model_tools import ModelTools
     from longdraft.text.tools.reader import Call, Part, ToolAnswers, ToolReader
 
 _HELP = """\
@@ -67,20 +67,15 @@ def chat(
     check(tool_form in FORM_NAMES, "--tool-form", tool_form, ", ".join(FORM_NAMES))
     check(request is not None or tool_form == "auto", "--tool-form", tool_form, "auto without --tools")
     from longdraft.cli.display import load_with_bar
-    from longdraft.text.tools.forms import GENERIC, find_form
-    from longdraft.text.tools.grammar import ToolGrammar
-    from longdraft.text.tools.reader import ToolAnswers
+    from longdraft.text.tools.model_tools import ModelTools
 
     engine = load_with_bar(loading, quiet=quiet)
     params = engine.params(**sampling)
     effort = engine.effort(params, chat_options)
     params = effort.applied(params)
-    thinking, form, grammar = engine.loaded.answer_format, GENERIC, None
-    if request is not None:
-        form = find_form(engine.tokenizer.chat_template, tool_form)
-        grammar = ToolGrammar.of(form, engine.tokenizer, thinking)
-    answers = ToolAnswers(form, engine.tokenizer, thinking if reasoning_format == "auto" or request else None, request)
-    conversation = Conversation(engine, params, system, effort.variables, answers, grammar)
+    model = ModelTools(engine.tokenizer, engine.loaded.answer_format, tool_form)
+    answers = model.answers(request, shows_thinking=reasoning_format == "auto")
+    conversation = Conversation(engine, params, system, effort.variables, model, answers)
     first = conversation.prompt(_user("Hello"))  # fail before the first message without a template, an unknown option
     conversation.settings(engine.encode(first))
     options.print_model_defaults(params, quiet=quiet)
@@ -110,8 +105,8 @@ def _user(text: str) -> list[dict[str, Any]]:
 class Conversation:
     """The messages so far, and the generation of the next answer.
 
+    model    how the model calls functions
     answers  how answers show their thinking and calls
-    grammar  of answers with calls, if the model has tools
     waiting  calls without a result
     """
 
@@ -119,8 +114,8 @@ class Conversation:
     params: SamplingParams
     system: str | None
     options: dict[str, Any]
+    model: ModelTools
     answers: ToolAnswers
-    grammar: ToolGrammar | None
     turns: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)  # of the other calls of the last answer
@@ -133,13 +128,7 @@ class Conversation:
 
     def prompt(self, new: list[dict[str, Any]]) -> str:
         """The conversation and new messages, in the chat template."""
-        from longdraft.text.tools.forms import template_messages
-
-        tools, messages = self.answers.tools, [*self.messages, *new]
-        if tools is None:
-            return self.engine.tokenizer.chat(messages, self.options)
-        return self.engine.tokenizer.chat(template_messages(self.answers.form, messages, tools), self.options,
-                                          tools=tools.definitions)
+        return self.model.prompt([*self.messages, *new], self.answers.tools, self.options)
 
     def next_messages(self, text: str) -> list[dict[str, Any]] | None:
         """The messages that a text makes; None while other calls wait for their results."""
@@ -166,8 +155,7 @@ class Conversation:
 
     def settings(self, prompt: Sequence[int]) -> SamplingParams:
         """The settings of an answer to a prompt, with the grammar of calls."""
-        tools = self.answers.tools
-        return self.grammar.applied(self.params, tools, prompt) if self.grammar and tools else self.params
+        return self.model.applied(self.params, self.answers.tools, prompt)
 
     def _ids(self, prompt: str) -> list[int]:
         """The prompt's token ids. What the model wrote keeps its ids, so its rows are found in the prefix tree: the

@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,9 @@ class Generation(Iterator[Event]):
         snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
         params = model.settings(params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        ids, params = model.check_request(prompt, params), model.with_closing(params).with_seed(seed)
+        ids = model.encode(prompt)
+        params = model.completed(params, ids).with_seed(seed)
+        model.check_request(ids, params)
         interval, vocabulary = parse_fsync(fsync), model.target.config.vocab_size
         check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
@@ -329,16 +332,15 @@ class Generation(Iterator[Event]):
     def _close_thought(self) -> None:
         """Close the thought from the next token on, if the text is in one. The journal has the place first."""
         self._is_asked_to_answer = False
-        context, model, prompt = self.step.context, self.model, self.prompt
-        params = closed_here(model, self.params, prompt, context)
-        if params is None:
+        context, model, thought = self.step.context, self.model, self.stream.thought
+        params = closed_here(model, self.params, thought.rules, context) if thought else None
+        if thought is None or params is None:
             return
         self._record(lambda journal: journal.close_thought(Closing(context.num_new, list(params.thinking_close))))
         self.params = self.statistics.params = params
-        rules = model.thought_rules(params, prompt)
-        assert rules is not None and self.stream.thought is not None
-        self.stream.thought.replace_rules(rules)
-        sampler = new_sampler(model, self.step.model, params, prompt, rules)
+        rules = replace(thought.rules, forced=params.thinking_close, close_at=context.num_new)
+        thought.replace_rules(rules)
+        sampler = new_sampler(model, self.step.model, params, self.prompt, rules)
         self.step = self.step._replace(sampler=sampler, drafts_forced=self.choice.name != "plain", ahead=None)
 
     def _new_drafter(self, sampler: Sampler) -> Drafter:

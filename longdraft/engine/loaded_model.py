@@ -48,8 +48,9 @@ from longdraft.sampling.grammar import GrammarCompiler, GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
 from longdraft.sampling.thought import Markers, ThoughtRules
 from longdraft.speculation.drafter import Drafter
+from longdraft.text.harmony import ANSWER_HEADER, Harmony
 from longdraft.text.thinking import TAG_TOKENS, AnswerFormat, closed_thinking, find_format
-from longdraft.text.thought_rules import thought_markers, thought_rules, with_closing
+from longdraft.text.thought_rules import check_thought_rules, thought_markers, thought_rules, with_closing
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
 
@@ -235,7 +236,6 @@ class LoadedModel:
                              f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
         self.check_settings(params)
         self.grammar_rules(params, ids)
-        self.thought_rules(params, ids)
         return ids
 
     def check_settings(self, params: SamplingParams) -> None:
@@ -250,6 +250,8 @@ class LoadedModel:
         if params.thought_rule and self.answer_format is None:
             raise UsageError(f"{params.thought_rule} needs a model that marks its thinking, which this one does not; "
                              "leave it out", params.thought_rule)
+        if self.answer_format is not None:
+            check_thought_rules(self.answer_format, self._markers, params)
         if params.dry_multiplier:
             unknown = next((text for text in params.dry_sequence_breakers
                             if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)
@@ -272,6 +274,16 @@ class LoadedModel:
         if self.answer_format is None:
             return None
         return thought_rules(self.answer_format, self._markers, params, prompt)
+
+    def completed(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
+        """The settings with what follows from the model and the prompt: the tokens that close a thought, and where a
+        structure begins in an answer with channels, whose header the prompt does not have. UsageError as
+        `with_closing`."""
+        form = self.answer_format
+        if (isinstance(form, Harmony) and params.structured_outputs and params.structured_outputs[0] != "tools"
+                and not params.structured_after and form.begins_message(prompt)):
+            params = replace(params, structured_after=ANSWER_HEADER)
+        return self.with_closing(params)
 
     def with_closing(self, params: SamplingParams) -> SamplingParams:
         """The settings with the tokens that close a thought, where a rule may need them. UsageError for a message that
@@ -322,6 +334,8 @@ class LoadedModel:
     def _grammar_key(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[Structure, str]:
         """The grammar, and the text after which it begins."""
         kind, text = params.structured_outputs
+        if params.steers_thoughts and params.structured_after == ANSWER_HEADER:
+            return (kind, text), grammar.HEADER_ONLY
         if params.steers_thoughts and not params.structured_after and self.answer_format is not None:
             # The sampler finds the end of the thought. The grammar of tools has its own beginning.
             return (kind, text), "" if kind == "tools" else grammar.GAP

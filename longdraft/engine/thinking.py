@@ -56,11 +56,10 @@ def require_closable(model: LoadedModel, params: SamplingParams) -> None:
         require_rules_for_tools(form, params)
 
 
-def closed_here(model: LoadedModel, params: SamplingParams, prompt: Sequence[int],
-                context: Context) -> SamplingParams | None:
+def closed_here(model: LoadedModel, params: SamplingParams, rules: ThoughtRules, context: Context
+                ) -> SamplingParams | None:
     """The settings that close the thought of a text from its next token on; None if the text is in no open thought."""
-    rules = model.thought_rules(params, prompt)
-    if rules is None or rules.close_at <= context.num_new:
+    if rules.close_at <= context.num_new:
         return None
     thought = Thought(rules)  # the tokens that are held, too, which the text's stream has not seen
     for token in context.slice(context.prompt_length, len(context)).tolist():

@@ -20,8 +20,8 @@ from longdraft.errors import UsageError
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call")  # of bodies
 # How models write calls: longdraft/text/tools/forms.py
 FORM_NAMES = ("auto", "harmony", "gemma4", "glm-lines", "glm", "seed-xml", "qwen-xml", "granite", "hermes-inline",
-              "hermes", "phi4", "mistral-args", "mistral-space", "mistral", "deepseek-json", "deepseek", "llama3",
-              "generic")
+              "hermes", "phi4", "mistral-args", "mistral-space", "mistral", "deepseek-json", "deepseek",
+              "deepseek-v3.2", "deepseek-v4", "olmo3", "llama3", "generic")
 MAX_TOOLS = 128  # as OpenAI's
 MAX_TOOLS_CHARACTERS = 1 << 20  # of all definitions as JSON; the largest known agents have some 60,000
 MAX_SCHEMA_DEPTH = 64  # levels of lists and objects in a schema: converting them recurses

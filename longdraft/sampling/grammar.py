@@ -44,6 +44,9 @@ FORCED = "grammar"  # the source of forced tokens in the statistics
 _MAX_FORCED = 32  # forced tokens that a step adds to a tree at most
 _TAG = re.compile(r"<[^<>\s]+>")
 GAP = "\0"  # for `after`: the grammar begins with at most two blanks or line breaks, which may follow a thought
+# For `after`: the header of an answer in OpenAI's harmony format, with messages of other channels before it, or behind
+# the end of a thought. Its markers are tokens of their own.
+HEADER, HEADER_ONLY = "<|channel|>final<|message|>", "\1"
 _MAX_FORCED_BYTES = 1 << 16  # that a grammar may demand from its first token on: each step would tokenise them
 _MAX_KEPT_CHARACTERS = 1 << 24  # of grammars whose results are kept; the texts of a server's queue have fewer
 MATCHER_BYTES = 160 << 20  # memory of a text's matcher, about: 250,000 states of the lexer, its limit, take 133 MB
@@ -214,11 +217,20 @@ def _schema(text: str) -> dict[str, Any]:
 
 def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:
     """The grammar of free text, `after`, and then what the structure allows, in Lark's notation. GAP: only the last.
+    HEADER, HEADER_ONLY: the channels of an answer.
 
     is_token: the tokenizer has one token for `after`, as for </think>; llguidance does not match it as text then.
     """
     from llguidance import LLMatcher
 
+    if after in (HEADER, HEADER_ONLY):
+        begin = '<|start|> "assistant"'
+        before = f"({begin})?" if after == HEADER_ONLY else "message*"
+        message = f"message: <|channel|> OTHER <|message|> TEXT? <|end|> {begin}\nOTHER: /analysis|commentary/\n" + (
+            "TEXT: /(.|\\n)*/\n")
+        return str(LLMatcher.grammar_from_lark(
+            f'start: {before} <|channel|> "final" <|message|> structure\n{message if after == HEADER else ""}'
+            f"structure: {embedded(kind, text)}\n"))
     free = f"free: /(.|\\n)*/ {after}" if is_token and _TAG.fullmatch(after) else (
         f"free[suffix={json.dumps(after)}]: /(.|\\n)*/")
     start = "start: body\n" if after == GAP else f"start: free body\n{free}\n"

@@ -23,6 +23,7 @@ from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server import routes
 from longdraft.server.doors import routes as door_routes
+from longdraft.server.doors import text_routes
 from longdraft.server.errors import ApiError, Cancelled, from_validation_error
 from longdraft.server.logs import log
 from longdraft.server.middleware import RequestMiddleware
@@ -32,6 +33,7 @@ from longdraft.server.settings import ServerSettings
 from longdraft.system import machine
 from longdraft.version import __version__
 
+_ROUTERS = (routes.router, door_routes.router, text_routes.router)
 _PRUNE_POLL_S = 5.0  # between two looks whether journals are due to be pruned
 _MAX_PATH = 100  # characters of a path in a message
 _MEMORY_INTERVAL_S = 10.0  # between two returns of freed memory
@@ -42,7 +44,8 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {status: {"description": tex
     (403, "The origin or the host name is not allowed."), (404, "Not found."), (405, "Method not allowed."),
     (408, "The body or the text was not complete in time."), (409, "The text's state does not allow this."),
     (413, "The body is too large."), (429, "The queue is full; see Retry-After."),
-    (500, "A bug, or a full disk."), (503, "The server is shutting down or out of memory; see Retry-After."))}
+    (500, "A bug, or a full disk."), (501, "This server does not do this."),
+    (503, "The server is shutting down or out of memory; see Retry-After."))}
 
 
 class App:
@@ -77,8 +80,8 @@ class App:
                       responses=dict(_ERROR_RESPONSES),
                       description="Ultra-long texts by speculative decoding, identical to those of plain decoding.")
         api.state.service = self.service
-        api.include_router(routes.router)
-        api.include_router(door_routes.router)
+        for router in _ROUTERS:
+            api.include_router(router)
         _add_page(api)
         api.add_exception_handler(RequestValidationError, _handle_validation_error)
         api.add_exception_handler(HTTPException, _handle_http_error)
@@ -154,7 +157,7 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
 
 def _no_route(request: Request) -> ApiError:
     """The error of a path that no route has, or none with the request's method."""
-    all_routes = (*routes.router.routes, *door_routes.router.routes, *request.app.routes)
+    all_routes = [*(route for router in _ROUTERS for route in router.routes), *request.app.routes]
     known_routes = [route for route in all_routes if isinstance(route, Route)]
     methods = {method for route in known_routes if route.path_regex.match(request.url.path)
                for method in route.methods or ()}
@@ -163,8 +166,9 @@ def _no_route(request: Request) -> ApiError:
         allowed = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
         return ApiError(405, f"{request.method[:_MAX_PATH]} is not allowed for {path}; allowed: {allowed}",
                         code="method_not_allowed", headers={"Allow": allowed})
-    known = dict.fromkeys(route.path_format for route in known_routes if route.include_in_schema)
-    return ApiError(404, f"no route {path} exists; routes: {', '.join(known)}", code="not_found")
+    own = dict.fromkeys(route.path_format for route in routes.router.routes if isinstance(route, Route))
+    return ApiError(404, f"no route {path} exists; routes: {', '.join(own)}; and those of other APIs, which "
+                    "/openapi.json lists", code="not_found")
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
@@ -177,7 +181,8 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
 def _complete_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The OpenAPI schema with the bodies, which FastAPI does not parse, and without its 422: the status is 400."""
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas(door_routes.BODIES))
+    bodies = body_schemas((*door_routes.BODIES, *text_routes.BODIES))
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(bodies)
     for operations in schema.get("paths", {}).values():
         for operation in operations.values():
             operation.get("responses", {}).pop("422", None)

@@ -21,6 +21,7 @@ from longdraft.server.prepare import PreparedRequest
 from longdraft.server.replies import NewReply, Reply, progress_comment
 
 _MAX_KEPT = 64  # texts; each holds its tokens and their text
+_MAX_EVENTS = 256  # steps that a reply is given in one turn of the event loop: reading a token takes microseconds
 _POLL_S = 0.5  # how often a text is asked whether a client still reads it
 
 
@@ -34,12 +35,16 @@ class DetachedText:
     def __init__(self, prepared: PreparedRequest, make_reply: Callable[[NewReply | None], Reply], detach_s: float,
                  cancel: Callable[[GenerationJob, BaseException], None]) -> None:
         self.job, = prepared.jobs
+        self.is_stream = prepared.options.is_stream
         self.make_reply = make_reply
         self.key_label = prepared.events.key_label
         self.error: BaseException | None = None
         self.is_ended = False
         self._prepared, self._detach_s, self._cancel = prepared, detach_s, cancel
         self._events: list[Event] = []
+        self._reply: Reply | None = None  # of `so_far`
+        self._num_told = 0  # events that it has
+        self._telling = asyncio.Lock()
         self._changed = asyncio.Event()
         self._num_readers = 0
         self._unread_since = time.monotonic()
@@ -59,6 +64,17 @@ class DetachedText:
         self._prepared.events.close()
         await asyncio.sleep(self._detach_s)
 
+    async def so_far(self) -> Reply:
+        """The reply in the request's format with all events so far. A client that asks for it is a reader."""
+        self._unread_since = time.monotonic()
+        async with self._telling:
+            self._reply = self._reply or self.make_reply(None)
+            while new := self._events[self._num_told : self._num_told + _MAX_EVENTS]:
+                self._num_told += len(new)
+                self._reply.add(self.job, new)
+                await asyncio.sleep(0)
+        return self._reply
+
     async def batches(self, interval_s: float) -> AsyncIterator[list[Event]]:
         """All events, from the first one on, as they come; an empty list after `interval_s` seconds without any."""
         self._num_readers += 1
@@ -70,9 +86,11 @@ class DetachedText:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(interval_s):
                             await changed.wait()
-                batch, position = self._events[position:], len(self._events)
+                batch = self._events[position : position + _MAX_EVENTS]
+                position += len(batch)
                 if batch or not self.is_ended:
                     yield batch
+                await asyncio.sleep(0)
         finally:
             self._num_readers -= 1
             self._unread_since = time.monotonic()
@@ -88,18 +106,27 @@ class DetachedText:
             if not batch:
                 yield progress_comment({"id": self.job.id, **self.job.progress()})
             seen, new = _split(batch, max(0, num_seen - count))
-            if seen:
-                for _ in reply.news(self.job, seen):  # the client has them
-                    pass
-            count += sum(len(event.tokens) for event in batch)
-            if new:
-                for piece in reply.news(self.job, new):
-                    yield self._named(piece, count)
+            for events, is_new in ((seen, False), (new, True)):
+                # Numbered pieces must not depend on how many steps a reader gets together.
+                for step in [[event] for event in events] if reply.is_numbered else [events] if events else []:
+                    count += sum(len(event.tokens) for event in step)
+                    for piece in reply.news(self.job, step):
+                        if is_new:
+                            yield self._named(piece, count)
         for piece in reply.failure(to_error(self.error)) if self.error else reply.end():
             yield self._named(piece, count)
 
     def _named(self, piece: bytes, count: int) -> bytes:
         return f"id: {self.job.id}:{count}\n".encode() + piece
+
+
+async def behind(pieces: AsyncIterator[bytes], count: int) -> AsyncIterator[bytes]:
+    """The pieces of a stream without the first `count` of them. Comments do not count."""
+    async for piece in pieces:
+        if count and not piece.startswith(b":"):
+            count -= 1
+        else:
+            yield piece
 
 
 def _split(events: list[Event], count: int) -> tuple[list[Event], list[Event]]:

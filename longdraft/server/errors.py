@@ -56,6 +56,9 @@ class ApiError(HTTPException):
         """The response in the format of the API that has this path."""
         if path.startswith("/v1/messages"):
             return JSONResponse(anthropic_error(self), self.status_code, self.headers)
+        if path.startswith(("/api/v1/", "/api/extra/")):  # KoboldCpp's
+            return JSONResponse({"detail": {"msg": str(self), "type": self.code or "error"}}, self.status_code,
+                                self.headers)
         if path.startswith("/api/"):
             return JSONResponse({"error": str(self)}, self.status_code, self.headers)
         return self.response

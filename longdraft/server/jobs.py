@@ -118,6 +118,7 @@ class GenerationJob:
     cache_salt     the text shares rows of the prefix tree with texts of the same salt and API key; None: with none
     begins_apart   `start` reads a journal, compiles a grammar or prepares phrases, which may take seconds: it runs in a
                    thread of its own
+    message_at     returns the index of the message at a token of a chat's prompt, for the statistics
     """
 
     id: str
@@ -136,6 +137,7 @@ class GenerationJob:
     user: str | None = None
     cache_salt: str | None = ""
     begins_apart: bool = False
+    message_at: Callable[[int], int] | None = None
 
     generation: Generation | None = None
     beginning: Future[Generation] | None = None  # of `start` in a thread of its own
@@ -171,10 +173,17 @@ class GenerationJob:
     def release(self) -> None:
         """The job has ended: forget its prompt, its caches and long settings. Lists of texts show it for a while."""
         self.start = _never_start
-        self.beginning = None
+        self.beginning = self.message_at = None
         self.params = replace(self.params, **{name: _shortened(getattr(self.params, name)) for name in _LONG_SETTINGS})
         if self.stats is not None:
             self.stats = {**self.stats, "sampling": asdict(self.params)}
+
+    def finish(self, stats: dict[str, Any] | None) -> None:
+        """Note the statistics of a text that is finished, with the message at which its prompt parts from others."""
+        self.stats = stats
+        prefix = (stats or {}).get("prefix")
+        if prefix and prefix["parted_at"] is not None and self.message_at:
+            prefix["message"] = self.message_at(prefix["parted_at"])
 
     def drop_journal(self) -> None:
         """Begin without a journal."""

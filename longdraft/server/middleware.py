@@ -24,7 +24,7 @@ from longdraft.server.settings import ServerSettings
 
 _PATHS_WITHOUT_KEY = ("/health",)
 _PATHS_OF_SURPLUS = ("/health", "/ready", "/metrics")
-_PATHS_WITHOUT_QUOTA = ("/cancel", "/answer")  # what ends work is always allowed
+_PATHS_WITHOUT_QUOTA = ("/cancel", "/answer", "/abort", "/generate/check")  # what ends work is always allowed
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _METHODS = (*_SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")

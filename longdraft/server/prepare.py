@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from longdraft.checkpoint.sizing import LARGEST_TREE
 from longdraft.engine.engine import Engine
@@ -40,18 +40,20 @@ from longdraft.server.schemas import (
 )
 from longdraft.server.settings import ServerSettings
 from longdraft.text.effort import Effort
-from longdraft.text.tools.forms import GENERIC, ToolForm, find_form, template_messages
-from longdraft.text.tools.grammar import ToolGrammar
-from longdraft.text.tools.reader import ToolAnswers
+from longdraft.text.tools.model_tools import ModelTools
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
 # Largest values of drafter options in requests: they take memory and rows of forwards from all texts.
 _MOST = {"": {"capacity": 262_144}, "suffix": {"capacity": 262_144, "budget": 64}}
+_RECOGNISED = 32  # characters at the beginning of a message by which it is found in its prompt
 _FILE_OPTIONS = ("corpus", "model")  # drafter options that name files, which clients may not choose
 _SCRATCH_BYTES = 32 << 20  # memory of a text besides caches: scratch buffers, n-gram tables
 _LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 320, 160  # of a token in an event, and of each likeliest token beside it
 _GROWTH = 1.15  # caches grow by blocks, beyond the length in use
+
+
+Request = TypeVar("Request", bound=SamplingRequest)
 
 
 class PreparedRequest(NamedTuple):
@@ -63,6 +65,7 @@ class PreparedRequest(NamedTuple):
     check_grammar: Callable[[], object] | None = None  # raises ApiError; takes up to seconds. None: it is known
     new_reply: NewReply = ReplyBuilder
     is_detached: bool = False
+    is_background: bool = False  # the reply does not wait for the text
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,18 @@ class Preparer:
         options = self.settings.snapshots
         return {"snapshot": options.mode, "snapshot_max": options.max_bytes / 2**30}
 
-    def completion(self, request: CompletionRequest, events: EventQueue) -> PreparedRequest:
-        prompts, request_id = request.prompts, f"cmpl-{secrets.token_hex(12)}"
+    def completion(self, request: CompletionRequest, events: EventQueue, *, clamps: bool = False,
+                   prefix: str = "cmpl-") -> PreparedRequest:
+        """clamps: a text that has no room in the context for max_tokens is shorter, and the default is that of chats;
+        prefix: of the request's id"""
+        prompts, request_id = request.prompts, f"{prefix}{secrets.token_hex(12)}"
         self._require_few(len(prompts) * request.n, "prompt" if len(prompts) > request.n else "n")
         encoded = [self._encode(prompt) for prompt in prompts]
-        jobs, check_grammar = self._jobs(request, encoded, COMPLETION_TOKENS, request_id, request.logprobs, events)
+        default_tokens = COMPLETION_TOKENS
+        if clamps:
+            room = self._room(max(encoded, key=len))
+            request, default_tokens = _clamped(request, room), min(CHAT_TOKENS, room)
+        jobs, check_grammar = self._jobs(request, encoded, default_tokens, request_id, request.logprobs, events)
         echo = None
         if request.echo:
             decode = self.engine.tokenizer.decode
@@ -107,15 +117,15 @@ class Preparer:
         effort = self._effort(request)
         ids = self._encode_chat(request.messages, effort.variables, request.continue_final_message,
                                 request.add_generation_prompt, tools)
-        room = max(1, self.context_limit - len(ids))
-        if clamps and request.settings.get("max_tokens", 0) > room:
-            request = request.model_copy(update={"max_tokens": room})
+        room = self._room(ids)
+        request = _clamped(request, room) if clamps else request
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs, check_grammar = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id,
                                          logprobs, events, effort, tools)
+        for job in jobs:
+            job.message_at = partial(self._message_at, request.messages, ids)
         divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
-        answers = ToolAnswers(self._tool_form if tools else GENERIC, self.engine.tokenizer,
-                              self.engine.loaded.answer_format if divides or tools else None, tools)
+        answers = self._tools.answers(tools, shows_thinking=divides)
         last = request.messages[-1].for_template() if request.continue_final_message else {}
         begun, thought = last.get("content", ""), last.get("reasoning_content", "")
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
@@ -127,9 +137,20 @@ class Preparer:
                                   sends_reasoning=not (request.reasoning and request.reasoning.exclude))
         return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
 
+    def _message_at(self, messages: list[ChatMessage], ids: list[int], position: int) -> int:
+        """The index of the last message whose content begins before the token at `position` of the prompt `ids`."""
+        begun, end, found = self.engine.tokenizer.decode(ids[: position + 1]), 0, 0
+        for index, message in enumerate(messages):
+            content = str(message.for_template()["content"]).strip()[:_RECOGNISED]
+            if (start := begun.find(content, end)) < 0 or not content:
+                continue
+            end, found = start + len(content), index
+        return found
+
     @cached_property
-    def _tool_form(self) -> ToolForm:
-        return find_form(self.engine.tokenizer.chat_template, self.settings.tool_form)
+    def _tools(self) -> ModelTools:
+        return ModelTools(self.engine.tokenizer, self.engine.loaded.answer_format, self.settings.tool_form,
+                          self.settings.tool_grammar == "always")
 
     def _effort(self, request: ChatRequest) -> Effort:
         """What the request asks of the model's thinking, before its other settings are read."""
@@ -174,23 +195,39 @@ class Preparer:
         return frozenset(template.options if template else ())
 
     def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """As vLLM has it; for a request with `content` as llama.cpp has it."""
         self.require_model(request.model)
+        if request.content is not None:
+            ids = self.encode_text(request.content, "content", request.add_special)
+            text_of = self.engine.tokenizer.text_of
+            return {"tokens": [{"id": token, "piece": text_of(token)} for token in ids] if request.with_pieces else ids}
         if request.messages is not None:
             ids = self._encode_chat(request.messages, {}, False, True, None)
         else:
-            assert request.prompt is not None, "TokenizeRequest has a prompt or messages"
-            self._require_short([request.prompt], "prompt")
-            ids = self.engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+            assert request.prompt is not None, "TokenizeRequest has a prompt, a content or messages"
+            ids = self.encode_text(request.prompt, "prompt", request.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": self.context_limit}
 
+    def encode_text(self, text: str, param: str, has_special: bool) -> list[int]:
+        """The tokens of a text. param: its name in the request"""
+        self._require_short([text], param)
+        return self.engine.tokenizer.encode(text, add_special_tokens=has_special)
+
+    def rendered(self, request: ChatRequest) -> str:
+        """The prompt of a chat, as its template writes it."""
+        return self._render(request.messages, self._effort(request).variables, request.continue_final_message,
+                            request.add_generation_prompt, _tools_of(request))
+
     def detokenize(self, request: DetokenizeRequest) -> dict[str, str]:
+        """The text, by vLLM's name and by llama.cpp's."""
         self.require_model(request.model)
         vocab_size = self.engine.model.config.vocab_size
         bad = next((token for token in request.tokens if not 0 <= token < vocab_size), None)
         if bad is not None:
             raise ApiError(400, f"tokens holds {bad}; allowed: 0 to {vocab_size - 1}", param="tokens",
                            code="invalid_value")
-        return {"prompt": self.engine.tokenizer.decode(request.tokens)}
+        text = self.engine.tokenizer.decode(request.tokens)
+        return {"prompt": text, "content": text}
 
     def require_model(self, name: str | None) -> None:
         if name not in (None, self.settings.model_name):
@@ -207,17 +244,19 @@ class Preparer:
 
     def _encode_chat(self, messages: list[ChatMessage], variables: Mapping[str, Any], continues: bool,
                      begins_answer: bool | None, tools: ToolRequest | None) -> list[int]:
+        prompt = self._render(messages, variables, continues, begins_answer, tools)
+        return self.engine.tokenizer.encode(prompt, add_special_tokens=False)
+
+    def _render(self, messages: list[ChatMessage], variables: Mapping[str, Any], continues: bool,
+                begins_answer: bool | None, tools: ToolRequest | None) -> str:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
-        tokenizer = self.engine.tokenizer
-        if tools or any(message.tool_calls or message.tool_call_id or message.function_call for message in messages):
-            plain = template_messages(self._tool_form, plain, tools,
-                                      is_lenient=self.settings.unknown_parameters == "warn")
-        prompt = tokenizer.chat(plain, variables, continue_final_message=continues,
-                                tools=tools.definitions if tools else None,
-                                add_generation_prompt=not continues if begins_answer is None else begins_answer)
+        prompt = self._tools.prompt(
+            plain, tools, variables, is_lenient=self.settings.unknown_parameters == "warn",
+            continue_final_message=continues,
+            add_generation_prompt=not continues if begins_answer is None else begins_answer)
         self._require_short([prompt], "messages")  # a template may write far more than the messages
-        return tokenizer.encode(prompt, add_special_tokens=False)
+        return prompt
 
     def _require_short(self, texts: list[str], param: str) -> None:
         """Refuse texts that are too long for the context without tokenising all of them."""
@@ -236,6 +275,10 @@ class Preparer:
                            code="context_length_exceeded")
         return ids
 
+    def _room(self, ids: list[int]) -> int:
+        """Tokens that a text after this prompt may have."""
+        return max(1, self.context_limit - len(ids))
+
     def _require_few(self, count: int, param: str) -> None:
         if count > self.settings.max_choices:
             raise ApiError(400, f"the request asks for {count} texts (prompts times n); allowed: "
@@ -253,19 +296,15 @@ class Preparer:
         with spelled():
             params = self.engine.params(**given)
             params = effort.applied(params) if effort else params
-            if tools is not None:
-                grammar = ToolGrammar.of(self._tool_form, self.engine.tokenizer, loaded.answer_format)
-                params = grammar.applied(params, tools, prompts[0])
+            params = self._tools.applied(params, tools, prompts[0])
             loaded.check_settings(params)
-            for prompt in prompts:
-                loaded.thought_rules(params, prompt)
-            params = loaded.with_closing(params)
+            whole = [(loaded.completed(params, prompt), prompt) for prompt in prompts]
 
         def check_grammar() -> None:
             with spelled():
-                for prompt in prompts:
-                    loaded.grammar_rules(params, prompt)
-                    if warnings := loaded.grammar_warnings(params, prompt):
+                for own, prompt in whole:
+                    loaded.grammar_rules(own, prompt)
+                    if warnings := loaded.grammar_warnings(own, prompt):
                         log_event("left_out", level=logging.WARNING, what="schemas", names="; ".join(warnings)[:1000])
 
         longest = max(len(ids) for ids in prompts)
@@ -280,7 +319,8 @@ class Preparer:
         count, deadline = len(prompts) * request.n, self._deadline(extension.timeout)
         jobs = []
         for i in range(count):
-            ids, own = prompts[i // request.n], params.with_seed((seed + i % request.n) % (MAX_SEED + 1))
+            own, ids = whole[i // request.n]
+            own = own.with_seed((seed + i % request.n) % (MAX_SEED + 1))
             job_id = request_id if count == 1 else f"{request_id}-{i}"
             journal = self._journal(extension.journal, job_id, own, count)
             jobs.append(GenerationJob(
@@ -293,7 +333,7 @@ class Preparer:
                 times_plain=extension.details, deadline=deadline,
                 user=request.user, cache_salt=request.cache_salt if extension.cache else None,
                 begins_apart=bool(own.structured_outputs or own.banned_strings)))
-        return jobs, None if all(loaded.knows_grammar(params, prompt) for prompt in prompts) else check_grammar
+        return jobs, None if all(loaded.knows_grammar(*each) for each in whole) else check_grammar
 
     def _settings_of(self, request: SamplingRequest, default_tokens: int) -> dict[str, Any]:
         """The sampling settings of a request, by the names that it gives."""
@@ -373,6 +413,12 @@ class Preparer:
 def logprob_bytes(tokens: int, logprobs: int | None) -> int:
     """Upper bound of the memory for the log-probabilities of a text, which wait for the client."""
     return 0 if logprobs is None else tokens * (_LOGPROB_BYTES + logprobs * _TOP_LOGPROB_BYTES)
+
+
+def _clamped(request: Request, room: int) -> Request:
+    """The request with as many tokens as there is room for, at most."""
+    is_long = request.settings.get("max_tokens", 0) > room
+    return request.model_copy(update={"max_tokens": room}) if is_long else request
 
 
 def _tools_of(request: ChatRequest) -> ToolRequest | None:

@@ -123,6 +123,10 @@ class Reply(Protocol):
     def media_type(self) -> str:
         """Of a stream. Only events have comments with the progress between them."""
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the pieces have numbers, which every reader of a detached text must see alike."""
+
     def begin(self) -> Iterator[bytes]:
         """The pieces before any token."""
 
@@ -153,6 +157,7 @@ class ReplyBuilder:
     """Replies of completions and chats, in OpenAI's format."""
 
     media_type = EVENTS
+    is_numbered = False
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob]) -> None:
         self._options = options

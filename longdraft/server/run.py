@@ -23,7 +23,7 @@ from typing import Any, cast
 import uvicorn
 
 from longdraft.engine.engine import Engine
-from longdraft.errors import UsageError
+from longdraft.errors import UsageError, check
 from longdraft.server.app import App
 from longdraft.server.connections import ConnectionTable, HttpProtocol
 from longdraft.server.logs import flush_log, log_event
@@ -93,6 +93,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
+        if self.started and self._settings.ollama_port is not None:
+            self.servers.append(await self._listen(self._settings.ollama_port))
         for server in getattr(self, "servers", ()):
             for listening in server.sockets:
                 with socket.socket(fileno=os.dup(listening.fileno())) as same:
@@ -102,7 +104,14 @@ class HttpServer(uvicorn.Server):
             scheme = "https" if self.config.is_ssl else "http"
             log_event("listening", url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
                       model=self._settings.model_name)
-            break
+
+    async def _listen(self, port: int) -> asyncio.Server:
+        """Serve another port as the first one."""
+        config = self.config
+        protocol = partial(cast(Any, config.http_protocol_class), config=config, server_state=self.server_state,
+                           app_state=self.lifespan.state)
+        return await asyncio.get_running_loop().create_server(protocol, config.host, port, ssl=config.ssl,
+                                                              backlog=config.backlog)
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls this ten times a second: exit once all texts have ended, or the time for them is over."""
@@ -125,9 +134,18 @@ def require_usable(settings: ServerSettings) -> None:
         except OSError as error:
             raise UsageError(f"--journals {settings.journals} cannot be written to: {error.strerror}; choose another "
                              "folder, or `none`") from error
+    _require_free(settings.host, settings.port, "--port")
+    if settings.ollama_port is not None:
+        check(settings.ollama_port != settings.port or not settings.port, "--ollama-port", settings.ollama_port,
+              "another port than --port")
+        _require_free(settings.host, settings.ollama_port, "--ollama-port")
+
+
+def _require_free(host: str, port: int, option: str) -> None:
+    """UsageError if nothing can listen on a port. option: that sets it"""
     try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
+                                                                     flags=socket.AI_PASSIVE):
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, os.name == "posix")
                 if family == socket.AF_INET6:
@@ -135,8 +153,7 @@ def require_usable(settings: ServerSettings) -> None:
                 probe.bind(address)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no name of a host"
-        raise UsageError(f"cannot listen on {settings.host}:{settings.port}: {reason}; choose another --port or "
-                         "--host") from error
+        raise UsageError(f"cannot listen on {host}:{port}: {reason}; choose another {option} or --host") from error
 
 
 def run_server(engine: Engine, settings: ServerSettings) -> int:

@@ -335,7 +335,7 @@ class Scheduler:
         if job.journal is not None and self._journals is not None:
             self._journals.count(form.STEP_BYTES + form.TOKEN_BYTES * len(event.tokens),
                                  int(bool(event.finish_reason and job.keeps_journal)))
-        job.stats = event.stats
+        job.finish(event.stats)
         job.events.put(job, event)
         if event.finish_reason:
             metrics.count_finished(event.finish_reason)

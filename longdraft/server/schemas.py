@@ -295,11 +295,16 @@ class TokenizeRequest(StrictModel):
     prompt: Utf8Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    content: Utf8Text | None = Field(default=None, description="llama.cpp's name of `prompt`. The reply is as it "
+                                                               "has it, too.")
+    add_special: bool = Field(default=False, description="With content: as add_special_tokens.")
+    parse_special: Literal[True] = Field(default=True, description="Special tokens in a text are always read as such.")
+    with_pieces: bool = Field(default=False, description="With content: the text of each token, too.")
 
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("one", "give either prompt or messages", {"param": "prompt"})
+        if [self.prompt, self.messages, self.content].count(None) != 2:
+            raise PydanticCustomError("one", "give one of prompt, messages and content", {"param": "prompt"})
         return self
 
 

@@ -18,7 +18,7 @@ from longdraft.engine.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server.admission import REST, Admission, BoundedThreads
 from longdraft.server.body_types import StrictModel
-from longdraft.server.detached import DetachedText, DetachedTexts
+from longdraft.server.detached import DetachedText, DetachedTexts, behind
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later, to_api_error
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import JournalFolder
@@ -70,7 +70,12 @@ class Service:
 
     async def respond(self, request: Request, model: type[Model],
                       prepare: Callable[[Model, EventQueue], PreparedRequest]) -> Response:
-        """Generate a request's texts and send them, as a stream or whole.
+        """Generate a request's texts and send them, as a stream or whole. See `prepare` and `answer`."""
+        return await self.answer(request, await self.prepare(request, model, prepare))
+
+    async def prepare(self, request: Request, model: type[Model],
+                      prepare: Callable[[Model, EventQueue], PreparedRequest]) -> PreparedRequest:
+        """The texts of a request, none of which is scheduled yet.
 
         model    of the body
         prepare  turns the body into jobs, which write to the given queue; runs in a thread
@@ -82,10 +87,13 @@ class Service:
         prepared = await self.admission.prepare(request, model, lambda body: prepare(body, events))
         if prepared.check_grammar is not None:
             await self.grammars.run(request, prepared.check_grammar)
+        return prepared
+
+    async def answer(self, request: Request, prepared: PreparedRequest) -> Response:
+        """Write the texts of a request, and send them. Raises ApiError where the server has no room for it."""
         jobs = prepared.jobs
-        conversation = request.headers.get("x-conversation-id", "")[:_MAX_CONVERSATION]
-        if prepared.is_detached or conversation:
-            return await self._detach(request, prepared, conversation)
+        if prepared.is_detached or request.headers.get("x-conversation-id"):
+            return await self._read(request, self.detach(request, prepared))
         reply = self._new_reply(prepared)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
@@ -101,16 +109,22 @@ class Service:
         return (other or prepared.new_reply)(prepared.options, self.settings.model_name, self.engine.tokenizer,
                                              prepared.jobs)
 
-    async def _detach(self, request: Request, prepared: PreparedRequest, conversation: str) -> Response:
-        """The reply of a text that goes on when its client leaves."""
+    def detach(self, request: Request, prepared: PreparedRequest) -> DetachedText:
+        """Begin a text that goes on when its client leaves. Raises ApiError as `answer` does."""
         if len(prepared.jobs) > 1:
             raise ApiError(400, f"a detached request has one text, and this one asks for {len(prepared.jobs)}; send "
                            "several requests", param="longdraft.detach", code="invalid_value")
         self.detached.require_room()
+        if prepared.options.is_stream:
+            _require_events(self._new_reply(prepared))
         text = DetachedText(prepared, partial(self._new_reply, prepared), self.settings.detach_s, self.scheduler.cancel)
         self.scheduler.submit(prepared.jobs)
-        self.detached.add(text, conversation)
-        if prepared.options.is_stream:
+        self.detached.add(text, request.headers.get("x-conversation-id", "")[:_MAX_CONVERSATION])
+        return text
+
+    async def _read(self, request: Request, text: DetachedText) -> Response:
+        """The reply of a detached text."""
+        if text.is_stream:
             return self.read_on(text, 0)
         reply = text.make_reply(None)
         async for batch in text.batches(_DISCONNECT_POLL_S):
@@ -123,13 +137,13 @@ class Service:
         return Response(b"".join(reply.whole()), media_type="application/json",
                         headers={"X-Generation-Id": text.job.id})
 
-    def read_on(self, text: DetachedText, num_seen: int, other: NewReply | None = None) -> Response:
-        """A stream of what comes behind `num_seen` tokens. other: a format in place of the request's own"""
+    def read_on(self, text: DetachedText, num_seen: int, other: NewReply | None = None, num_pieces: int = 0
+                ) -> Response:
+        """A stream of what comes behind `num_seen` tokens, or behind `num_pieces` pieces. other: a format in place of
+        the request's own"""
         reply = text.make_reply(other)
-        if reply.media_type != EVENTS:
-            raise ApiError(400, "a detached text is read as events; give door=chat or door=messages", param="door",
-                           code="invalid_value")
-        pieces = text.stream(reply, num_seen, self.settings.progress_s, self.api_error)
+        _require_events(reply)
+        pieces = behind(text.stream(reply, num_seen, self.settings.progress_s, self.api_error), num_pieces)
         return event_stream(pieces, self.settings.stall_s, lambda: None, {"X-Generation-Id": text.job.id})
 
     async def export(self, request: Request) -> Response:
@@ -219,6 +233,13 @@ class Service:
     def _progress(self, job: GenerationJob) -> bytes:
         position = {"position": self.scheduler.position(job)} if job.state == "queued" else {}
         return progress_comment({"id": job.id, **job.progress(), **position})
+
+
+def _require_events(reply: Reply) -> None:
+    """Raise ApiError for a reply whose stream has no place for ids."""
+    if reply.media_type != EVENTS:
+        raise ApiError(400, "a detached text is read as events; give door=chat or door=messages, or stream false",
+                       param="door", code="invalid_value")
 
 
 async def _service_of(request: Request) -> Service:

@@ -49,6 +49,8 @@ class ServerSettings:
 
     host: str = _serving("127.0.0.1", "Address to listen on; 0.0.0.0: all. Give a key then.")
     port: int = _serving(8000, "Port; 0: any free one.", Range(0, 65535, cure="0 takes a free port"))
+    ollama_port: int | None = _serving(
+        None, "A second port, for clients of Ollama that cannot set one: 11434 is Ollama's own.", Range(0, 65535))
     api_keys: tuple[str, ...] = ()
     key_labels: tuple[str, ...] = ()
     certfile: Path | None = _serving(None, "TLS certificate chain (PEM); the server then speaks HTTPS.")
@@ -69,6 +71,9 @@ class ServerSettings:
         ("auto", "none"))
     tool_form: str = _serving(
         "auto", "How the model writes calls of functions; auto: as its chat template shows.", FORM_NAMES)
+    tool_grammar: str = _serving(
+        "always", "Calls of functions follow a grammar: always, or strict: where one is required or has strict. Calls "
+        "without it that cannot be read are content.", ("always", "strict"))
     key_requests: int = _limit(0, "Requests per minute of each API key; 0: no limit.", _QUOTA)
     key_tokens: int = _limit(0, "Tokens per hour, read and written, of each API key; 0: no limit.", _QUOTA)
     max_running: int = _limit(8, "Texts written at the same time, at most.", Range(1))
@@ -106,7 +111,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name, each in settings_of(ServerSettings).items():
             value = getattr(self, name)
-            if isinstance(each.allowed, Range):
+            if isinstance(each.allowed, Range) and value is not None:
                 each.allowed.check(each.flag, value if each.unit == 1 else value / each.unit)
             elif each.allowed:
                 each.require(value, each.flag)

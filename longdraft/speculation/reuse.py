@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.prefix import Ids, Lease, Match, PrefixTree, Reading
@@ -64,10 +65,11 @@ class PrefixReuse:
         self._reading: Reading | None = None
         self.is_in_batch = False
         self.cached_tokens = self._restored_tokens = 0
+        self._prefix: dict[str, int | None] | None = None  # for the statistics
 
-    def figures(self) -> dict[str, int]:
+    def figures(self) -> dict[str, Any]:
         """For the statistics."""
-        return {"cached_tokens": self.cached_tokens, "restored_tokens": self._restored_tokens}
+        return {"cached_tokens": self.cached_tokens, "restored_tokens": self._restored_tokens, "prefix": self._prefix}
 
     def restore(self, read: Callable[[int], Routine[int]]) -> Routine[None]:
         """Fill the empty cache from a snapshot.
@@ -86,6 +88,9 @@ class PrefixReuse:
         if tree and self.is_in_batch and limit:
             yield from self._wait(tree, limit)
         match = self._match(tree, ids, limit) if tree else None
+        if tree:
+            known = tree.match(self._group, ids, len(ids)).length
+            self._prefix = {"matched": known, "parted_at": known if known < len(ids) else None}
         with ranks.synchronized(self._context):
             match = self._agreed(match, ranks)
         if tree and match:

@@ -27,6 +27,9 @@ CALL_MARK, ARGUMENTS_MARK = "\ud810", "\ud811"
 _LONGEST_HEADER = 256  # characters; longer text after <|start|> or <|channel|> is no header
 
 
+ANSWER_HEADER = "<|channel|>final<|message|>"  # of the message that is the answer
+
+
 class ChannelText(NamedTuple):
     """The new text of an answer: of its thinking, and of all other channels."""
 
@@ -51,6 +54,12 @@ class Harmony(NamedTuple):
         marks = {token: mark for token, mark in zip(ids, (_START, _CHANNEL, _MESSAGE, _END), strict=True)
                  if token is not None and tokenizer.is_silent(token)}
         return cls(tokenizer, marks) if len(marks) == len(MARKS) else None
+
+    def begins_message(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with the beginning of a message of the assistant, whose channel is open."""
+        role = self.tokenizer.encode("assistant", add_special_tokens=False)
+        end = list(prompt[-len(role) - 1 :])
+        return end[1:] == role and self.marks.get(end[0]) == _START
 
     def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "") -> ChannelReader:
         """A reader for the answer to a prompt, which may end within a message: its header names the channel of `begun`

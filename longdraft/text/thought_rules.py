@@ -20,7 +20,7 @@ from longdraft.errors import LongdraftError, UsageError, check
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.thought import AFTER, BEFORE, INSIDE, NEVER, Markers, Thought, ThoughtRules
 from longdraft.text.chat_template import THINKING_SWITCHES, ChatTemplate
-from longdraft.text.harmony import Harmony
+from longdraft.text.harmony import ANSWER_HEADER, Harmony
 from longdraft.text.thinking import AnswerFormat, ThinkingTags, find_format
 from longdraft.text.tokenizer import Tokenizer
 
@@ -88,8 +88,8 @@ def with_closing(form: AnswerFormat, params: SamplingParams) -> SamplingParams:
 
 
 def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...]:
-    """Message, closing marker, and what the chat template writes behind it. With tools, a grammar has the rest of
-    gpt-oss's headers, which name the final channel or a function."""
+    """Message, closing marker, and what the chat template writes behind it. Where a grammar begins there, it has the
+    rest of gpt-oss's headers, which name the final channel or a function."""
     assert isinstance(form, ThinkingTags | Harmony)
     tokenizer, message = form.tokenizer, params.thinking_message if params.thinking_budget else ""
     if isinstance(form, Harmony):
@@ -98,7 +98,7 @@ def closing_tokens(form: AnswerFormat, params: SamplingParams) -> tuple[int, ...
         closed = (*message_ids, end)
         if params.structured_outputs[:1] == ("tools",):
             require_rules_for_tools(form, params)
-        else:
+        elif not (params.steers_thoughts and params.structured_after == ANSWER_HEADER):
             closed += (start, *tokenizer.encode("assistant", add_special_tokens=False), channel,
                        *tokenizer.encode("final", add_special_tokens=False), text)
     else:
@@ -163,23 +163,30 @@ def _following(tokenizer: Tokenizer, text: str) -> list[int]:
     return both[len(first) :] if both[: len(first)] == first else tokenizer.encode(text, add_special_tokens=False)
 
 
-def thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams, prompt: Sequence[int]) -> ThoughtRules:
-    """The rules of a request, whose settings have the tokens that close a thought if they can be needed.
-
-    UsageError for rules that the model cannot follow.
-    """
-    begun = _begun(form, markers, prompt)
-    wait_token = -1
+def check_thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams) -> None:
+    """UsageError for rules that the model cannot follow, whatever the prompt is."""
     if params.thinking_wait:
-        assert isinstance(form, ThinkingTags | Harmony)
-        words = _following(form.tokenizer, WAIT)
-        is_possible = len(words) == 1 and len(markers.completing(markers.closing, 0)) == 1
+        is_possible = (len(_following(_tokenizer_of(form), WAIT)) == 1
+                       and len(markers.completing(markers.closing, 0)) == 1)
         check(is_possible, "thinking_wait", params.thinking_wait, "0 for this model",
               f"its tokenizer has no token {WAIT!r}, or writes the end of a thought in several tokens")
-        wait_token = words[0]
     if isinstance(form, Harmony) and params.thinking_budget == 0:
         raise UsageError("thinking_budget is 0; allowed: 1 or more for this model, whose thinking cannot be turned "
                          "off; reasoning_effort low makes it short", "thinking_budget")
+
+
+def _tokenizer_of(form: AnswerFormat) -> Tokenizer:
+    assert isinstance(form, ThinkingTags | Harmony)
+    return form.tokenizer
+
+
+def thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams, prompt: Sequence[int]) -> ThoughtRules:
+    """The rules of a request, whose settings have the tokens that close a thought if they can be needed.
+
+    UsageError for rules that the model cannot follow: see `check_thought_rules`.
+    """
+    check_thought_rules(form, markers, params)
+    begun = _begun(form, markers, prompt)
     budget = NEVER if params.thinking_budget < 0 else params.thinking_budget
     last = params.max_new_tokens - len(params.thinking_close) - params.thinking_reserve
     return ThoughtRules(
@@ -188,7 +195,8 @@ def thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams, 
         close_at=NEVER if params.thinking_close_at is None else params.thinking_close_at,
         minimum=params.min_thinking_tokens,
         soft_from=int(params.thinking_soft * budget) if params.thinking_soft else NEVER,
-        wait_token=wait_token, max_waits=params.thinking_wait, bans_ends=params.steers_thoughts,
+        wait_token=_following(_tokenizer_of(form), WAIT)[0] if params.thinking_wait else -1,
+        max_waits=params.thinking_wait, bans_ends=params.steers_thoughts,
         closes_loops=params.on_loop == "answer",
         opens_first=params.steers_thoughts and bool(params.structured_outputs))
 

@@ -54,6 +54,16 @@ _GEMMA_VALUE = """{%- macro value(v) -%}
 {%- endfor -%}{{ '}' }}
 {%- elif v is sequence -%}[{%- for w in v -%}{{ value(w) }}{{ ',' if not loop.last }}{%- endfor -%}]
 {%- else -%}{{ v }}{%- endif -%}{%- endmacro -%}"""
+
+
+def _dsml(envelope: str) -> str:
+    behind = """{{ '" string="true">' if v is string else '" string="false">' }}"""
+    parameters = _parameters('<｜DSML｜parameter name="', behind, "</｜DSML｜parameter>\n")
+    calls = ("{{ '<｜DSML｜invoke name=\"' + f.name + '\">\n' }}" + parameters + "{{ '\n' if not f.arguments }}"
+             + "</｜DSML｜invoke>")
+    return _template(calls, f"{{{{ '\n\n<｜DSML｜{envelope}>\n' }}}}", "\n", f"{{{{ '\n</｜DSML｜{envelope}>' }}}}")
+
+
 TEMPLATES = {  # with the spelling of each family's own template
     "harmony": _template(" to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}"),
     "gemma4": _GEMMA_VALUE + _template("<|tool_call>call:{{ f.name }}{{ value(f.arguments) }}<tool_call|>"),
@@ -75,6 +85,10 @@ TEMPLATES = {  # with the spelling of each family's own template
         "<｜tool▁call▁end｜>", "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
     "deepseek": _template("<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments }}<｜tool▁call▁end｜>",
                           "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+    "deepseek-v3.2": _dsml("function_calls"),
+    "deepseek-v4": _dsml("tool_calls"),
+    "olmo3": _template("{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
+                       "{{ ', ' if not loop.last }}{% endfor %})", "<function_calls>", "\n", "</function_calls>"),
     "llama3": _template('{{ \'{"name": "\' + f.name + \'", "parameters": \' + f.arguments | tojson + \'}\' }}'
                         "{# ipython #}"),
     "granite": "<|start_of_role|><|tool_call|>{% for m in messages %}" + _ROLES + "{% endfor %}",

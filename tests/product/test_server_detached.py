@@ -102,6 +102,88 @@ def test_a_whole_reply_is_detached_too_and_a_text_can_be_cancelled(server, whole
         assert cancelled.json()["status"] == "cancelled" and '"cancelled"' in reply.read().decode()
 
 
+def test_a_stream_that_is_no_stream_of_events_is_not_detached(server):
+    body = {"model": "novelist", "messages": BODY["messages"], "options": {"num_predict": 3}}
+    replies = [httpx.post(server.url + "/api/chat", json=body | {"stream": is_stream}, timeout=60,
+                          headers=key(**{"X-Conversation-Id": "lines"})) for is_stream in (True, False)]
+    assert [reply.status_code for reply in replies] == [400, 200]
+    assert read_on(server, "lines", "?door=chat").status_code == 200 and server.scheduler.num_jobs == 0
+
+
+# OpenAI's responses in the background
+
+RESPONSE: dict[str, Any] = {"input": "Hi", "max_output_tokens": 60, "seed": 3, "longdraft": {"min_p": 0.1},
+                            "background": True}
+
+
+def begin(server, **changes: Any) -> httpx.Response:
+    return httpx.post(server.url + "/v1/responses", json=RESPONSE | changes, headers=key(), timeout=60)
+
+
+def get(server, name: str, query: str = "", by: str = "one") -> httpx.Response:
+    return httpx.get(f"{server.url}/v1/responses/{name}{query}", headers=key(by), timeout=60)
+
+
+def contents(body: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line.startswith("data: ")]
+
+
+def output(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+def test_a_response_in_the_background_is_read_while_it_is_written_and_afterwards(server, whole):
+    client = serving.client(server).with_options(api_key="one")
+    begun = client.responses.create(model="novelist", background=True, extra_body=RESPONSE)
+    assert begun.status in ("queued", "in_progress") and begun.background and begun.usage is None
+
+    def is_complete() -> bool:
+        so_far = client.responses.retrieve(begun.id)
+        assert content(whole).startswith(so_far.output_text)
+        return so_far.status == "incomplete"
+
+    wait_for(is_complete, 60)
+    assert client.responses.retrieve(begun.id).output_text == content(whole)
+    kinds = [event.type for event in client.responses.retrieve(begun.id, stream=True, starting_after=1)]
+    assert kinds[0] == "response.output_item.added" and kinds[-1] == "response.incomplete"
+
+
+def test_the_events_of_a_response_go_on_behind_any_of_them(server, whole):
+    uncut = contents(begin(server, stream=True).text)
+    name = uncut[0]["response"]["id"]
+    assert [each["sequence_number"] for each in uncut] == list(range(len(uncut)))
+    assert output(uncut[-1]["response"]) == content(whole)
+    assert contents(get(server, name, "?stream=true").text) == uncut
+    for seen in range(0, len(uncut) - 1, 5):
+        assert contents(get(server, name, f"?stream=true&starting_after={seen}").text) == uncut[seen + 1 :]
+
+
+def test_a_running_response_is_read_on_and_cancelled(server):
+    with httpx.stream("POST", server.url + "/v1/responses", json=RESPONSE | {"max_output_tokens": 3000, "stream": True},
+                      headers=key(), timeout=60) as reply:
+        lines = reply.iter_lines()
+        first = [json.loads(line.removeprefix("data: ")) for line in (next(lines) for _ in range(60))
+                 if line.startswith("data: ")]
+    name, seen = first[0]["response"]["id"], len(first) - 1
+    assert httpx.post(f"{server.url}/v1/responses/{name}/cancel", headers=key()).json()["status"] == "cancelled"
+    rest = contents(get(server, name, f"?stream=true&starting_after={seen}").text)
+    assert [each["sequence_number"] for each in rest] == list(range(seen + 1, seen + 1 + len(rest)))
+    assert rest[-1]["type"] == "response.failed" and rest[-1]["response"]["status"] == "cancelled"
+    assert contents(get(server, name, "?stream=true").text)[seen + 1 :] == rest
+    assert get(server, name).json()["status"] == "cancelled"
+
+
+def test_only_the_key_of_a_response_reads_it_and_others_are_unknown(server, whole):
+    name = begin(server, max_output_tokens=5).json()["id"]
+    chat_name = ids(whole)[0].partition(":")[0]
+    unknown = (get(server, name, by="two"), get(server, "resp_1"), get(server, chat_name),
+               httpx.post(f"{server.url}/v1/responses/{name}/cancel", headers=key("two")))
+    assert [reply.status_code for reply in unknown] == [404] * 4
+    assert get(server, name, "?stream=true&starting_after=x").status_code == 400
+    plain = begin(server, background=False, max_output_tokens=5).json()
+    assert get(server, plain["id"]).status_code == 404
+
+
 def test_a_text_without_readers_ends_with_a_journal(engine, tmp_path):
     with serving.running(engine, detach_s=0.3, journals=tmp_path) as found:
         with httpx.stream("POST", found.url + "/v1/chat/completions", json=BODY | {"max_tokens": 4000},

@@ -118,6 +118,36 @@ def test_the_next_turn_reuses_the_rows_of_the_call(engine, post, required):
     assert second["prompt_tokens_details"]["cached_tokens"] >= tokens - 160, (first, second)
 
 
+def test_without_a_grammar_for_all_calls_it_is_on_where_one_is_required_or_strict(engine):
+    strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
+    with serving.running(engine, tool_grammar="strict") as found:
+        own = serving.poster(found)
+        for changes, is_on in (({}, False), ({"tool_choice": "required"}, True), ({"tools": [strict, NOW]}, True),
+                               ({"tool_choice": "none"}, False)):
+            reply = chat(own, **changes, max_tokens=20).json()
+            assert bool(reply["longdraft"]["stats"]["sampling"]["structured_outputs"]) == is_on, changes
+        assert reply["choices"][0]["message"]["content"]
+
+
+def test_the_statistics_say_where_a_prompt_parts_from_earlier_ones(post):
+    turns = [{"role": role, "content": f"{role} says something that is long enough, as number {number}"}
+             for number, role in enumerate(("system", "user", "assistant", "user"))]
+
+    def prefix(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        body = {"messages": messages, "max_tokens": 1, "cache_salt": "parts"}
+        reply = post("/v1/chat/completions", body).json()
+        return reply["longdraft"]["stats"]["prefix"] | {"read": reply["usage"]["prompt_tokens"]}
+
+    assert prefix(turns)["matched"] == 0
+    again = prefix(turns)
+    assert again["parted_at"] is None and again["matched"] == again["read"] - 1
+    for changed in range(4):
+        edited = [{**turn, "content": turn["content"] + "!"} if index == changed else turn
+                  for index, turn in enumerate(turns)]
+        parted = prefix(edited)
+        assert parted["message"] == changed and parted["matched"] == parted["parted_at"] < again["matched"]
+
+
 @pytest.mark.parametrize("changes, param", [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tool_choice": "any"}, "tool_choice"), ({"tool_choice": "required", "tools": None}, "tool_choice"),

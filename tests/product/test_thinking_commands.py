@@ -172,6 +172,23 @@ def test_wrong_rules_are_refused_by_every_api(server, path, body, words):
     assert words in through(server, path, 400, **body).text
 
 
+@pytest.mark.parametrize("path, thinks", [
+    ("/v1/messages", {"thinking": {"type": "adaptive"}}), ("/api/chat", {"think": True})])
+@pytest.mark.parametrize("ends_thoughts", [True, False])
+def test_stop_texts_in_a_thought_mean_the_same_in_every_api(server, path, thinks, ends_thoughts):
+    thought, _ = thought_of(ask(server, thinking_budget=20))
+    stop = thought[8:11]
+    rule = {"thinking_budget": 20, "stop_in_thinking": ends_thoughts}
+    chat = ask(server, stop=[stop], **rule)
+    assert (thought_of(chat) == (thought.partition(stop)[0].rstrip(), "")) == ends_thoughts
+    stops = {"stop_sequences": [stop]} if path == "/v1/messages" else {
+        "options": {"seed": 5, "temperature": 1.0, "num_predict": 60, "stop": [stop]}}
+    reply = through(server, path, **thinks, **stops, longdraft=EXTENSION | rule).json()
+    assert thought_of(reply) == thought_of(chat)
+    if path == "/v1/messages":
+        assert (reply["stop_sequence"] == stop) == (chat["choices"][0]["finish_reason"] == "stop")
+
+
 def test_counted_tokens_are_those_of_the_prompt_with_its_effort(server):
     for thinking in ({"type": "disabled"}, {"type": "adaptive"}):
         body = {"messages": [{"role": "user", "content": "Hi"}], "thinking": thinking}

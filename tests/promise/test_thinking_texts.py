@@ -12,15 +12,15 @@ import pytest
 import longdraft
 from helpers.extents import extent
 from helpers.thinkers import OPENING_TEMPLATE, TOKENS, make_thinker
+from longdraft.engine.loaded_model import LoadedModel
 from longdraft.errors import UsageError
 from longdraft.journal import format as form
 from longdraft.journal.format import read_journal
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tools import parse_tools
 from longdraft.text.harmony import MARKS
-from longdraft.text.tools.forms import FORMS
-from longdraft.text.tools.grammar import ToolGrammar
-from longdraft.text.tools.reader import ToolAnswers, put_together
+from longdraft.text.tools.model_tools import ModelTools
+from longdraft.text.tools.reader import put_together
 
 HELLO = "Hi"
 PARAMS = dict(max_new_tokens=70, seed=5, temperature=1.0, min_p=0.02, thinking_budget=25, ignore_eos=True)
@@ -274,34 +274,117 @@ def test_a_text_that_begins_with_no_thought_matches_its_structure(engine):
     assert text == "a" + 20 * "b" + "c"
 
 
+HARMONY = ("{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+           "<|start|>assistant")
+STRUCTURES = {"json": json.dumps(SCHEMA), "regex": "ab{9}c", "grammar": 'start: "yes" | "no"'}
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> longdraft.Engine:
+    """A random model with the channels of gpt-oss."""
+    pytest.importorskip("llguidance")
+    folder = make_thinker(tmp_path_factory.mktemp("channels"), HARMONY, (*MARKS, "<|constrain|>", "<|call|>"))
+    return longdraft.load(str(folder), drafter="suffix", threads=1)
+
+
+def structured(channels: longdraft.Engine, kind: str, **changes) -> SamplingParams:
+    """Settings with which thoughts are short."""
+    end = channels.tokenizer.vocabulary()["<|end|>"]
+    return params_of(**(dict(structured_outputs=(kind, STRUCTURES[kind]), max_new_tokens=600, ignore_eos=False,
+                             thinking_budget=-1, logit_bias=((end, 9.0),)) | changes))
+
+
+def answer_of(engine: longdraft.Engine, tokens: list[int]) -> str:
+    """The text behind the last header, which is that of the final channel."""
+    whole = engine.tokenizer._tokenizer.decode(tokens, skip_special_tokens=False)
+    head, _, answer = whole.rpartition("<|message|>")
+    assert head.endswith("<|channel|>final"), whole
+    return answer.removesuffix("</s>")
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("rules", [{}, dict(thinking_budget=3, logit_bias=()), dict(thinking_budget=30)])
+def test_a_structured_answer_of_gpt_oss_has_its_header(channels, tmp_path, kind, rules):
+    """Also behind a thought that the model ended, or a rule."""
+    prompt, params = channels.chat(HELLO), structured(channels, kind, **rules)
+    plain = channels.with_drafter("plain")
+    generation = plain.generate(prompt, params)
+    events = list(generation)
+    tokens = generation.tokens.tolist()
+    assert generation.finish_reason == "eos"
+    answer = answer_of(channels, tokens)
+    if kind == "json":
+        assert json.loads(answer) in ({"a": "x"}, {"a": "yz"})
+    else:
+        assert answer in {"regex": ("ab" + 8 * "b" + "c",), "grammar": ("yes", "no")}[kind]
+    reader = ModelTools(channels.tokenizer, channels.loaded.answer_format).answers(None).reader(prompt)
+    assert put_together(reader.read(events, is_end=True)).content == answer
+    assert text_of(channels.generate(prompt, params))[0] == tokens
+    for after in (2, 9):
+        folder = tmp_path / str(after)
+        with plain.generate(prompt, params, journal=folder) as cut:
+            for _ in range(after):
+                next(cut)
+        resumed = channels.resume(folder)
+        list(resumed)
+        assert resumed.tokens.tolist() == tokens, after
+
+
+def test_answer_now_leads_to_the_structured_answer_of_gpt_oss(channels):
+    ids = channels.tokenizer.vocabulary()
+    never = tuple((ids[name], -100.0) for name in ("<|end|>", "f", "c"))  # a thought without end
+    params = structured(channels, "regex", logit_bias=never, structured_outputs=("regex", "ab{9}d"))
+    prompt = channels.chat(HELLO)
+    generation = channels.generate(prompt, params)
+    shown: list[int] = []
+    while len(shown) < 20:
+        shown += next(generation).tokens
+    generation.answer_now()
+    tokens = shown + text_of(generation)[0][len(shown) :]
+    assert answer_of(channels, tokens) == "ab" + 8 * "b" + "d"
+    closed = replace(params, thinking_close_at=generation.stats()["sampling"]["thinking_close_at"])
+    assert text_of(channels.with_drafter("plain").generate(prompt, closed))[0] == tokens
+
+
+def test_a_journal_from_before_headers_is_resumed_as_it_was(channels, tmp_path, monkeypatch):
+    prompt, params = channels.chat(HELLO), structured(channels, "regex")
+    with monkeypatch.context() as before:
+        before.setattr(LoadedModel, "completed", lambda self, params, prompt: self.with_closing(params))
+        whole = text_of(channels.generate(prompt, params))[0]
+        with channels.with_drafter("plain").generate(prompt, params, journal=tmp_path) as cut:
+            for _ in range(4):
+                next(cut)
+    resumed = channels.resume(tmp_path)
+    list(resumed)
+    assert resumed.tokens.tolist() == whole and channels.tokenizer.decode(whole) == "ab" + 8 * "b" + "c"
+
+
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
 CALLERS = {  # form of calls, template, special tokens
     "hermes": (OPENING_TEMPLATE, TOKENS), "qwen-xml": (OPENING_TEMPLATE, TOKENS), "glm": (OPENING_TEMPLATE, TOKENS),
-    "harmony": ("{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-                "<|start|>assistant", (*MARKS, "<|constrain|>", "<|call|>"))}
+    "harmony": (HARMONY, (*MARKS, "<|constrain|>", "<|call|>"))}
 
 
 @pytest.fixture(scope="module", params=[
     pytest.param(name, marks=() if name in ("hermes", "harmony") else pytest.mark.full) for name in CALLERS])
-def caller(request, tmp_path_factory) -> tuple[longdraft.Engine, ToolGrammar]:
-    """A model that thinks, and the grammar of its calls."""
+def caller(request, tmp_path_factory) -> tuple[longdraft.Engine, ModelTools]:
+    """A model that thinks, and how it calls functions."""
     template, special = CALLERS[request.param]
     folder = make_thinker(tmp_path_factory.mktemp("caller"), template, special)
     engine = longdraft.load(str(folder), drafter="suffix", threads=1)
-    form = next(each for each in FORMS if each.name == request.param)
-    return engine, ToolGrammar.of(form, engine.tokenizer, engine.loaded.answer_format)
+    return engine, ModelTools(engine.tokenizer, engine.loaded.answer_format, request.param)
 
 
 @pytest.mark.parametrize("rule", [{}, dict(thinking_budget=500)])
 def test_a_thought_before_calls_is_closed_on_request_or_the_request_is_refused(caller, rule):
     """Refused, the text goes on as it was."""
     pytest.importorskip("llguidance")
-    engine, grammar = caller
+    engine, model = caller
     tools = parse_tools({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
-    ids, marks = engine.tokenizer.vocabulary(), grammar.form.name == "harmony"
+    ids, marks = engine.tokenizer.vocabulary(), model.form.name == "harmony"
     never = tuple((ids[name], -100.0) for name in ("</s>", *(MARKS if marks else ("<think>", "</think>"))))
-    params = grammar.applied(params_of(**(dict(max_new_tokens=100, thinking_budget=-1, ignore_eos=False,
-                                               logit_bias=never) | rule)), tools, engine.chat(HELLO))
+    params = model.applied(params_of(**(dict(max_new_tokens=100, thinking_budget=-1, ignore_eos=False,
+                                             logit_bias=never) | rule)), tools, engine.chat(HELLO))
     prompt = engine.chat(HELLO)
     if marks:
         header = engine.tokenizer.encode("analysis", add_special_tokens=False)
@@ -333,15 +416,15 @@ def write_from(engine, prompt, params) -> list[int]:
 def test_calls_come_after_a_thought_that_is_closed(caller, tmp_path, choice, closed_by):
     """One thought, then what the grammar allows: no second thought, though the model is drawn to it."""
     pytest.importorskip("llguidance")
-    engine, grammar = caller
+    engine, model = caller
     tools = parse_tools({"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False})
-    ids, marks = engine.tokenizer.vocabulary(), grammar.form.name == "harmony"
+    ids, marks = engine.tokenizer.vocabulary(), model.form.name == "harmony"
     close, opening = (ids["<|end|>"], ids["<|channel|>"]) if marks else (ids["</think>"], ids["<think>"])
     rules = {"budget": dict(thinking_budget=9), "reserve": dict(thinking_reserve=150),
              "model": dict(thinking_budget=60, min_thinking_tokens=5)}[closed_by]
     bias = ((opening, -100.0 if marks else 9.0), (close, 20.0 if closed_by == "model" else -100.0))
-    params = grammar.applied(params_of(**(dict(max_new_tokens=180, thinking_budget=-1, ignore_eos=False,
-                                               logit_bias=bias) | rules)), tools, engine.chat(HELLO))
+    params = model.applied(params_of(**(dict(max_new_tokens=180, thinking_budget=-1, ignore_eos=False,
+                                             logit_bias=bias) | rules)), tools, engine.chat(HELLO))
     prompt = engine.chat(HELLO)
     if marks:
         header = engine.tokenizer.encode("analysis", add_special_tokens=False)
@@ -351,8 +434,7 @@ def test_calls_come_after_a_thought_that_is_closed(caller, tmp_path, choice, clo
     events = list(generation)
     tokens = generation.tokens.tolist()
     assert generation.stats()["thinking"]["closed_by"] == closed_by
-    answers = ToolAnswers(grammar.form, engine.tokenizer, engine.loaded.answer_format, tools)
-    answer = put_together(answers.reader(prompt).read(events, is_end=True))
+    answer = put_together(model.answers(tools).reader(prompt).read(events, is_end=True))
     assert answer.reasoning
     if choice == "required":
         assert generation.finish_reason == "eos" and not answer.content

@@ -29,7 +29,7 @@ from longdraft.text.thinking import find_format
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.forms import find_form, template_messages
 from longdraft.text.tools.grammar import ToolGrammar
-from longdraft.text.tools.reader import Part, ToolAnswers, chat_message, joined, put_together
+from longdraft.text.tools.reader import Part, ToolAnswers, WholeAnswer, chat_message, joined, put_together
 
 pytest.importorskip("llguidance")
 
@@ -54,7 +54,7 @@ def request(choice: Any = "auto", tools: list[dict[str, Any]] = TOOLS, **changes
 
 
 def grammar(tokenizer: Tokenizer, name: str) -> ToolGrammar:
-    return ToolGrammar.of(ALL[name], tokenizer, find_format(tokenizer))
+    return ToolGrammar(ALL[name], tokenizer, find_format(tokenizer))
 
 
 def prompt_of(tokenizer: Tokenizer, name: str) -> list[int]:
@@ -67,10 +67,11 @@ def pieces_of(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return [*pieces[:-1], pieces[-1] + stream.flush()] if pieces else []
 
 
-def read(tokenizer: Tokenizer, name: str, tools: ToolRequest, tokens: list[int], cuts: set[int] | None = None
-         ) -> list[Part]:
+def read(tokenizer: Tokenizer, name: str, tools: ToolRequest, tokens: list[int], cuts: set[int] | None = None, *,
+         is_free: bool = False) -> list[Part]:
     """The parts of an answer, which arrives in steps that begin at `cuts`."""
-    reader = ToolAnswers(ALL[name], tokenizer, find_format(tokenizer), tools).reader(prompt_of(tokenizer, name))
+    answers = ToolAnswers(ALL[name], tokenizer, find_format(tokenizer), tools, is_free)
+    reader = answers.reader(prompt_of(tokenizer, name))
     pieces, parts = pieces_of(tokenizer, tokens), list[Part]()
     bounds = [0, *sorted(cuts or ()), len(tokens)]
     for start, end in pairwise(bounds):
@@ -102,6 +103,49 @@ def test_every_complete_answer_has_valid_calls_and_arrives_the_same_in_any_steps
                     assert choice != ONE or call.name == "get_weather"
 
 
+def shape(answer: WholeAnswer) -> tuple[str, str, list[tuple[str, str]]]:
+    """All but the ids of calls, which depend on when they are read."""
+    return answer.reasoning, answer.content, [(call.name, call.arguments) for call in answer.calls]
+
+
+@forms
+def test_without_a_grammar_calls_that_can_be_read_are_calls_and_all_else_is_text(tmp_path, name, kind):
+    tokenizer, tools = new_form_tokenizer(tmp_path, name, kind), request()
+    structures = [grammar(tokenizer, name).structure(request(choice)) for choice in ("required", "auto")]
+    num_calls = 0
+    for seed in range(8):
+        draw, structure = random.Random(seed), structures[seed % 2]
+        tokens, is_complete = random_answer(tokenizer, structure, draw)
+        whole = put_together(read(tokenizer, name, tools, tokens))
+        if not is_complete or not whole.calls:
+            continue
+        num_calls += 1
+        cuts = {draw.randrange(len(tokens)) for _ in range(9)}
+        parts = read(tokenizer, name, tools, tokens, is_free=True)
+        assert shape(put_together(parts)) == shape(whole)
+        assert read(tokenizer, name, tools, tokens, cuts, is_free=True) == parts
+        for _ in range(8):  # a token is lost: the answer has whole calls, or its text
+            lost = draw.randrange(len(tokens))
+            answer = put_together(read(tokenizer, name, tools, tokens[:lost] + tokens[lost + 1 :], is_free=True))
+            assert not re.search("[\ud800-\udfff]", answer.content + answer.reasoning)
+            assert all(isinstance(json.loads(call.arguments), dict) and call.name in ("now", "get_weather")
+                       for call in answer.calls)
+            assert answer.calls or answer.content or answer.reasoning
+    assert num_calls
+
+
+def test_text_that_only_begins_as_calls_do_stays_as_it_is(tmp_path):
+    tokenizer = new_form_tokenizer(tmp_path, "hermes", "text")
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for text in ("Say\n<tool_call> twice", call.replace("now", "then"), f"{call}\nDone.", call[:-1],
+                 f"{call}\n{call[9:]}", call.replace("{}", "[]")):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        assert read(tokenizer, "hermes", request(), tokens, is_free=True) == [Part("text", text)]
+    tokens = tokenizer.encode(f"Write\n<tool_call> so:\n{call}", add_special_tokens=False)
+    answer = put_together(read(tokenizer, "hermes", request(), tokens, is_free=True))
+    assert shape(answer) == ("", "Write\n<tool_call> so:", [("now", "{}")])
+
+
 @pytest.mark.parametrize("name, kind", in_thirds([(name, kind) for name in TEMPLATES for kind in ("special", "text")
                                                   if name != "harmony" or kind == "special"]))
 def test_the_next_prompt_shows_a_call_as_it_was_written(tmp_path, name, kind):
@@ -127,6 +171,23 @@ def test_the_next_prompt_shows_a_call_as_it_was_written(tmp_path, name, kind):
     assert num_complete or name == "harmony"
 
 
+@pytest.mark.parametrize("name, members", [
+    ("mistral", {"name", "arguments", "id"}), ("mistral-space", {"name", "arguments", "id"}),
+    ("granite", {"name", "arguments"}), ("phi4", {"name", "arguments"})])
+def test_a_list_of_calls_is_json(tmp_path, name, members):
+    tokenizer, form = new_form_tokenizer(tmp_path, name, "text"), ALL[name]
+    num_complete = 0
+    for seed in range(6):
+        structure = grammar(tokenizer, name).structure(request("required"))
+        tokens, is_complete = random_answer(tokenizer, structure, random.Random(seed))
+        text = tokenizer.decode(tokens)
+        if is_complete:
+            num_complete += 1
+            calls = json.loads(text.removeprefix(form.trigger).removesuffix(form.end[1:]))
+            assert calls and all(call.keys() == members for call in calls), text
+    assert num_complete
+
+
 def test_ids_depend_on_the_text_alone_and_differ_between_calls(tmp_path):
     tokenizer = new_form_tokenizer(tmp_path, "hermes", "added")
     text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -142,7 +203,7 @@ def test_ids_depend_on_the_text_alone_and_differ_between_calls(tmp_path):
     assert set(first).isdisjoint(ids([5], 2)) and set(first).isdisjoint(ids([6], 1))
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "gemma4", "llama3"])
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "gemma4", "llama3", "deepseek-v3.2", "olmo3"])
 def test_an_answer_that_is_cut_within_a_call_ends_with_the_fragment(tmp_path, name):
     tokenizer = new_form_tokenizer(tmp_path, name, "text")
     tools = request(ONE)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from pydantic import Field, create_model
+
+from longdraft.request.events import Event
 from longdraft.request.sampling_params import EFFORTS
+from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import ApiError
 from longdraft.server.logs import log_event
 from longdraft.server.replies import data_event
 from longdraft.text.chat_template import THINKING_SWITCHES
+from longdraft.text.tokenizer import StopText, Tokenizer
 
+Body = TypeVar("Body", bound=StrictModel)
 _CARRIED = "ld1."  # before a thought that a client carries without showing it
 _MAX_THOUGHT = 1 << 24  # bytes of a thought that is unpacked
 # Options of templates that drop the thoughts of earlier answers, with the values that keep them: what a conversation
@@ -89,6 +97,78 @@ def left_out(what: str, names: Iterable[object]) -> None:
     """Log what of a request has no effect here."""
     if listed := sorted({str(name)[:100] for name in names}):
         log_event("left_out", level=logging.WARNING, what=what, names=", ".join(listed)[:1000])
+
+
+@dataclass(frozen=True)
+class SettingNames:
+    """The settings of another API.
+
+    names  its names -> those of chats
+    idle   names without an effect here
+    off    samplers that longdraft has not, with the values that turn them off
+    """
+
+    names: Mapping[str, str]
+    idle: Sequence[str] = ()
+    off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def body(self, name: str, base: type[Body]) -> type[Body]:
+        """A class of bodies with a member for each name that `base` has not."""
+        about = {each: f"As `{own}`." for each, own in self.names.items()} | dict.fromkeys(self.idle, "No effect.") | {
+            each: f"Off only: {', '.join(map(str, values))}." for each, values in self.off.items()}
+        members: dict[str, Any] = {each: (Any, Field(default=None, description=text)) for each, text in about.items()
+                                   if each not in base.model_fields}
+        return create_model(name, __base__=base, **members)
+
+    def read(self, given: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+        """The settings by the names of chats. Raises ApiError for what longdraft has not. place: before their names"""
+        read: dict[str, Any] = {}
+        for name, value in given.items():
+            if value is None or name in self.idle or value in self.off.get(name, ()):
+                continue
+            if name not in self.names:
+                allowed = " or ".join(map(str, self.off.get(name, ())))
+                raise refused(f"{place}{name}", value, allowed or f"the options {', '.join(sorted(self.names))}")
+            own = self.names[name]
+            if not ((own == "seed" and value == -1) or (own == "max_tokens" and value in _TO_THE_END)):
+                read.setdefault(own, value)
+        window = read.get("penalty_window")
+        if window == -1:
+            read["penalty_window"] = _MAX_WINDOW
+        elif window == 0:  # no window: no penalties
+            read = {name: value for name, value in read.items() if name not in _OF_WINDOW} | {"repetition_penalty": 1}
+        return read
+
+
+_TO_THE_END = (-1, -2)  # of max_tokens: without a limit of its own
+_MAX_WINDOW = 1 << 20  # of a penalty window of -1: the whole context
+_OF_WINDOW = ("penalty_window", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class StopSearch:
+    """Which stop text ended a text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._decoder, self._stops = tokenizer.stream(), sorted(stops, key=len, reverse=True)
+        self._tail = ""  # the end of the text, stop text included
+
+    def add(self, events: Iterable[Event]) -> None:
+        if self._stops:
+            new = "".join(self._decoder.push(token) for event in events for token in event.tokens)
+            self._tail = (self._tail + new)[-2 * len(self._stops[0]) - 64 :]
+
+    @property
+    def stop(self) -> str | None:
+        """The stop text; None where the text has none."""
+        return next((stop for stop in self._stops if StopText((stop,)).push(self._tail)[1]), None)
+
+
+def loaded_arguments(text: str) -> Any:
+    """The arguments of a call as an object; {} for a fragment."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:

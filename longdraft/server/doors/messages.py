@@ -15,11 +15,13 @@ from pydantic import Field
 from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StopString, StrictModel
 from longdraft.server.doors.blocks import (
+    StopSearch,
     carried,
     carry,
     effort_of,
     is_object,
     left_out,
+    loaded_arguments,
     named_event,
     objects,
     refused,
@@ -31,7 +33,7 @@ from longdraft.server.errors import ApiError, anthropic_error
 from longdraft.server.jobs import GenerationJob
 from longdraft.server.replies import EVENTS, Choice, ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
-from longdraft.text.tokenizer import StopText, Tokenizer
+from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Part, put_together
 
 _NONCE = "x-anthropic-billing-header:"  # a line that differs in each request, so that no prompt would be reused
@@ -154,20 +156,21 @@ class MessagesReply:
     """The reply to one request of Anthropic's messages."""
 
     media_type = EVENTS
+    is_numbered = False
     is_large = False
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  hides_thinking: bool = False, context_limit: int = 0) -> None:
         """hides_thinking: thoughts are carried in signatures only; context_limit: tokens of prompt and text."""
-        self._options, self._model, self._tokenizer = options, model, tokenizer
+        self._options, self._model = options, model
         self._job, = jobs
+        self._stops = StopSearch(tokenizer, self._job.params.stop)
         self._choice = Choice.of(options, self._job)
         self._hides, self._limit = hides_thinking, context_limit
         self._has_begun = False
         self._kind = ""  # of the block that is open
         self._index = -1
         self._thought = ""  # of the block that is open
-        self._tail = ""  # text in which a stop text is searched
 
     def begin(self) -> Iterator[bytes]:
         """Nothing yet: the first event says how much of the prompt was cached."""
@@ -180,7 +183,7 @@ class MessagesReply:
         yield from self._start()
         for part in self._choice.read(events):
             yield from self._part(part)
-        self._remember(events)
+        self._stops.add(events)
 
     def end(self) -> Iterator[bytes]:
         yield from self._start()
@@ -195,7 +198,7 @@ class MessagesReply:
 
     def add(self, job: GenerationJob, events: list[Event]) -> None:
         self._choice.parts += self._choice.read(events)
-        self._remember(events)
+        self._stops.add(events)
 
     def whole(self) -> Iterator[bytes]:
         reason, sequence = self._stop()
@@ -215,7 +218,8 @@ class MessagesReply:
             answer = put_together(group)
             if answer.calls:
                 call = answer.calls[0]
-                blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _loaded(call.arguments)})
+                blocks.append({"type": "tool_use", "id": call.id, "name": call.name,
+                               "input": loaded_arguments(call.arguments)})
             elif answer.reasoning:
                 blocks.append({"type": "thinking", "thinking": "" if self._hides else answer.reasoning,
                                "signature": self._signature(answer.reasoning)})
@@ -274,12 +278,6 @@ class MessagesReply:
         """A thought that is shown needs no copy."""
         return carry(thought if self._hides else "")
 
-    def _remember(self, events: list[Event]) -> None:
-        """Keep the end of the text, stop text included."""
-        if stops := self._job.params.stop:
-            tokens = [token for event in events for token in event.tokens]
-            self._tail = (self._tail + self._tokenizer.decode(tokens))[-2 * max(map(len, stops)) - 64 :]
-
     def _stop(self) -> tuple[str, str | None]:
         """The reason for the end, and the stop text that ended it."""
         choice, job = self._choice, self._job
@@ -288,17 +286,7 @@ class MessagesReply:
             return "model_context_window_exceeded" if is_full else "max_tokens", None
         if choice.num_calls:
             return "tool_use", None
-        if choice.end == "stop":
-            for stop in sorted(choice.job.params.stop, key=len, reverse=True):
-                if StopText((stop,)).push(self._tail)[1]:
-                    return "stop_sequence", stop
+        if choice.end == "stop" and (stop := self._stops.stop) is not None:
+            return "stop_sequence", stop
         return "end_turn", None
-
-
-def _loaded(arguments: str) -> Any:
-    """The arguments of a call as an object; {} for a fragment."""
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return {}
 

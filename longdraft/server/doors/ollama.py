@@ -19,8 +19,10 @@ from longdraft.engine.engine import Engine
 from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text
 from longdraft.server.doors.blocks import (
+    SettingNames,
     effort_of,
     is_object,
+    loaded_arguments,
     objects,
     refused,
     template_options,
@@ -34,18 +36,15 @@ from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Call, Part
 
 VERSION = "0.6.4"  # of Ollama's API: clients ask for this one or a later one
-_TO_THE_END = (-1, -2)  # of num_predict
-_MAX_WINDOW = 1 << 20  # of repeat_last_n -1: the whole context
 _LATEST = ":latest"
-# Ollama's options -> the names of chats.
-_OPTIONS = {"num_predict": "max_tokens", "repeat_last_n": "penalty_window", "repeat_penalty": "repetition_penalty"} | {
-    name: name for name in ("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty",
-                            "frequency_penalty", "stop")}
-_EXTENSION = ("penalty_window", "repetition_penalty", "top_k", "min_p", "typical_p")
-# How Ollama runs a model. None of these changes a text here.
-_IDLE = ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa",
-         "low_vram", "f16_kv", "vocab_only", "logits_all", "penalize_newline", "mirostat_tau", "mirostat_eta")
-_OFF = {"mirostat": (0,), "tfs_z": (1,)}  # samplers that longdraft has not, with the values that turn them off
+_OPTIONS = SettingNames(
+    {"num_predict": "max_tokens", "repeat_last_n": "penalty_window", "repeat_penalty": "repetition_penalty"} | {
+        name: name for name in ("seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty",
+                                "frequency_penalty", "stop")},
+    # How Ollama runs a model. None of these changes a text here.
+    idle=("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa",
+          "low_vram", "f16_kv", "vocab_only", "logits_all", "penalize_newline", "mirostat_tau", "mirostat_eta"),
+    off={"mirostat": (0,), "tfs_z": (1,)})
 
 
 class _Body(StrictModel):
@@ -107,20 +106,8 @@ def _thinking(body: _Body, variables: frozenset[str]) -> dict[str, Any]:
 def _settings(body: _Body) -> dict[str, Any]:
     settings: dict[str, Any] = {"model": body.model.removesuffix(_LATEST), "stream": body.stream}
     extension: dict[str, Any] = body.longdraft.model_dump(exclude_unset=True) if body.longdraft else {}
-    for name, value in (body.options or {}).items():
-        if value is None or name in _IDLE or value in _OFF.get(name, ()):
-            continue
-        if name not in _OPTIONS:
-            raise refused(f"options.{name}", value, f"the options {', '.join(sorted(_OPTIONS))}")
-        if name == "num_predict" and value in _TO_THE_END:
-            continue
-        if name == "repeat_last_n":
-            value = _MAX_WINDOW if value == -1 else value
-            if value == 0:  # no window: no penalty
-                extension["repetition_penalty"] = 1
-                continue
-        target = extension if _OPTIONS[name] in _EXTENSION else settings
-        target.setdefault(_OPTIONS[name], value)
+    read = _OPTIONS.read(body.options or {}, "options.")
+    settings |= {name: value for name, value in read.items() if name not in extension}
     form = body.format
     if form == "json":
         settings["response_format"] = {"type": "json_object"}
@@ -163,6 +150,7 @@ class OllamaReply:
     """The reply to `/api/chat` or, with `is_chat` false, to `/api/generate`."""
 
     media_type = "application/x-ndjson"
+    is_numbered = False
     is_large = False
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
@@ -217,7 +205,7 @@ class OllamaReply:
         thinking = {"thinking": thought} if thought else {}
         if not self._is_chat:
             return {"response": text, **thinking}
-        functions = [{"function": {"index": index, "name": call.name, "arguments": _loaded(call.arguments)}}
+        functions = [{"function": {"index": index, "name": call.name, "arguments": loaded_arguments(call.arguments)}}
                      for index, call in enumerate(calls)]
         message = {"role": "assistant", "content": text, **thinking}
         return {"message": message | ({"tool_calls": functions} if functions else {})}
@@ -235,14 +223,6 @@ class OllamaReply:
                 "prompt_eval_count": self._options.prompt_tokens,
                 "prompt_eval_duration": int(stats.get("prefill_seconds", 0.0) * 1e9),
                 "eval_count": job.num_tokens, "eval_duration": int(decoding * 1e9)}
-
-
-def _loaded(arguments: str) -> Any:
-    """The arguments of a call as an object; {} for a fragment."""
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return {}
 
 
 def now() -> str:

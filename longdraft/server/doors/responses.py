@@ -1,4 +1,4 @@
-"""OpenAI's responses: `POST /v1/responses` and `POST /v1/responses/input_tokens`. Nothing is stored.
+"""OpenAI's responses: `/v1/responses` and `POST /v1/responses/input_tokens`. Only detached ones are kept, for a while.
 
     response.created, response.in_progress, then for each item response.output_item.added, its deltas, and
     response.output_item.done; then response.completed, response.incomplete or response.failed
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -58,6 +57,8 @@ class InputTokensRequest(StrictModel):
 class ResponsesRequest(InputTokensRequest):
     max_output_tokens: int | None = Field(default=None, ge=1, description="Less where the context has less room.")
     stream: bool = False
+    background: bool = Field(default=False, description="The text goes on without its client, as with "
+                                                        "longdraft.detach, and the reply does not wait for it.")
     stream_options: Any = Field(default=None, description=_NO_EFFECT)
     temperature: float | None = None
     top_p: float | None = None
@@ -89,7 +90,9 @@ def to_chat(body: InputTokensRequest, variables: frozenset[str]) -> dict[str, An
             "reasoning": reasoning or None, "chat_template_kwargs": template_options(variables, None)}
     if isinstance(body, ResponsesRequest):
         chat |= {"max_tokens": body.max_output_tokens, "stream": body.stream, "temperature": body.temperature,
-                 "top_p": body.top_p, "seed": body.seed, "user": body.user, "longdraft": body.longdraft}
+                 "top_p": body.top_p, "seed": body.seed, "user": body.user,
+                 "longdraft": (body.longdraft or LongdraftOptions()).model_copy(update={"detach": True})
+                 if body.background else body.longdraft}
     if not chat["tools"]:
         chat |= {"parallel_tool_calls": None, "tool_choice": None}
     return without_none(chat)
@@ -163,13 +166,14 @@ class ResponsesReply:
 
     media_type = EVENTS
     is_large = False
+    is_numbered = True
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  body: ResponsesRequest) -> None:
         self._options, self._model, self._body = options, model, body
         self._job, = jobs
         self._choice = Choice.of(options, self._job)
-        self._created = int(time.time())
+        self._created = int(self._job.created)
         self._number = -1  # of the latest event
         self._items: list[dict[str, Any]] = []  # that are complete
         self._item: dict[str, Any] | None = None  # that is open
@@ -192,8 +196,22 @@ class ResponsesReply:
         yield self._event(f"response.{status}", response=self._response(status))
 
     def failure(self, error: ApiError) -> Iterator[bytes]:
+        yield self._event("response.failed", response=self._failed(error))
+
+    def so_far(self, error: ApiError | None) -> dict[str, Any]:
+        """The response of a detached text, which may go on. error: that ended it"""
+        if error is not None:
+            return self._failed(error)
+        if self._choice.finish_reason:
+            for _ in self._close():
+                pass
+            return self._response(self._status)
+        return self._response("queued" if self._job.state == "queued" else "in_progress")
+
+    def _failed(self, error: ApiError) -> dict[str, Any]:
+        is_cancelled = error.code == "cancelled"
         about = {"code": error.code or "server_error", "message": str(error)}
-        yield self._event("response.failed", response=self._response("failed") | {"error": about})
+        return self._response("cancelled" if is_cancelled else "failed") | {"error": None if is_cancelled else about}
 
     def add(self, job: GenerationJob, events: list[Event]) -> None:
         for _ in self.news(job, events):
@@ -242,31 +260,38 @@ class ResponsesReply:
             yield self._event("response.content_part.added", **self._place, content_index=0, part=_output_text(""))
 
     def _close(self) -> Iterator[bytes]:
-        if (item := self._item) is None:
+        if self._item is None:
             return
-        text = self._text
+        item, text = self._with_text(self._item), self._text
         if item["type"] == "reasoning":
             yield self._event("response.reasoning_text.done", **self._place, content_index=0, text=text)
-            item = item | {"content": [{"type": "reasoning_text", "text": text}]}
-            if "reasoning.encrypted_content" in (self._body.include or ()):
-                item["encrypted_content"] = carry(text)
         elif item["type"] == "message":
             yield self._event("response.output_text.done", **self._place, content_index=0, text=text, logprobs=[])
             yield self._event("response.content_part.done", **self._place, content_index=0, part=_output_text(text))
-            item = item | {"content": [_output_text(text)], "status": "completed"}
+            item["status"] = "completed"
         else:
             yield self._event("response.function_call_arguments.done", **self._place, name=item["name"], arguments=text)
-            item = item | {"arguments": text, "status": "completed"}
+            item["status"] = "completed"
         yield self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)
         self._item = None
+
+    def _with_text(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """The open item with its text so far."""
+        text = self._text
+        if item["type"] == "reasoning":
+            is_carried = "reasoning.encrypted_content" in (self._body.include or ())
+            return {**item, "content": [{"type": "reasoning_text", "text": text}],
+                    **({"encrypted_content": carry(text)} if is_carried else {})}
+        return {**item, **({"content": [_output_text(text)]} if item["type"] == "message" else {"arguments": text})}
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
         is_cut = status == "incomplete"
         return {
             "id": self._options.id, "object": "response", "created_at": self._created, "status": status,
-            "model": self._model, "output": self._items, "error": None,
+            "model": self._model, "error": None, "background": body.background,
+            "output": [*self._items, *([self._with_text(self._item)] if self._item else [])],
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {}, "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -274,7 +299,7 @@ class ResponsesReply:
             "store": False, "temperature": self._job.params.temperature, "top_p": self._job.params.top_p,
             "text": body.text or {"format": {"type": "text"}}, "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [], "truncation": "disabled", "user": body.user,
-            "usage": None if status == "in_progress" else self._usage()}
+            "usage": None if status in ("queued", "in_progress") else self._usage()}
 
     def _usage(self) -> dict[str, Any]:
         read, written = self._options.prompt_tokens, self._job.num_tokens

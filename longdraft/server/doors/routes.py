@@ -60,14 +60,20 @@ async def count_message_tokens(request: Request, service: ServiceDependency) -> 
         _count, service.preparer, messages.to_chat, {}))
 
 
-@router.post("/v1/responses", summary="Answer a conversation, as OpenAI's responses. Nothing is stored.",
+@router.post("/v1/responses", summary="Answer a conversation, as OpenAI's responses.",
              openapi_extra=body_reference(responses.ResponsesRequest))
 async def create_response(request: Request, service: ServiceDependency) -> Response:
     def new_reply(body: responses.ResponsesRequest) -> NewReply:
         return partial(responses.ResponsesReply, body=body)
 
-    return await service.respond(request, responses.ResponsesRequest, partial(
-        _prepare, service.preparer, responses.to_chat, new_reply, "resp_"))
+    def prepare(body: responses.ResponsesRequest, events: EventQueue) -> PreparedRequest:
+        prepared = _prepare(service.preparer, responses.to_chat, new_reply, "resp_", body, events)
+        return prepared._replace(is_background=body.background and not body.stream)
+
+    prepared = await service.prepare(request, responses.ResponsesRequest, prepare)
+    if prepared.is_background:
+        return JSONResponse(await _response_so_far(service, service.detach(request, prepared)))
+    return await service.answer(request, prepared)
 
 
 @router.post("/v1/responses/input_tokens", summary="The tokens of a conversation, as OpenAI's responses.",
@@ -119,7 +125,8 @@ async def ollama_generate(request: Request, service: ServiceDependency) -> Respo
         preparer = service.preparer
         if body.raw or not preparer.engine.tokenizer.chat_template:
             completion = validated(CompletionRequest, ollama.completion_of(body))
-            return preparer.completion(completion, events)._replace(new_reply=new_reply)
+            prepared = preparer.completion(completion, events, clamps=True, prefix="ollama-")
+            return prepared._replace(new_reply=new_reply)
         return _prepare(preparer, ollama.generate_chat_of, lambda _: new_reply, "ollama-", body, events)
 
     return await service.respond(request, ollama.GenerateBody, prepare)
@@ -132,26 +139,57 @@ _DOORS: dict[str, NewReply] = {"chat": ReplyBuilder, "messages": messages.Messag
             summary="Read on a detached text: what comes behind `from` tokens, or behind Last-Event-ID.")
 async def read_on(name: str, request: Request, service: ServiceDependency) -> Response:
     given = request.headers.get("last-event-id", "").rpartition(":")[2] or request.query_params.get("from", "0")
-    if not given.isdigit() or len(given) > 12:
-        raise ApiError(400, f"from is {given[:80]!r}; allowed: a number of tokens", param="from", code="invalid_value")
+    num_seen = _number(given, "from")
     door = request.query_params.get("door")
     if door is not None and door not in _DOORS:
         raise ApiError(400, f"door is {door[:80]!r}; allowed: {', '.join(_DOORS)}, or none for the request's own",
                        param="door", code="invalid_value")
-    return service.read_on(_detached(request, service, name), int(given), _DOORS[door] if door else None)
+    return service.read_on(_detached(request, service, name), num_seen, _DOORS[door] if door else None)
+
+
+@router.get("/v1/responses/{name}", summary="A detached response, as far as it is written. With stream=true its "
+                                            "events, behind starting_after=N.")
+async def read_response(name: str, request: Request, service: ServiceDependency) -> Response:
+    text, query = _detached(request, service, name), request.query_params
+    so_far = await _response_so_far(service, text)
+    if query.get("stream", "false").lower() != "true":
+        return JSONResponse(so_far)
+    num_pieces = _number(query["starting_after"], "starting_after") + 1 if "starting_after" in query else 0
+    return service.read_on(text, 0, num_pieces=num_pieces)
 
 
 @router.post("/v1/responses/{name}/cancel", summary="Cancel a detached response.")
 async def cancel_response(name: str, request: Request, service: ServiceDependency) -> Response:
     text = _detached(request, service, name)
     service.scheduler.cancel(text.job, Cancelled(keeps_journal=True))
-    return JSONResponse({"id": text.job.id, "object": "response", "status": "cancelled"})
+    is_response = isinstance(text.make_reply(None), responses.ResponsesReply)
+    content = await _response_so_far(service, text) if is_response else {"id": text.job.id, "object": "response"}
+    return JSONResponse(content if text.is_ended and is_response else content | {"status": "cancelled"})
+
+
+async def _response_so_far(service: Service, text: DetachedText) -> dict[str, Any]:
+    """A detached text as a response. Raises ApiError (404) for a text of another API."""
+    reply = await text.so_far()
+    if not isinstance(reply, responses.ResponsesReply):
+        raise _no_text(text.job.id)
+    return reply.so_far(service.api_error(text.error) if text.error else None)
+
+
+def _number(given: str, name: str) -> int:
+    """A number of a query. Raises ApiError for anything else."""
+    if not given.isdigit() or len(given) > 12:
+        raise ApiError(400, f"{name} is {given[:80]!r}; allowed: a whole number", param=name, code="invalid_value")
+    return int(given)
 
 
 def _detached(request: Request, service: Service, name: str) -> DetachedText:
     """A text by its id or conversation. Raises ApiError (404) if there is none for the key of the request."""
     text = service.detached.find(name, getattr(request.state, "key_label", None))
     if text is None:
-        raise ApiError(404, f"no detached text {name[:100]!r} exists; it may be too long ago", param="name",
-                       code="not_found")
+        raise _no_text(name)
     return text
+
+
+def _no_text(name: str) -> ApiError:
+    return ApiError(404, f"no detached text {name[:100]!r} exists; it may be too long ago", param="name",
+                    code="not_found")

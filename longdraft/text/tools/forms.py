@@ -17,7 +17,7 @@ from longdraft.text.harmony import ARGUMENTS_MARK, CALL_MARK
 GEMMA_QUOTE = '<|"|>'  # around texts in the arguments of Gemma 4
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
-Style = Literal["json", "xml", "gemma"]
+Style = Literal["json", "xml", "gemma", "keywords"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class ToolForm:
     trigger    beginning of `begin` and `opening`, behind which the rest is certain
     markers    texts that may be single tokens
     gap        between text and calls; None: calls are not behind a text
-    style      of the arguments; of "xml": `parameter` has what is before and behind a name, and behind a value
+    has_gap_always  calls without a text have the gap before them, too
+    style      of the arguments; of "xml": `parameter` has what is before and behind a name, and behind a value;
+               `json_behind` what is behind the name of a value that is no text, if that differs; `empty` what is in the
+               place of no parameters. "keywords": key=JSON, key=JSON
     is_single  an answer has one call
     is_rendered  the template shows the calls of earlier answers; otherwise they are part of its content
     declared_by  what lists the functions: the template; a member of the system's message; or its text
@@ -49,13 +52,21 @@ class ToolForm:
     between: str = "\n"
     end: str = ""
     gap: str | None = "\n"
+    has_gap_always: bool = False
     style: Style = "json"
     parameter: tuple[str, str, str] = ("", "", "")
+    json_behind: str = ""
+    empty: str = ""
     is_single: bool = False
     is_rendered: bool = True
     declared_by: Literal["template", "member", "text"] = "template"
     takes_texts: bool = False
     has_short_ids: bool = False
+
+    @property
+    def lead(self) -> str:
+        """What is before `begin` in any answer with calls."""
+        return (self.gap or "") if self.has_gap_always else ""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call as text, of a form with the style "json"."""
@@ -67,6 +78,18 @@ _NAMED = ('{"name": "', '", "arguments": ')
 _XML = ("<parameter=", ">\n", "\n</parameter>\n")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
              "<｜tool▁calls▁end｜>")
+_DSML = "｜DSML｜"  # the token of DeepSeek's markup language, within the angle brackets of its tags
+
+
+def _dsml(name: str, signs: tuple[str, ...], envelope: str) -> ToolForm:
+    """DeepSeek's markup: calls are in an element `envelope`."""
+    return ToolForm(
+        name, signs, _DSML, (_DSML,), f'<{_DSML}invoke name="', '">\n', f"</{_DSML}invoke>", f"{_DSML}{envelope}>\n",
+        "\n", f"\n</{_DSML}{envelope}>", gap="\n\n<", has_gap_always=True, style="xml",
+        parameter=(f'<{_DSML}parameter name="', '" string="true">', f"</{_DSML}parameter>\n"),
+        json_behind='" string="false">', empty="\n")
+
+
 GENERIC = ToolForm("generic", (), "<tool_call>", _HERMES, f"<tool_call>\n{_NAMED[0]}", _NAMED[1], "}\n</tool_call>",
                    is_rendered=False, declared_by="text")
 HARMONY = ToolForm("harmony", ("<|channel|>", "to=functions."), CALL_MARK, (), CALL_MARK, ARGUMENTS_MARK, "", gap="",
@@ -106,6 +129,10 @@ FORMS = (  # the first one whose signs a template has
              _DEEPSEEK[4], gap="", takes_texts=True),
     ToolForm("deepseek", (_DEEPSEEK[0],), _DEEPSEEK[0], _DEEPSEEK, _DEEPSEEK[1], _DEEPSEEK[2], _DEEPSEEK[3],
              _DEEPSEEK[0], "", _DEEPSEEK[4], gap="", takes_texts=True),
+    _dsml("deepseek-v3.2", (_DSML, "function_calls"), "function_calls"),
+    _dsml("deepseek-v4", (_DSML,), "tool_calls"),
+    ToolForm("olmo3", ("<function_calls>",), "<function_calls>", ("<function_calls>", "</function_calls>"), "", "(",
+             ")", "<function_calls>", "\n", "</function_calls>", gap="", style="keywords"),
     ToolForm("llama3", ("ipython", '"parameters": '), _NAMED[0], (), _NAMED[0], '", "parameters": ', "}", gap=None,
              is_single=True),
 )

@@ -1,6 +1,6 @@
 """The grammar of an answer that may call functions, in llguidance's notation (longdraft/sampling/grammar.py).
 
-    structure = ToolGrammar.of(form, tokenizer, thinking).structure(tools)     # ("tools", text), for SamplingParams
+    structure = ToolGrammar(form, tokenizer, thinking).structure(tools)     # ("tools", text), for SamplingParams
 
     start: thought? answer
     answer: TEXT? | (text gap)? calls         "auto"
@@ -18,15 +18,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from longdraft.errors import UsageError
-from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.structured import MAX_STRUCTURE, Structure, escaped
 from longdraft.request.tools import Tool, ToolRequest, closed_schema
 from longdraft.sampling.grammar import embedded
-from longdraft.text.thinking import TAG_TOKENS, AnswerFormat, ThinkingTags, closed_thinking
+from longdraft.text.thinking import AnswerFormat, ThinkingTags
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.forms import GEMMA_QUOTE, HARMONY, ToolForm
 
@@ -40,21 +39,11 @@ _MAX_LEVELS = 16  # of values that a schema leaves open, in forms whose grammar 
 
 @dataclass(frozen=True)
 class ToolGrammar:
-    """The grammars of one model. thinking: its tags; None: it has none, or has channels"""
+    """The grammars of one model. thinking: how its answers show their thinking; None: they show none"""
 
     form: ToolForm
     tokenizer: Tokenizer
-    thinking: ThinkingTags | None = None
-
-    @classmethod
-    def of(cls, form: ToolForm, tokenizer: Tokenizer, thinking: AnswerFormat | None) -> ToolGrammar:
-        return cls(form, tokenizer, thinking if isinstance(thinking, ThinkingTags) else None)
-
-    def applied(self, params: SamplingParams, tools: ToolRequest, prompt: Sequence[int]) -> SamplingParams:
-        """The settings of a chat with these tools, whose prompt may open the thought."""
-        is_opened = bool(closed_thinking(self.tokenizer.decode(prompt[-TAG_TOKENS:])))
-        structure = self.structure(tools, params.structured_outputs, is_behind=is_opened or params.steers_thoughts)
-        return replace(params, structured_outputs=structure)
+    thinking: AnswerFormat | None = None
 
     def structure(self, tools: ToolRequest, answer: Structure | tuple[str, ...] = (), *, is_behind: bool = False
                   ) -> Structure:
@@ -73,7 +62,7 @@ class ToolGrammar:
         return "tools", rules.text
 
     def _tagged(self, rules: _Rules, tools: ToolRequest, answer: Structure | tuple[str, ...], is_behind: bool) -> None:
-        form, tags = self.form, self.thinking.texts if self.thinking else None
+        form, tags = self.form, self.thinking.texts if isinstance(self.thinking, ThinkingTags) else None
         thought = ""
         excluded = []
         if tags is not None:
@@ -88,10 +77,13 @@ class ToolGrammar:
                 excluded.append(escaped(opening))
         rules.add("start", f"{thought}answer")
         is_token = form.trigger in rules.markers
-        before = "" if form.gap is None else f"({_ANY}{escaped(form.gap)})?"
+        optional = "" if form.has_gap_always else "?"
+        before = "" if form.gap is None else f"({_ANY}{escaped(form.gap)}){optional}"
         trigger = f"{before}{escaped(form.trigger)}"
         if not is_token:
             excluded.append(trigger)
+            if form.lead:  # its white space may be behind a thought
+                excluded.append(escaped(form.lead.lstrip() + form.trigger))
         rules.add("TEXT", " & ".join([f"/{_ANY}/", *(f"~/{each}{_ANY}/" for each in excluded)]))
         if answer:
             rules.add("free", embedded(answer[0], answer[1]))
@@ -107,11 +99,12 @@ class ToolGrammar:
         elif is_token:
             if form.gap:
                 rules.add("TEXT_BEFORE", f"/{_ANY}{escaped(form.gap)}/")
-            with_calls = f"{'TEXT_BEFORE' if form.gap else 'TEXT'}? {self._calls(rules, tools, '')}"
+            text_before = f"TEXT_BEFORE{optional}" if form.gap else "TEXT?"
+            with_calls = f"{text_before} {self._calls(rules, tools, form.lead)}"
         else:
             own = [each for each in excluded if each != trigger]
             rules.add("head[lazy]", " & ".join([f"/{trigger}/", *(f"~/{each}{_ANY}/" for each in own)]))
-            with_calls = f"head {self._calls(rules, tools, form.trigger)}"
+            with_calls = f"head {self._calls(rules, tools, form.lead + form.trigger)}"
         rules.add("answer", f"{text} | {with_calls}")
 
     def _calls(self, rules: _Rules, tools: ToolRequest, written: str) -> str:
@@ -119,7 +112,7 @@ class ToolGrammar:
         form = self.form
         names = [rules.rule(self._call(rules, tool)) for tool in tools.callable]
         rules.add("call", " | ".join(names))
-        first = rules.literal(f"{form.begin}{form.opening}".removeprefix(written))
+        first = rules.literal(f"{form.lead}{form.begin}{form.opening}".removeprefix(written))
         more = ""
         if tools.is_parallel and not form.is_single:
             more = f" ({rules.literal(form.between + form.opening)} call)*"
@@ -130,11 +123,19 @@ class ToolGrammar:
         form, head = self.form, f"{tool.name}{self.form.middle}"
         if form.style == "xml":
             parts = " ".join(_parameters(rules, form, tool))
+            if form.empty and not any(name in (tool.parameters.get("required") or ())
+                                      for name in properties_of(tool.parameters)):
+                parts = f"({parts} | {rules.literal(form.empty)})" if parts else rules.literal(form.empty)
             return f"{rules.literal(head)} {parts} {rules.literal(form.closing)}"
+        if form.style == "keywords":
+            required = tool.parameters.get("required") or ()
+            members = [(f"{rules.literal(f'{name}=')} {_value(rules, tool, schema)}", name in required)
+                       for name, schema in properties_of(tool.parameters).items()]
+            return f"{rules.literal(head)} {_separated(rules, members, ', ')} {rules.literal(form.closing)}"
         if form.style == "gemma":
             return f"{rules.literal(head)} {_Gemma(rules, tool).value(tool.parameters)} " + rules.literal(
                 form.closing)
-        closing = f'{form.closing[0]}, "id": "' if form.has_short_ids and form.closing else ""
+        closing = ', "id": "' if form.has_short_ids and form.closing else ""
         end = f"{rules.literal(closing)} /[A-Za-z0-9]{{9}}/ {rules.literal(chr(34) + form.closing)}" if closing else (
             rules.literal(form.closing))
         return f"{rules.literal(head)} {rules.rule(_json(tool.parameters, is_strict=tool.is_strict))} {end}"
@@ -214,9 +215,11 @@ class _Rules:
 
     def until(self, end: str, text: str = _ANY) -> str:
         """A text up to `end`, and `end`. text: a regular expression of it"""
-        token = next((marker for marker in self.markers if end.startswith(marker)), None)
-        if token is not None:
-            return f"/{text}/? {self.literal(end)}"
+        places = {place: marker for marker in self.markers if (place := end.find(marker)) >= 0}
+        if places:  # it ends the text, which has what is before it
+            before = end[: min(places)]
+            optional = "" if before else "?"
+            return f"/{text}{escaped(before)}/{optional} {self.literal(end[len(before) :])}"
         body = f"/{text}{escaped(end)}/"
         if (name := self.names.get(body)) is None:
             name = self.names[body] = f"r{len(self.names)}"
@@ -236,18 +239,36 @@ def _parameters(rules: _Rules, form: ToolForm, tool: Tool) -> list[str]:
     required = tool.parameters.get("required") or ()
     parts = []
     for name, schema in properties_of(tool.parameters).items():
-        if takes_text(schema, tool.parameters):
+        is_text = takes_text(schema, tool.parameters)
+        if is_text:
             values = schema.get("enum") if isinstance(schema, Mapping) else None
             is_listed = isinstance(values, list) and values and all(isinstance(each, str) for each in values)
             value = f"({' | '.join(rules.literal(each + end) for each in values)})" if is_listed and values else (
                 rules.until(end, _text_of(schema, is_strict=tool.is_strict)))
         else:
-            whole = {**schema, **{key: tool.parameters[key] for key in ("$defs", "definitions")
-                                  if key in tool.parameters}} if isinstance(schema, Mapping) else schema
-            value = f"{rules.rule(_json(whole, is_strict=tool.is_strict))} {rules.literal(end)}"
-        part = rules.rule(f"{rules.literal(f'{before}{name}{behind}')} {value}")
+            value = f"{_value(rules, tool, schema)} {rules.literal(end)}"
+        opening = f"{before}{name}{behind if is_text else form.json_behind or behind}"
+        part = rules.rule(f"{rules.literal(opening)} {value}")
         parts.append(part if name in required else f"{part}?")
     return parts
+
+
+def _value(rules: _Rules, tool: Tool, schema: Any) -> str:
+    """The rule of the JSON of one property."""
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    return rules.rule(_json({**schema, **shared} if isinstance(schema, Mapping) else schema, is_strict=tool.is_strict))
+
+
+def _separated(rules: _Rules, members: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Members in their order, with a separator between them. members: rules, and whether each is needed"""
+    first: list[str] = []  # what they may begin with
+    rest = ""  # what may follow a member
+    for member, is_required in reversed(members):
+        begun = rules.rule(f"{member} {rest}")
+        first = [begun] if is_required else [begun, *first]
+        rest = rules.rule(f"({rules.literal(separator)} {member}){'' if is_required else '?'} {rest}")
+    is_needed = any(is_required for _, is_required in members)
+    return f"({' | '.join(first)}){'' if is_needed else '?'}" if members else ""
 
 
 def _text_of(schema: Any, *, is_strict: bool) -> str:
@@ -353,15 +374,9 @@ class _Gemma:
             return '"{}"' if schema.get("additionalProperties") in (None, False) or "properties" in schema else (
                 f'"{{" ({self._member()} ("," {self._member()})*)? "}}"')
         required = schema.get("required") or ()
-        first: list[str] = []  # what the object may begin with
-        rest = ""  # what may follow a member
-        for name, each in reversed(members):
-            member = self._rules.rule(f"{self._rules.literal(f'{name}:')} {self.value(each)}")
-            begun = self._rules.rule(f"{member} {rest}")
-            first = [begun] if name in required else [begun, *first]
-            rest = self._rules.rule(f'("," {member}){"" if name in required else "?"} {rest}')
-        is_empty = not any(name in required for name, _ in members)
-        return f'"{{" ({" | ".join(first)}){"?" if is_empty else ""} "}}"'
+        rules = [(self._rules.rule(f"{self._rules.literal(f'{name}:')} {self.value(each)}"), name in required)
+                 for name, each in members]
+        return f'"{{" {_separated(self._rules, rules, ",")} "}}"'
 
     def _member(self) -> str:
         return f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {self._any()}'

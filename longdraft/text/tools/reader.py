@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 from longdraft.request.events import Event
 from longdraft.request.tools import ToolRequest
-from longdraft.text.harmony import ChannelText, Harmony
+from longdraft.text.harmony import ARGUMENTS_MARK, CALL_MARK, ChannelText, Harmony
 from longdraft.text.stream import TokenMarker
 from longdraft.text.thinking import AnswerFormat, AnswerReader, ThinkingTags, begun_length
 from longdraft.text.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ from longdraft.text.tools.grammar import properties_of, takes_text
 
 # Special tokens have no text: these halves of surrogate pairs, which no decoded text has, stand for them.
 _FIRST_MARK = 0xD820
-_MAX_NAME = 256  # characters; a longer "name" shows that the text has no call
+_WRITTEN_ID = re.compile(r', "id": "[A-Za-z0-9]{9}"')  # of a call, which Mistral's models write
 
 
 class Part(NamedTuple):
@@ -104,12 +105,14 @@ class ToolAnswers:
 
     thinking  how they show thinking; None: they show none, or it is part of the text
     tools     of the request; None: answers have no calls
+    is_free   no grammar is on: calls that cannot be read are text
     """
 
     form: ToolForm
     tokenizer: Tokenizer
     thinking: AnswerFormat | None
     tools: ToolRequest | None
+    is_free: bool = False
 
     def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "", seed: int | None = 0) -> ToolReader:
         """A reader for the answer to a prompt. seed: of the text; begun, thought: the beginnings of the answer and of
@@ -121,7 +124,10 @@ class ToolAnswers:
             thinking = thinking._replace(marks={**thinking.marks, **self._marks})
         inner: AnswerReader = (thinking.reader(prompt, begun, thought) if thinking else
                                _MarkedReader(self.tokenizer, self._marks))
-        parser = _CallParser(self._form, self.tools) if self.tools and self.tools.callable else None
+        parser = None
+        if self.tools and self.tools.callable:
+            parser = (_FreeCallParser(self._form, self.tools, self._letters) if self.is_free else
+                      _CallParser(self._form, self.tools))
         ids = _Ids(prompt, seed, is_short=self.form.has_short_ids) if parser else None
         return ToolReader(inner, parser, ids)
 
@@ -140,6 +146,12 @@ class ToolAnswers:
         silent = [ids[marker] for marker in self.form.markers
                   if marker in ids and self.tokenizer.is_silent(ids[marker])]
         return {token: chr(_FIRST_MARK + index) for index, token in enumerate(silent)}
+
+    @property
+    def _letters(self) -> dict[str, str]:
+        """What the characters in the place of markers stand for."""
+        own = {mark: self.tokenizer.letters(token) for token, mark in self._marks.items()}
+        return own | {CALL_MARK: "to=functions.", ARGUMENTS_MARK: " "}
 
     @cached_property
     def _form(self) -> ToolForm:
@@ -241,16 +253,21 @@ class _Converter(Protocol):
         """The next JSON of the arguments, and the text behind them."""
 
 
+_State = Literal["text", "opening", "name", "arguments", "behind"]
+
+
 class _CallParser:
     """Divides the content of an answer into text and calls. form: with marks for its silent markers"""
 
-    def __init__(self, form: ToolForm, tools: ToolRequest) -> None:
+    def __init__(self, form: ToolForm, tools: ToolRequest, state: _State = "text") -> None:
         self._form = form
         self._tools = {tool.name: tool for tool in tools.callable}
         self._has_text = not tools.is_required
         self._held = ""
-        self._state: Literal["text", "opening", "name", "arguments", "behind"] = "text"
+        self._state = state
         self._is_start = True  # nothing of the content was shown
+        self._separator = ""  # between the text and the trigger
+        self._skipped = ""  # of what is behind the arguments of calls
         self._arguments: _Converter = _JsonArguments()
 
     def push(self, text: str) -> list[Part]:
@@ -272,7 +289,7 @@ class _CallParser:
         if self._state == "text":
             return self._read_text(parts)
         if self._state == "opening":
-            return self._read_opening(self._form.begin + self._form.opening)
+            return self._read_opening(self._form.begin + self._form.opening, parts)
         if self._state == "name":
             return self._read_name(parts)
         if self._state == "arguments":
@@ -281,25 +298,26 @@ class _CallParser:
                 parts.append(Part("arguments", new))
             self._state = "behind" if self._arguments.is_ended else "arguments"
             return self._arguments.is_ended
-        _, opening, behind = self._held.partition(self._form.opening)
-        self._held = behind if opening else self._held[-len(self._form.opening) :]
-        self._state = "name" if opening else "behind"
+        following = self._form.opening or self._form.between
+        before, opening, behind = self._held.partition(following)
+        kept = behind if opening else self._held[-len(following) :]
+        self._skipped += before if opening else self._held[: len(self._held) - len(kept)]
+        self._held, self._state = kept, "name" if opening else "behind"
         return bool(opening)
 
     def _read_text(self, parts: list[Part]) -> bool:
         held, trigger, gap = self._held, self._form.trigger, self._form.gap
-        separator = "" if self._is_start else gap
-        if self._is_start and held.startswith(trigger):
-            position = 0
+        lead = self._form.lead.lstrip()  # at the start, where its white space may be behind a thought
+        if self._is_start and held.startswith(lead + trigger):
+            position, self._separator = 0, lead
         else:
-            separator = gap
-            position = -1 if gap is None else held.find(gap + trigger)
+            position, self._separator = -1 if gap is None else held.find(gap + trigger), gap or ""
         if position >= 0:
             self._show(parts, held[:position])
-            self._held, self._state = held[position + len(separator or "") :], "opening"
+            self._held, self._state = held[position + len(self._separator) :], "opening"
             return True
         shown = len(held) - (0 if gap is None else begun_length(held, gap + trigger))
-        self._show(parts, held[: 0 if self._is_start and trigger.startswith(held) else shown])
+        self._show(parts, held[: 0 if self._is_start and (lead + trigger).startswith(held) else shown])
         return False
 
     def _show(self, parts: list[Part], text: str) -> None:
@@ -307,15 +325,21 @@ class _CallParser:
             parts.append(Part("text", text))
             self._held, self._is_start = self._held[len(text) :], False
 
-    def _read_opening(self, opening: str) -> bool:
+    def _read_opening(self, opening: str, parts: list[Part]) -> bool:
         """The fixed text before the first name. What a grammar did not write may be something else, and is text."""
         if self._held.startswith(opening):
             self._held, self._state = self._held.removeprefix(opening), "name"
             return True
         if opening.startswith(self._held):
             return False
-        self._state, self._is_start = "text", False
+        self._give_up(parts)
         return True
+
+    def _give_up(self, parts: list[Part]) -> None:
+        """The trigger is text."""
+        self._state, self._is_start = "text", False
+        parts.append(Part("text", self._separator + self._form.trigger))
+        self._held = self._held.removeprefix(self._form.trigger)
 
     def _read_name(self, parts: list[Part]) -> bool:
         name, middle = self._name()
@@ -324,8 +348,10 @@ class _CallParser:
         parts.append(Part("call", name))
         self._held, self._state = self._held[len(name) + len(middle) :], "arguments"
         schema = self._tools[name].parameters if name in self._tools else {}
-        self._arguments = (_XmlArguments(self._form, schema) if self._form.style == "xml" else
-                           _GemmaArguments(self._form) if self._form.style == "gemma" else _JsonArguments())
+        styles: dict[str, Callable[[], _Converter]] = {
+            "json": _JsonArguments, "xml": lambda: _XmlArguments(self._form, schema),
+            "gemma": lambda: _GemmaArguments(self._form), "keywords": _KeywordArguments}
+        self._arguments = styles[self._form.style]()
         return True
 
     def _name(self) -> tuple[str | None, str]:
@@ -339,28 +365,87 @@ class _CallParser:
         return self._held[:position], end if form.middle else ""
 
 
-class _JsonArguments:
-    """Arguments that are JSON: they end with the object."""
+class _FreeCallParser(_CallParser):
+    """Divides the content of an answer that no grammar restricted. Calls are shown at its end, where all that is behind
+    the text can be read as calls of the request's functions; otherwise it is text.
 
-    def __init__(self) -> None:
+    letters  what the form's marks stand for, in text
+    """
+
+    def __init__(self, form: ToolForm, tools: ToolRequest, letters: Mapping[str, str]) -> None:
+        super().__init__(form, tools)
+        self._request, self._letters = tools, str.maketrans(dict(letters))
+
+    def push(self, text: str) -> list[Part]:
+        return self._lettered(super().push(text))
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        while self._state != "text":
+            if calls := self._calls():
+                return self._lettered(parts) + calls
+            self._give_up(parts)
+            while self._step(parts):
+                pass
+        return self._lettered(parts + super().finish())
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Hold what may be calls."""
+        return self._state == "text" and super()._step(parts)
+
+    def _calls(self) -> list[Part]:
+        """The calls in the held text; none if it is not as the form has them."""
+        reader, form = _CallParser(self._form, self._request, "opening"), self._form
+        parts = reader.push(self._held)
+        calls = put_together(parts).calls
+        closing = form.closing if form.style in ("json", "gemma") else ""  # others end with it
+        between = form.between if form.opening else ""
+        expected = f"{closing}{between}" * (len(calls) - 1) + closing + form.end
+        skipped = _WRITTEN_ID.sub("", reader._skipped + reader._held)
+        is_read = reader._state == "behind" and all(part.kind in ("call", "arguments") for part in parts)
+        is_valid = is_read and skipped.rstrip() == expected.rstrip() and all(
+            call.name in self._tools and _is_object(call.arguments) for call in calls)
+        return parts if is_valid else []
+
+    def _lettered(self, parts: list[Part]) -> list[Part]:
+        return [part._replace(text=part.text.translate(self._letters)) if part.kind == "text" else part
+                for part in parts]
+
+
+def _is_object(text: str) -> bool:
+    """Whether a text is the JSON of an object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+class _JsonArguments:
+    """Arguments that are JSON: they end with the object. ends: characters that a value ends before instead"""
+
+    def __init__(self, ends: str = "") -> None:
         self.is_ended = False
+        self._ends = ends
         self._depth = 0
         self._is_text = self._is_escaped = False
 
     def push(self, text: str) -> tuple[str, str]:
-        for count, letter in enumerate(text, 1):
+        for count, letter in enumerate(text):
             if self._is_text:
                 self._is_text = letter != '"' or self._is_escaped
                 self._is_escaped = letter == "\\" and not self._is_escaped
             elif letter == '"':
                 self._is_text = True
+            elif letter in self._ends and not self._depth:
+                self.is_ended = True
+                return text[:count], text[count:]
             elif letter in "{[":
                 self._depth += 1
             elif letter in "}]":
                 self._depth -= 1
-                if self._depth == 0:
+                if not (self._depth or self._ends):
                     self.is_ended = True
-                    return text[:count], text[count:]
+                    return text[: count + 1], text[count + 1 :]
         return text, ""
 
 
@@ -369,8 +454,10 @@ class _XmlArguments:
 
     def __init__(self, form: ToolForm, schema: Mapping[str, Any]) -> None:
         self.is_ended = False
-        self._before, self._behind, self._end = form.parameter
-        self._closing = form.closing
+        self._before, behind, self._end = form.parameter
+        # What is behind a name, and whether a text follows; None: as the schema says.
+        self._kinds = ((behind, True), (form.json_behind, False)) if form.json_behind else ((behind, None),)
+        self._closings = (form.closing, form.empty + form.closing)
         self._schema = schema
         self._begun = ""  # JSON before the next name
         self._is_text: bool | None = None  # of the value that is being read; None: there is none
@@ -380,16 +467,17 @@ class _XmlArguments:
         self._begun = self._begun or "{"
         while True:
             if self._is_text is None:
-                if text.startswith(self._closing):
+                if closing := next((each for each in self._closings if text.startswith(each)), ""):
                     self.is_ended = True
-                    return f"{new}}}", text[len(self._closing) :]
-                name, behind, rest = text.removeprefix(self._before).partition(self._behind)
+                    return f"{new}}}", text[len(closing) :]
+                heads = [(*text.removeprefix(self._before).partition(behind), kind) for behind, kind in self._kinds]
+                name, behind, rest, is_text = min(heads, key=lambda head: len(head[0]))
                 if not text.startswith(self._before) or not behind:
                     return new, text
                 separator = "" if self._begun == "{" else ", "
                 self._begun, text = "{ ", rest
                 schema = properties_of(self._schema).get(name, True)
-                self._is_text = takes_text(schema, self._schema)
+                self._is_text = takes_text(schema, self._schema) if is_text is None else is_text
                 quote = '"' if self._is_text else ""
                 new += f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}"
             value, end, rest = text.partition(self._end)
@@ -401,6 +489,33 @@ class _XmlArguments:
                 return new, rest
             new += '"' if self._is_text else ""
             text, self._is_text = rest, None
+
+
+class _KeywordArguments:
+    """Arguments as Python has them, key=JSON, up to the closing parenthesis."""
+
+    def __init__(self) -> None:
+        self.is_ended = False
+        self._num_names = 0
+        self._value: _JsonArguments | None = None  # that is being read
+
+    def push(self, text: str) -> tuple[str, str]:
+        new = ""
+        while text and not self.is_ended:
+            if self._value is not None:
+                value, text = self._value.push(text)
+                new += value
+                self._value = None if self._value.is_ended else self._value
+            elif text.startswith(")"):
+                new, text = f"{new}{'' if self._num_names else '{'}}}", text[1:]
+                self.is_ended = True
+            else:
+                name, sign, rest = text.partition("=")
+                if not sign:
+                    break
+                new += f"{', ' if self._num_names else '{'}{json.dumps(name.lstrip(', '), ensure_ascii=False)}: "
+                self._num_names, self._value, text = self._num_names + 1, _JsonArguments(",)"), rest
+        return new, text
 
 
 class _GemmaArguments:
