@@ -32,7 +32,7 @@ UNFUSED = ("attend_split_kernel", "merge_splits_kernel", "add_and_norm_kernel", 
            "best_in_blocks_kernel")
 
 # Bytes of registers on architectures before and after Hopper: of attention with heads of 256, and of other kernels
-SPILLS, FEW_SPILLS = 640, 16
+SPILLS, FEW_SPILLS = 672, 16
 
 
 def release(version):
