@@ -13,16 +13,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from longdraft.cache.full import FullCache
 from longdraft.checkpoint import gpt_oss
 from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.checkpoint.gguf.types import KEPT_BYTES
 from longdraft.checkpoint.tensor_names import layer_shapes, outer_shapes
-from longdraft.errors import ModelError, translate_memory_errors
-from longdraft.kernels import VARIABLE, Kernels
+from longdraft.errors import ModelError
+from longdraft.kernels import Kernels
 from longdraft.model.config import ModelConfig
-from longdraft.model.transformer import Transformer
 
 USABLE = 0.9  # share of the memory that weights and cache may take; the rest is for the system and buffers
 LARGEST_TREE = 1024  # rows that a reserved cache has for a draft tree, besides the text
@@ -30,6 +28,7 @@ _MAX_PARAMETERS = 10**14  # a hundred times the largest public model
 _MAX_EXPERTS = 1 << 16
 _BYTES = {"bfloat16": 2, "float32": 4}
 _INT4_BYTES = 19 / 32  # of a weight: 32 of them have 16 bytes and 3 for scale and zero point
+_DEVICE_INT4_BYTES = 20 / 32  # on a device they have 4 for scale and zero point
 _MXFP4_BYTES = 17 / 32  # of a weight: 32 of them have 16 bytes and an exponent
 _STACKED = re.compile(r"attn_[qkv]\.weight|ffn_(?:gate|up)(?P<kind>_exps|_shexp|)\.weight")  # of GGUF: in one matrix
 _ONE_SCALE = {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"}  # types that 8 bits with a scale for 32 weights can hold
@@ -138,14 +137,18 @@ def fine_mlps(config: ModelConfig) -> range:
     return range(config.num_layers - config.num_layers // 10, config.num_layers)
 
 
-def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool = False) -> int:
-    """Bytes of the weights in int8 or int4. Tables are int8 in both; a draft copy shares the embedding table."""
-    layers = 0.0
+def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool = False,
+                    is_on_device: bool = False) -> int:
+    """Bytes of the weights in int8 or int4. Tables are int8 in both; a draft copy shares the embedding table.
+
+    is_on_device  in the formats of CUDA devices, without what pads matrices of other shapes than multiples of 128
+    """
+    layers, int4_bytes = 0.0, _DEVICE_INT4_BYTES if is_on_device else _INT4_BYTES
     for spec, count in Counter(config.layers).items():
         matrices = [shape for shape in layer_shapes(spec, config.hidden_size).values() if len(shape) == 2]
-        layers += count * sum(rows * (columns * _INT4_BYTES if quantize == "int4" else columns + 4)
+        layers += count * sum(rows * (columns * int4_bytes if quantize == "int4" else columns + 4)
                               for rows, columns in matrices)
-    if is_draft_copy and quantize == "int4":
+    if is_draft_copy and quantize == "int4" and not is_on_device:
         for mlp in (config.layers[index].mlp for index in fine_mlps(config)):
             width, hidden = mlp.width if mlp else 0, config.hidden_size
             layers += 3 * hidden * width * (1 - _INT4_BYTES) + 4 * (2 * width + hidden) * bool(mlp)
@@ -164,26 +167,11 @@ def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int
     if free is None:
         return
     share = model_sizes(config).parameters / parts
-    needed = share * chosen.dtype.itemsize if quantize == "none" else quantized_bytes(config, quantize) / parts
+    needed = share * chosen.dtype.itemsize if quantize == "none" else quantized_bytes(
+        config, quantize, is_on_device=True) / parts
     if needed > free * USABLE:
         smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
                    for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
                    if share * width <= free * USABLE]
         raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of {chosen.device} "
                           f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
-
-
-def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:
-    """Reserve the whole cache of a text of `length` tokens. MemoryError, naming what would fit, if there is no room."""
-    per_token = model.cache_bytes_per_token
-    free = model.kernels.free_bytes()
-    wanted = length + LARGEST_TREE
-    fits = wanted if free is None else int(free * USABLE) // per_token
-    if fits < wanted:
-        small = "" if model.kernels.name.endswith("-fp8") else f", {VARIABLE}={model.kernels.name}-fp8"
-        raise MemoryError(f"the cache of {length} tokens takes {wanted * per_token / 2**30:.1f} GiB, and "
-                          f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
-                          f"{max(0, fits - LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
-                          f"fewer, or take --quantize int8{small}")
-    with translate_memory_errors():
-        cache.reserve(wanted)

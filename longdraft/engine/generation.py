@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft import drafters, kernels
-from longdraft.checkpoint import sizing
+from longdraft.checkpoint import memory_plan
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
@@ -91,7 +91,7 @@ class Generation(Iterator[Event]):
         self.stream = TextStream(model.tokenizer, params, target.config.eos_token_ids, thought)
         cache = target.new_cache()
         if target.kernels.is_device:
-            sizing.reserve_cache(target, cache, length)
+            memory_plan.reserve_cache(target, cache, length)
         ends = stop_ids(params, target.config.eos_token_ids)
         sampler = sampler or new_sampler(model, target, params, prompt, rules)
         self.clock = CostClock(agree=model.ranks.agree)

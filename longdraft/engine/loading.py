@@ -15,7 +15,7 @@ import torch
 
 from longdraft import drafters, kernels, parallel
 from longdraft.cache.prefix import PrefixTree
-from longdraft.checkpoint import checkpoint, config_file, defaults, hub, sizing
+from longdraft.checkpoint import checkpoint, config_file, defaults, hub, memory_plan, sizing
 from longdraft.checkpoint import quantized_cache as quantized_cache_of
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.engine.engine import Engine
@@ -124,6 +124,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
         model, files, target, words, choice, heads_name=heads, hub_options=replace(hub_options, revision=None),
         defaults=sampling, ranks=parallel.RankGroup(group) if group else None, quantized_cache=cache)
     loaded = replace(loaded, prefixes=_prefix_tree(cache_ram, chosen))
+    memory_plan.report(target, loaded.draft_copy)
     if group:
         group.require_same({**loaded.identity, "drafter": drafter, "drafter options": str(choice.options)})
     return Engine(loaded, choice)

@@ -1,7 +1,7 @@
 """The tokens that follow the trees of several texts, chosen together with their forward on a device.
 
 A verification names its sampler and its tree in `ForwardRequest.choice`. Where two or more requests of a forward do,
-one CUDA graph computes logits and chooses for all of them (longdraft/kernels/cuda/shared_choice.py).
+one CUDA graph computes logits and chooses for all of them (longdraft/kernels/cuda/choices.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from longdraft.kernels.switches import is_on
 from longdraft.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from longdraft.kernels.cuda.choice import LogitsSource
-    from longdraft.kernels.cuda.shared_choice import SharedChoices, TextTree
+    from longdraft.kernels.cuda.choices import LogitsSource, TextChoices, TextTree
 
 SHARES_CHOICES = is_on("SHARES_CHOICES")  # False: each text's tokens are chosen by its own launches
 Walk = tuple[list[int], list[int]]  # what `longdraft.speculation.verify.verify` returns
@@ -51,7 +50,7 @@ class SharedTextChoices:
     def __init__(self, source: LogitsSource | None) -> None:
         """source: of the model; None: it has none, and no choice is shared."""
         self._source = source
-        self._choices: SharedChoices | None = None
+        self._choices: TextChoices | None = None
 
     def of(self, choices: Sequence[TextChoice | None], caches: Sequence[KVCache], counts: Sequence[int],
            hidden: Tensor, k: Tensor, v: Tensor) -> list[Walk | None]:
@@ -74,10 +73,11 @@ class SharedTextChoices:
             hidden = torch.cat([hidden[rows] for rows in own])
             k, v = (torch.cat([part[:, rows] for rows in own], 1) for part in (k, v))
         if self._choices is None:
-            from longdraft.kernels.cuda.shared_choice import SharedChoices
+            from longdraft.kernels.cuda.choices import TextChoices
 
-            self._choices = SharedChoices(self._source)
-        made = self._choices.run(hidden, k, v, [choice.of_text(cache.stores) for _, choice, cache in found])
+            self._choices = TextChoices()
+        trees = [choice.of_text(cache.stores) for _, choice, cache in found]
+        made = self._choices.run(self._source, hidden, k, v, trees)
         for (text, _, cache), walk in zip(found, made, strict=True):
             cache.has_placed()
             walks[text] = walk

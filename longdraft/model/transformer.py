@@ -40,7 +40,7 @@ from longdraft.model.shared_choice import SharedTextChoices, TextChoice, logits_
 from longdraft.request.tree import Tree
 
 if TYPE_CHECKING:
-    from longdraft.kernels.cuda.choice import LogitsSource
+    from longdraft.kernels.cuda.choices import LogitsSource
 
 log = logging.getLogger(__name__)
 

@@ -123,7 +123,8 @@ def load_copy(files: TensorSource, target: Transformer, asked: str, cache: Path 
     quantize = resolve(asked, target, files)
     if quantize in (SAME, target.weights.quantize):
         return None
-    size = files.nbytes if quantize == FILE else quantized_bytes(target.whole, quantize, is_draft_copy=True)
+    size = files.nbytes if quantize == FILE else quantized_bytes(
+        target.whole, quantize, is_draft_copy=True, is_on_device=target.kernels.is_device)
     free = target.kernels.free_bytes() or available_memory()
     share = _SHARE_OF_DEVICE if asked == AUTO and target.kernels.is_device else USABLE
     if size > free * share:

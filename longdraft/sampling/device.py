@@ -27,9 +27,7 @@ from longdraft.request.tree import Tree
 from longdraft.sampling import process
 
 if TYPE_CHECKING:
-    from longdraft.kernels.cuda.choice import ChosenTokens, LogitsSource
-    from longdraft.kernels.cuda.drafting import DraftRanking
-    from longdraft.kernels.cuda.shared_choice import TextTree
+    from longdraft.kernels.cuda.choices import Chosen, LogitsSource, TextTree
 
 MAX_GUESSES = 16  # that the device ranks for a token
 DECIDES_SUMS = is_on("DECIDES_SUMS")  # False: top-k, top-p and eta are decided on the host
@@ -48,7 +46,8 @@ class DeviceSampler:
         return kernels.is_device and not (restricts or params.has_path_penalties or others.needs_sums)
 
     def __init__(self, params: SamplingParams, banned: Sequence[int], kernels: Kernels) -> None:
-        from longdraft.kernels.cuda.choice import ChoiceRules, TokenChooser  # needs Triton
+        from longdraft.kernels.cuda.choices import TextChoices  # needs Triton
+        from longdraft.kernels.cuda.device_text import ChoiceRules, DeviceText
         from longdraft.kernels.cuda.ranker import RequestDrafts
         from longdraft.kernels.cuda.support import FilterRules
 
@@ -59,14 +58,13 @@ class DeviceSampler:
                             params.seed or 0, tuple(banned), params.logit_bias)
         self._params = params
         self.device = kernels.device
-        self._chooser = TokenChooser(rules, kernels.device)
-        self._drafts = RequestDrafts(self._chooser, kernels)
-        self._rankings: dict[tuple[int, int], DraftRanking] = {}  # by vocabulary and number of guesses
+        self._held, self._choices = DeviceText(rules, kernels.device), TextChoices()
+        self._drafts = RequestDrafts(self._held, kernels)
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
         """The token after each node; NO_TOKEN (-1) where a row's logits are not finite."""
-        found: list[int] = self.launch(logits.clone(), tree, context).choices.tolist()
-        return found
+        choices: list[int] = self.launch(None, logits.clone(), tree, context).choices.tolist()
+        return choices
 
     def walk(self, given: Tensor | Behind, tree: Tree, context: Context, place: Place) -> tuple[list[int], list[int]]:
         """Nodes from the root down along the target's choices, and those choices.
@@ -75,17 +73,15 @@ class DeviceSampler:
 
         Calls `place` with the rows before it waits for the device.
         """
-        chosen = self.launch(given.clone() if isinstance(given, Tensor) else given, tree, context)
+        source, rows = (None, given.clone()) if isinstance(given, Tensor) else given
+        chosen = self.launch(source, rows, tree, context)
         place(chosen.path, chosen.targets)
-        return chosen.read()
+        return chosen.read()[0]
 
-    def launch(self, given: Tensor | Behind, tree: Tree, context: Context) -> ChosenTokens:
-        """As `walk`, without waiting for the choices. Overwrites logits."""
-        self._drafts.update(context)
-        place = len(context) - 1, self._left(context)
-        if isinstance(given, Tensor):
-            return self._chooser.choose(given, tree.tokens, tree.parents, *place)
-        return self._chooser.choose_behind(*given, tree.tokens, tree.parents, *place)
+    def launch(self, source: LogitsSource | None, given: Tensor, tree: Tree, context: Context) -> Chosen:
+        """As `walk`, without waiting for the choices. given: logits, which are overwritten, or the last layer's outputs
+        for `source`."""
+        return self._choices.launch(source, given, [self.tree_of_text(tree, context, ())])
 
     def tree_choice(self, tree: Tree, context: Context) -> TreeChoice | None:
         """A choice that can be made together with those of other texts; None for a penalty whose window
@@ -93,16 +89,21 @@ class DeviceSampler:
         return TreeChoice(self, tree, context) if self._drafts.can_share else None
 
     def tree_of_text(self, tree: Tree, context: Context, stores: Sequence[KVStore]) -> TextTree:
-        """As `launch`, for `SharedChoices`. stores: of the text's cache, where it keeps the path's rows."""
+        """The tree with what its choice needs. stores: of the text's cache, where it keeps the path's rows; none: the
+        caller keeps them."""
+        return self._path_of_text(tree.tokens, tree.parents, context, stores)
+
+    def _path_of_text(self, tokens: Sequence[int], parents: Sequence[int], context: Context,
+                      stores: Sequence[KVStore] = ()) -> TextTree:
+        from longdraft.kernels.cuda.choices import TextTree
         from longdraft.kernels.cuda.kv_store import cuda_stores
-        from longdraft.kernels.cuda.shared_choice import TextTree
         from longdraft.kernels.cuda.text_rows import MAX_FRESH
 
-        chooser = self._chooser
-        if len(context) - chooser.length > MAX_FRESH:
+        held = self._held
+        if len(context) - held.length > MAX_FRESH:
             self._drafts.update(context)
-        return TextTree(chooser, context.slice(chooser.length, len(context)), tree.tokens, tree.parents,
-                        len(context) - 1, self._left(context), cuda_stores(stores))
+        return TextTree(held, context.slice(held.length, len(context)), tokens, parents, len(context) - 1,
+                        self._left(context), cuda_stores(stores))
 
     def log_probabilities(self, logits: Tensor, tokens: Sequence[int], chosen: Sequence[int], context: Context,
                           num: int) -> list[TokenLogprob]:
@@ -113,9 +114,8 @@ class DeviceSampler:
         """
         from longdraft.kernels.cuda.logprobs import ranked_masses
 
-        self._drafts.update(context)
-        place = len(context) - 1, self._left(context)
-        found = ranked_masses(self._chooser, logits.clone(), tokens, chosen, *place, max(num, 1))
+        path = self._path_of_text(tokens, range(-1, len(tokens) - 1), context)
+        found = ranked_masses(self._choices, path, logits.clone(), chosen, max(num, 1))
         scores = found.logits.astype(np.float64) / (self._params.temperature or 1.0)
         entries = []
         for row, total in enumerate(found.total):
@@ -129,18 +129,11 @@ class DeviceSampler:
     def ranked(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
                within: float) -> LaunchedWork[Ranked]:
         """As `Sampler.ranked`, for at most `MAX_GUESSES`, without guesses that the filters remove."""
-        from longdraft.kernels.cuda.drafting import DraftRanking
+        from longdraft.kernels.cuda.chain_rows import TextDraft
 
-        self._drafts.update(context)
-        key = len(logits), num
-        ranking = self._rankings.get(key)
-        if ranking is None:
-            ranking = self._rankings[key] = DraftRanking(self._chooser, *key, self.device)
-        self._chooser.place(path)
-        required = self._left(context) - len(path) - ahead
-        ranking.begin(within, len(context) + len(path), required)
-        ranking.rank(logits[None].float().clone(), required > 0, ahead)
-        return (yield from ranking.read(1))[0]
+        fresh = context.slice(self._held.length, len(context))
+        draft = TextDraft(self._held, fresh, path, 1, num, self._left(context) - len(path) - ahead, within, ())
+        return (yield from self._drafts.ranked(draft, logits[None].float(), ahead))
 
     def ranker(self, context: Context, width: int, within: float) -> Ranker:
         """What ranks the guesses of chains, and of heads, on the device."""

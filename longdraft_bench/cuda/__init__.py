@@ -9,4 +9,7 @@
     switches what can be turned off, on and off
     families hybrids, mixtures of experts, and chains that trained layers draft for several texts
     texts    equal texts, drafters, long runs
+    decide   the slice `decide`: switches, omitted kernels, drafters of chosen agreement, windows of a long text
+    skeletons, skeleton.cu  what boundaries between kernels cost, and what a persistent kernel could stream
+    predictions  what `decide` should find on an H100 and an H200
 """

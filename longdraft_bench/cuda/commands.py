@@ -15,11 +15,12 @@ def cuda(
     output: Annotated[Path, typer.Option(help="Folder of the JSON documents, one for each slice. A document that is "
                                               "there is continued.")],
     slices: Annotated[str, typer.Option(
-        help="Slices to measure, in order: first, length, kernels, families, whole.")] = "first",
+        help="Slices to measure, in order: first, length, kernels, families, whole; or decide, which stands alone.")
+    ] = "first",
     previous: Annotated[Path | None, typer.Option(help="Folder of an earlier visit, which is continued in --output.")
                         ] = None,
     limit: Annotated[float | None, typer.Option(
-        help="Seconds for each slice. Default: 330, 330, 360, 480 and 540 for the five slices.")] = None,
+        help="Seconds for each slice. Default: 330, 330, 360, 480, 540 and 570 for the six slices.")] = None,
     prompt_file: Annotated[Path, typer.Option(help="A text that the stretched models continue.")] =
         Path("examples/chapter.txt"),
     force: Annotated[bool, typer.Option("--force", help="Measure speed although rows of trees differ.")] = False,

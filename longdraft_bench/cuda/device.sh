@@ -5,7 +5,7 @@
 #
 #   OUTPUT    folder of the results: one JSON document for each slice, log.txt, compiled kernels
 #   SLICES    "first length kernels families whole" by default; each ends in time by itself (330, 330, 360, 480
-#             and 540 s)
+#             and 540 s). "decide" stands alone (570 s): what a visit of ten minutes should measure
 #   PREVIOUS  folder of an earlier visit, which is continued
 #
 # LONGDRAFT_CUDA_OFF turns parts of the code off (longdraft/kernels/switches.py), for example

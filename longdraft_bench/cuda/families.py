@@ -44,10 +44,10 @@ def family_rows(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[
     paths = [_path(parents, leaf) for leaf in range(depth - 1, count)]
     positions = [context + len(_path(parents, row)) - 1 for row in range(count)]
     tokens = [5 + 3 * row % 29 for row in range(count)]
-    tree = model.forward(Rows(tokens, positions, parents), _cache(model, context), count)
+    tree = model.forward(Rows(tokens, positions, parents), cache_of(model, context), count)
     different: dict[int, str] = {}
     for path in paths:
-        cache = _cache(model, context)
+        cache = cache_of(model, context)
         for place, row in enumerate(path):
             plain = model.forward(chain_rows([tokens[row]], context + place), cache, 1)
             cache.commit([0])
@@ -69,7 +69,7 @@ def _difference(tree: Forward, row: int, plain: Forward) -> str:
     return "after the last attention" if found is None else f"attention {found}"
 
 
-def _cache(model: Transformer, context: int) -> FullCache:
+def cache_of(model: Transformer, context: int) -> FullCache:
     """Random rows, and random states of delta layers. The same each time."""
     cache, generator = random_cache(model, context, _ROOM), torch.Generator(model.kernels.device).manual_seed(8)
     for state in cache.states.current if cache.states else ():

@@ -66,8 +66,8 @@ def synchronise(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def switched(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """A context in which a switch (longdraft/kernels/switches.py) has this value."""
+def switched(module: ModuleType | type, name: str, value: object) -> Iterator[None]:
+    """A context in which a switch (longdraft/kernels/switches.py), or a method of a class, has this value."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

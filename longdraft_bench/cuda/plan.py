@@ -5,17 +5,20 @@
     kernels  each kernel, steps and verifications, prefills, another engine, beside the memory's floor
     families hybrids and mixtures of experts: rows of trees, steps, chains; chains of trained layers for several texts
     whole    100,000 drafted tokens with plain decoding in windows between them; the bundled model's long text
+    decide   the ten minutes that decide what is built next, of all that is above the least; see `predictions`
 
-The slices stand alone and run in this order, because no speed is measured on wrong bits.
+The slices stand alone. The first five run in this order, because no speed is measured on wrong bits; `decide` has its
+own rows of trees, and ends where one differs.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from longdraft.kernels.switches import SWITCHES
 from longdraft_bench.models.shapes import HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, cut
 
-LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "families": 480.0, "whole": 540.0}
+LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "families": 480.0, "whole": 540.0, "decide": 570.0}
 SLICES = tuple(LIMITS_S)
 _PATIENCE, _LEAST_PATIENCE = 3.0, 45.0  # a part may take so many times its expected seconds, and at least so many
 
@@ -27,6 +30,7 @@ class Part(NamedTuple):
     options  its arguments
     seconds  that it is expected to take
     lasts    its figures do not depend on our kernels, and stay valid when these change
+    on_bits  it is left out where rows of a tree differ from plain decoding
     """
 
     name: str
@@ -34,10 +38,47 @@ class Part(NamedTuple):
     options: dict[str, Any]
     seconds: float
     lasts: bool = False
+    on_bits: bool = False
 
     @property
     def patience(self) -> float:
         return max(_LEAST_PATIENCE, _PATIENCE * self.seconds)
+
+
+class Oracle(NamedTuple):
+    """A drafter whose guesses are replaced: each is the target's own token with this probability, if those before are.
+
+    drafter, options  whose cost it has; its chains have as many tokens as `options` says
+    """
+
+    drafter: str
+    options: dict[str, Any]
+    agreement: float
+
+
+class DecidePlan(NamedTuple):
+    """Sizes of the slice `decide`.
+
+    switched  models whose texts are compared with each switch on and off: "dense", and "mixture", a hybrid too
+    rounds    of these texts
+    contexts  of steps and of drafts
+    tokens    that each oracle writes
+    further   tokens that plain decoding writes after those: an oracle's first steps may need them
+    oracles   by name
+    windows   places of the long text at which plain decoding and `in_windows` write `drafted` tokens each
+    streams   bytes that the skeleton of a persistent kernel streams, and layers, by name
+    """
+
+    switched: dict[str, dict[str, Any]]
+    rounds: int
+    contexts: tuple[int, ...]
+    tokens: int
+    further: int
+    oracles: dict[str, Oracle]
+    windows: tuple[int, ...]
+    drafted: int
+    in_windows: tuple[str, ...]
+    streams: dict[str, tuple[int, int]]
 
 
 class CudaPlan(NamedTuple):
@@ -56,6 +97,7 @@ class CudaPlan(NamedTuple):
     copied         bytes of the copy
     repeats        of each measurement
     has_peer       measure transformers too
+    decide         sizes of the slice `decide`
     """
 
     device: str
@@ -74,6 +116,7 @@ class CudaPlan(NamedTuple):
     copied: int
     repeats: int
     has_peer: bool
+    decide: DecidePlan
 
 
 _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
@@ -85,6 +128,18 @@ _FAMILIES = ("tests/unit/test_cuda_families.py",)
 _TEXTS_OF_FAMILIES = ("tests/unit/test_cuda_family_texts.py", "tests/unit/test_cuda_hybrids.py",
                       "tests/unit/test_cuda_family_chains.py")
 _SELF = {"chain": 4, "suffix": False}
+_EAGLE = {"width": 1, "suffix": False}
+_INT4 = _SELF | {"width": 1, "draft_weights": "int4"}
+_DECIDED = DecidePlan(
+    {"dense": cut(SHAPES["qwen2.5-0.5b"], 2),
+     "mixture": cut(MIXTURE_SHAPES["qwen3-next-80b-a3b"], 4) | {"num_experts": 16, "vocab_size": 8192}},
+    6, (4096, 102400), 256, 64,
+    {"eagle 0.60": Oracle("eagle", _EAGLE | {"chain": 3}, 0.6),
+     "eagle 0.72": Oracle("eagle", _EAGLE | {"chain": 5}, 0.72),
+     "eagle 0.80": Oracle("eagle", _EAGLE | {"chain": 6}, 0.8), "self int4 0.87": Oracle("magicdec", _INT4, 0.87),
+     "self int4 0.93": Oracle("magicdec", _INT4 | {"chain": 6}, 0.93)},
+    (4096, 53248, 102400), 1500, ("eagle 0.72", "eagle 0.80"),
+    {"1.5B": (3_087_000_000, 28), "8B": (15_010_000_000, 32), "8B int4": (4_400_000_000, 32)})
 ON_DEVICE = CudaPlan(
     "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
     {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")},
@@ -99,7 +154,7 @@ ON_DEVICE = CudaPlan(
      "self int8": ("magicdec", _SELF | {"draft_weights": "int8"}),
      "self int4": ("magicdec", _SELF | {"draft_weights": "int4"}),
      "self int4, 7 tokens": ("magicdec", _SELF | {"chain": 7, "draft_weights": "int4"}), "suffix": ("suffix", {})},
-    _TESTS, 1 << 32, 9, True)
+    _TESTS, 1 << 32, 9, True, _DECIDED)
 _TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                   "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 _TINY_EXPERTS = _TINY | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -109,10 +164,15 @@ _TINY_FAMILIES = {
         "model_type": "qwen3_next", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
         "shared_expert_intermediate_size": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}}
+_DECIDED_TINY = DecidePlan(
+    {"dense": _TINY, "mixture": _TINY_FAMILIES["tiny hybrid"]}, 2, (24,), 6, 10,
+    {"eagle 0.72": Oracle("eagle", _EAGLE | {"chain": 2}, 0.72),
+     "self 0.87": Oracle("magicdec", _SELF | {"width": 1, "chain": 2, "budget": 12, "sinks": 2, "refresh": 4}, 0.87)},
+    (16, 20, 24), 5, ("eagle 0.72",), {"tiny": (1 << 16, 2)})
 INTERPRETED = CudaPlan(
     "cpu", "float32", ("triton-16",), {"tiny": _TINY}, _TINY_FAMILIES, (24,), (20,), (1, 2), 3, 4, 2,
     {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 2, "suffix": False})}, (),
-    1 << 12, 1, False)
+    1 << 12, 1, False, _DECIDED_TINY)
 
 
 # Seconds are those that parts took on an H200; a model's first part compiles its kernels.
@@ -122,7 +182,7 @@ _COPY_RATE = Part("copy rate", "copy_rate", {}, 5, lasts=True)
 def parts_of(plan: CudaPlan, name: str) -> list[Part]:
     """The parts of a slice, in the order in which they run."""
     return {"first": _first, "length": _length, "kernels": _kernels, "families": _families,
-            "whole": _whole}[name](plan)
+            "whole": _whole, "decide": _decide}[name](plan)
 
 
 def _first(plan: CudaPlan) -> list[Part]:
@@ -192,3 +252,46 @@ def _whole(plan: CudaPlan) -> list[Part]:
     parts = [Part(f"long text {shape}", "long_text", {"shape": shape}, 180 if place == 0 else 100)
              for place, shape in enumerate(plan.shapes)]
     return [*parts, Part("bundled", "bundled", {}, 60)]
+
+
+SWITCH = "switch "  # begins the names of parts that compare texts with a switch on and off
+ROWS = "rows "  # begins those that compare rows of trees with plain decoding
+
+
+def _decide(plan: CudaPlan) -> list[Part]:
+    """What wrong bits make worthless comes after the rows, and the tests come last: `first` has them in full."""
+    parts = [_COPY_RATE, Part("product rate", "product_rate", {}, 4, lasts=True)]
+    if plan.device == "cuda":
+        parts.append(Part("compile", "compile_ahead", {}, 25))
+    parts += [Part(f"{ROWS}{name} {prefix}", "rows", {"name": name, "prefix": prefix}, 5)
+              for name in plan.kernels_names[:2] for prefix in plan.prefixes]
+    return [*parts, *(part._replace(on_bits=True) for part in _decisive(plan)), *_last(plan)]
+
+
+def _decisive(plan: CudaPlan) -> list[Part]:
+    decide = plan.decide
+    first, *others = plan.shapes
+    parts = [Part(f"{SWITCH}{name}", "switch", {"name": name}, 3) for name in SWITCHES]
+    parts += [Part("boundaries", "boundaries", {}, 5, lasts=True),
+              *(Part(f"ring {name}", "ring", {"name": name}, 6, lasts=True) for name in decide.streams)]
+    for shape in (first, *others):
+        near, far = decide.contexts[0], decide.contexts[-1]
+        for context in dict.fromkeys((near, far)):
+            options = {"shape": shape, "context": context}
+            parts += [Part(f"steps {shape} {context}", "steps", options, 12 if context == near else 5),
+                      Part(f"ahead {shape} {context}", "plain_ahead", options, 4),
+                      Part(f"fetches {shape} {context}", "fetches", options, 4)]
+        parts.append(Part(f"without {shape} {near}", "omissions", {"shape": shape, "context": near}, 6))
+        if shape == first:  # while there is its model
+            parts += [Part(f"prefill {first} {far}, {time}", "prefill", {"shape": first, "context": far}, 12)
+                      for time in ("first", "again")]
+    # Of the longest context first: the cache is filled once and then cut.
+    parts += [Part(f"oracles {first} {context}", "oracles", {"shape": first, "context": context},
+                   45 if context == decide.contexts[-1] else 25) for context in reversed(decide.contexts)]
+    return [*parts, Part(f"windows {first}", "windows", {"shape": first}, 65)]
+
+
+def _last(plan: CudaPlan) -> list[Part]:
+    if plan.device != "cuda":
+        return []
+    return [Part("tests", "tests", {"files": plan.tests}, 80), Part("memory checker", "memory_checker", {}, 15)]

@@ -174,7 +174,7 @@ def verifies(model: Transformer, context: int, rows: int) -> Callable[[], object
         result = model.forward(tree_rows(tree, context), cache, rows)
         assert sampler.on_device
         assert result.source
-        chosen = sampler.on_device.launch((result.source, result.hidden), tree, text)
+        chosen = sampler.on_device.launch(result.source, result.hidden, tree, text)
         cache.commit([])
         return chosen
 

@@ -29,7 +29,7 @@ from longdraft_bench.cuda.visit import is_fatal
 
 _LAST = 64  # tokens of the prompt that the large model reads; at most half of a shorter one
 _BEYOND = 16  # tokens
-_WARM_STEPS = 4  # first steps of a text, which capture graphs
+WARM_STEPS = 4  # first steps of a text, which capture graphs
 _RESERVE_S = 20.0  # left at the end of a long text for its last window and the document
 
 
@@ -55,7 +55,7 @@ class _LyingDrafter:
         return Tree(tuple(tokens), tuple(parents), ("", *["lying"] * (len(tokens) - 1))).pruned(max_depth)
 
 
-class _Text(NamedTuple):
+class Text(NamedTuple):
     """A text that is being written after a prompt, whose last token is the root of the first tree."""
 
     step: Step
@@ -88,7 +88,7 @@ class _Parts(NamedTuple):
 
 
 def _begin(model: Transformer, cache: FullCache, prompt: Sequence[int], last: int, build: Callable[..., Drafter],
-           parts: _Parts) -> _Text:
+           parts: _Parts) -> Text:
     """Read the last tokens of the prompt with the large model, and begin a text after it."""
     start = len(prompt) - 1 - last
     assert cache.length == start
@@ -100,7 +100,7 @@ def _begin(model: Transformer, cache: FullCache, prompt: Sequence[int], last: in
     context, sampler = Context(list(prompt)), Sampler(SAMPLING, kernels=model.kernels)
     drafter = build(drafters.Resources(model, cache, sampler, SAMPLING, draft_copy=parts.copy, eagle=parts.eagle))
     drafter.begin(context, Verified(result, [-1]))
-    return _Text(Step(model, cache, drafter, sampler, context, Timings(), Tally()), len(prompt))
+    return Text(Step(model, cache, drafter, sampler, context, Timings(), Tally()), len(prompt))
 
 
 def _builder(name: str, options: dict[str, Any], truth: Sequence[int], start: int) -> Callable[..., Drafter]:
@@ -117,17 +117,23 @@ def _parts(bench: Bench, shape: str, name: str, options: dict[str, Any]) -> _Par
                   bench.eagle(shape) if name == "eagle" else None)
 
 
-def begin_after(plan: CudaPlan, bench: Bench, shape: str, context: int, label: str, truth: Sequence[int]) -> _Text:
-    """A text of the drafter `label` of the plan, after `context` tokens. The liar needs the true continuation.
+def begin_after(plan: CudaPlan, bench: Bench, shape: str, context: int, drafter: str | tuple[str, dict[str, Any]],
+                truth: Sequence[int], wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter) -> Text:
+    """A text after `context` tokens.
+
+    drafter  a label of the plan, or a drafter and its options
+    truth    the true continuation, which the liar needs
+    wrap     is put around the drafter
 
     UsageError where these kernels lack a format.
     """
-    name, options = plan.drafters[label]
+    name, options = plan.drafters[drafter] if isinstance(drafter, str) else drafter
     model, last = bench.stretched(shape), min(_LAST, context // 2)
     parts = _parts(bench, shape, name, options)
     prompt = bench.tokens(context + 1)
-    return _begin(model, bench.filled(shape, context - last), prompt, last,
-                  _builder(name, options, truth, len(prompt)), parts)
+    build = _builder(name, options, truth, len(prompt))
+    return _begin(model, bench.filled(shape, context - last), prompt, last, lambda resources: wrap(build(resources)),
+                  parts)
 
 
 def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
         synchronise(text.step.model.kernels.device)
         new = text.new
         truth = truth or new
-        measured = done[_WARM_STEPS:] or done
+        measured = done[WARM_STEPS:] or done
         differs = next((place for place, (a, b) in enumerate(zip(truth, new, strict=False)) if a != b), None)
         found[label] = {
             "ms_a_token": 1e3 * sum(seconds for seconds, _ in measured) / sum(count for _, count in measured),
@@ -200,7 +206,7 @@ def long_text(plan: CudaPlan, bench: Bench, shape: str) -> dict[str, Any]:
     return found
 
 
-def _window(text: _Text, count: int) -> dict[str, Any]:
+def _window(text: Text, count: int) -> dict[str, Any]:
     """Plain decoding from here for `count` tokens, after which its rows are dropped again."""
     model, cache, _, sampler, context, *_ = text.step
     assert isinstance(cache, FullCache)
@@ -208,10 +214,10 @@ def _window(text: _Text, count: int) -> dict[str, Any]:
     plain = Step(model, cache, drafters.new_drafter("plain", drafters.parse_options("plain", {}), drafters.Resources(
         model, cache, sampler, SAMPLING)), Sampler(SAMPLING, kernels=model.kernels),
         Context(context.slice(0, len(context)).tolist()), Timings(), Tally())
-    done = _Text(plain, len(context)).write(count)
+    done = Text(plain, len(context)).write(count)
     tokens = plain.context.slice(len(context), len(plain.context)).tolist()
     cache.truncate(length)
-    measured = done[_WARM_STEPS:] or done
+    measured = done[WARM_STEPS:] or done
     return {"tokens": tokens, "ms_a_token": 1e3 * sum(seconds for seconds, _ in measured) / len(measured)}
 
 

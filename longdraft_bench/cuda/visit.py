@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 from longdraft import kernels
 from longdraft.errors import UsageError
 from longdraft.kernels.switches import VARIABLE
-from longdraft_bench.cuda.plan import INTERPRETED, ON_DEVICE, Part, parts_of
+from longdraft_bench.cuda import predictions
+from longdraft_bench.cuda.plan import INTERPRETED, ON_DEVICE, ROWS, SWITCH, Part, parts_of
 
 _PACKAGE = Path(kernels.__file__).resolve().parents[1]
 _SOURCES = ("kernels/cuda/*.py", "sampling/*.py", "drafters/**/*.py", "speculation/*.py",
@@ -106,6 +107,17 @@ class Document:
         self.parts[name]["figures"] = figures
         self.save()
 
+    def is_wanted(self, part: Part) -> bool:
+        """Whether the bits so far allow this part to be measured."""
+        return not (part.on_bits and wrong_rows(self.parts)) or bool(self.filled.get("force"))
+
+    @property
+    def failing(self) -> list[str]:
+        """The switches with which a text differed, or could not be written: what they turn on is left off."""
+        return [name.removeprefix(SWITCH) for name, held in self.parts.items() if name.startswith(SWITCH)
+                and (held["state"] == "failed" or held.get("switched_off") == "all"
+                     or not held.get("figures", {}).get("is_equal", True))]
+
     def save(self) -> None:
         beside = self.path.with_suffix(".partial")
         beside.write_text(json.dumps(self.filled, indent=1) + "\n", encoding="utf-8")
@@ -127,10 +139,15 @@ def measure_parts(document: Document, parts: Sequence[Part], ends_at: float, mea
 
     ends_at   time.time() at which the slice must be over
     is_fatal  whether an error leaves the process unable to go on; then it ends with status 3
+
+    It ends after a switch that is found to fail: another process goes on without what that turns on.
     """
+    failing = document.failing
     for part in parts:
-        if document.seconds_of(part) * _RESERVE > ends_at - time.time():
+        if document.seconds_of(part) * _RESERVE > ends_at - time.time() or not document.is_wanted(part):
             continue
+        if document.failing != failing:
+            return 0
         tries = document.parts.get(part.name, {}).get("tries", 0) + 1
         began, off = time.time(), os.environ.get(VARIABLE)
         document.set(part.name, "running", tries=tries, began=began, **{"switched_off": off} if off else {})
@@ -175,13 +192,14 @@ class Driver:
             self._run_worker(wanted, ends_at)
         for part in self.parts:
             if part.name not in self.document.parts:
-                self.document.set(part.name, "left_out", error="no time was left", expected_seconds=part.seconds)
+                why = "no time was left" if self.document.is_wanted(part) else "rows of trees differ"
+                self.document.set(part.name, "left_out", error=why, expected_seconds=part.seconds)
         self.document.save()
 
     def _wanted(self, ends_at: float) -> list[Part]:
         """Parts to measure next, in order: first all that were not tried, then those that failed once."""
         held, left = self.document.parts, ends_at - time.time()
-        wanted = [part for part in self.parts if not self.document.is_done(part)
+        wanted = [part for part in self.parts if not self.document.is_done(part) and self.document.is_wanted(part)
                   and held.get(part.name, {}).get("tries", 0) < _TRIES and part.seconds * _RESERVE <= left]
         tries = {part.name: held.get(part.name, {}).get("tries", 0) for part in wanted}
         return [part for part in wanted if tries[part.name] == min(tries.values())]
@@ -189,10 +207,11 @@ class Driver:
     def _run_worker(self, wanted: Sequence[Part], ends_at: float) -> None:
         """Start a worker for these parts and wait for it. Mark the part that it did not finish.
 
-        A second try is made with all that can be switched off.
+        A second try is made with all that can be switched off, a first one without the switches that have failed.
         """
         before = self._tries(wanted)
-        off = {VARIABLE: "all"} if before[0] else {}
+        names = ["all"] if before[0] else [*os.environ.get(VARIABLE, "").split(), *self.document.failing]
+        off = {VARIABLE: " ".join(names)} if names else {}
         with self.log.open("ab") as log:
             worker = subprocess.Popen([*self.command, str(ends_at), *(part.name for part in wanted)], stdout=log,
                                       stderr=subprocess.STDOUT, start_new_session=True,
@@ -240,15 +259,18 @@ class Driver:
         return f"the worker died: {words[-_LOG_TAIL:]}"
 
 
+def wrong_rows(parts: Mapping[str, Any]) -> str | None:
+    """The part that found rows of trees that differ from plain decoding, and where they do."""
+    return next((f"part {name!r}: rows differ in {held['figures']['differs_in']}" for name, held in parts.items()
+                 if name.startswith(ROWS) and held.get("state") == "done" and held["figures"]["differs_in"]), None)
+
+
 def doubt(folders: Sequence[Path]) -> str | None:
     """Why no speed should be measured: rows of trees that differ from plain decoding in the slice `first`."""
     for path in (folder / "first.json" for folder in folders):
         if path.is_file():
-            parts = json.loads(path.read_text(encoding="utf-8")).get("parts", {})
-            for name, held in parts.items():
-                if name.startswith("rows ") and held.get("state") == "done" and held["figures"]["differs_in"]:
-                    return f"{path}, part {name!r}: rows differ in {held['figures']['differs_in']}"
-            return None
+            reason = wrong_rows(json.loads(path.read_text(encoding="utf-8")).get("parts", {}))
+            return f"{path}, {reason}" if reason else None
     return None
 
 
@@ -297,7 +319,7 @@ class Visit(NamedTuple):
                 if reason and not self.force:
                     raise UsageError(f"{reason}; no speed is measured on wrong bits. Mend the kernel, or use --force")
                 document = Document.open(self.output, name, sources_hash(), plan.device, self.previous)
-                document.filled["prompt"] = self.prompt
+                document.filled |= {"prompt": self.prompt, "force": self.force}
                 document.save()
                 command = [sys.executable, "-m", "longdraft_bench.cuda.worker", self.plan, name, str(document.path)]
                 Driver(document, parts_of(plan, name), command, self.output / "log.txt", limits[name],
@@ -311,7 +333,8 @@ def summary(document: Document) -> str:
     """A line for each part."""
     lines = [f"{name}: {held['state']}" + (f", {held['seconds']:.1f} s" if "seconds" in held else "")
              + (f": {held['error'][:160]}" if "error" in held else "") for name, held in document.parts.items()]
-    return "\n".join([f"slice {document.filled['slice']}, {document.path}", *lines])
+    judged = predictions.table(document.filled) if document.filled["slice"] == "decide" else []
+    return "\n".join([f"slice {document.filled['slice']}, {document.path}", *lines, *judged])
 
 
 def _triton_version() -> str:

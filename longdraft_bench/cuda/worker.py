@@ -5,16 +5,21 @@ PLAN is `device` or `interpret`. `longdraft bench cuda` starts it, and starts an
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from longdraft_bench.cuda.plan import INTERPRETED, ON_DEVICE, CudaPlan, Part, parts_of
 from longdraft_bench.cuda.visit import Document, is_fatal, measure_parts
+
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Worker:
@@ -29,9 +34,9 @@ class Worker:
         self._bench = Bench(plan, prompt, ends_at, folder)
 
     def measure(self, part: Part) -> Any:
-        from longdraft_bench.cuda import checks, families, speed, switches, texts, trace
+        from longdraft_bench.cuda import checks, decide, families, skeletons, speed, switches, texts, trace
 
-        modules = checks, families, speed, switches, texts, trace
+        modules = checks, decide, families, skeletons, speed, switches, texts, trace
         found = next(getattr(module, part.kind) for module in modules if hasattr(module, part.kind))
         self._bench.keep = partial(self._keep, part.name)
         return found(self._plan, self._bench, **part.options)
@@ -42,7 +47,14 @@ class Worker:
         return describe(self._plan)
 
 
+def end_with_parent() -> None:
+    """Have this process killed when the driver is: the next visit must not find it at the same document."""
+    with suppress(OSError, AttributeError):  # Linux has it
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def main(arguments: Sequence[str]) -> int:
+    end_with_parent()
     which, name, path, ends_at, *names = arguments
     if which == "interpret":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported

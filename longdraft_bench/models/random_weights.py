@@ -77,10 +77,10 @@ class RandomTensors(TensorSource):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def random_model(shape: dict[str, Any], kernels: Kernels, seed: int = 0) -> Transformer:
+def random_model(shape: dict[str, Any], kernels: Kernels, seed: int = 0, quantize: str = "none") -> Transformer:
     """A model with the sizes of a config.json."""
     config = config_file.parse_config(shape)
-    return Loader(RandomTensors(expected_shapes(config), kernels, seed), config, kernels, "none", None).transformer()
+    return Loader(RandomTensors(expected_shapes(config), kernels, seed), config, kernels, quantize, None).transformer()
 
 
 class _PatternedMatrices:

@@ -1,6 +1,7 @@
-"""Compile every Triton kernel for compute capability 9.0 with the options of its launch. Needs no device.
+"""Compile every Triton kernel for a compute capability with the options of its launch. Needs no device.
 
-    python tests/helpers/compile_cuda_kernels.py
+    python tests/helpers/compile_cuda_kernels.py 90                              # all forms of all kernels
+    python tests/helpers/compile_cuda_kernels.py 80 90 120 few_rows_kernel       # the first form of some
 
 It prints an object of JSON for each form of a kernel: its name and form, bytes of shared memory, fused multiply-adds,
 bytes of stack and how many the form may have, registers, whether products and reductions come in pairs, a checksum of
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import sys
 import zlib
 
 import triton
@@ -36,11 +38,12 @@ from longdraft.kernels.cuda import (
     jit_linear,
     jit_remainder,
     jit_rows,
-    jit_shared_choice,
     jit_support,
 )
 
 F64 = "*fp64"
+# Bytes of shared memory that a program can have, by compute capability: A100; RTX 30, 40; H100; RTX 50.
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 PARTS = dict(PARTS=4, HAS_SCALE=True, HAS_BIAS=True)
 SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
 VOCABULARY = dict(vocabulary="i32")
@@ -49,9 +52,9 @@ FILTERS = dict(HAS_CUT=True, HAS_MIN_P=True, HAS_ETA=True, HAS_FLOOR=True)
 IN_BLOCKS = dict(BLOCK=1024, BLOCKS=128)
 
 
-def kernels():
+def kernels(shared):
     """(kernel, types of its arguments, constants, options). The usual form of a kernel comes first."""
-    yield from attention()
+    yield from attention(shared)
     linear = dict(x=BF16, weight=BF16, parts=F32, num_rows="i32")
     tile = dict(OUT=4096, INNER=4096, ROWS=64, COLUMNS=64, BLOCK=128, SPLITS=4, PREFETCHED=256)
     yield jit_linear.few_rows_kernel, linear, tile, dict(num_warps=4, num_stages=3)
@@ -66,6 +69,8 @@ def kernels():
     yield (jit_int4.few_rows_int4_kernel, int4,
            dict(OUT=4096, INNER=4096, BLOCKS=32, ROWS=16, COLUMNS=128, SPLITS=8, STAGES=4),
            dict(num_warps=4, **UNFUSED))
+    yield (jit_int4.dequantise_kernel, dict(words=I32, scales=I32, out=BF16),
+           dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128), UNFUSED)
     yield (jit_rows.embed_rows_kernel, dict(tokens=I32, table="*i8", scale=F32, x=BF16, factor="fp32"),
            dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
     yield jit_rows.sum_parts_kernel, SUMS | dict(out=F32), dict(WIDTH=4096, BLOCK=1024, **PARTS), {}
@@ -110,70 +115,46 @@ def kernels():
             yield (jit_kv_store.copy_rows_kernel,
                    dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32", run_start="i32"),
                    dict(KV_HEADS=8, DIM=128, PADDED=128, BLOCK=32, IS_RUN=is_run, **scaled), {})
-    window = dict(found=I32, values=F32, window="i32", logits=F32) | VOCABULARY
-    yield (jit_choice.read_window_kernel, window | dict(text=I32, tokens=I32, path=I32, depths=I32, scalars=I64,
-                                                 path_stride="i32"), dict(BLOCK=1024), {})
-    yield jit_choice.penalise_kernel, window | dict(penalty="fp32"), dict(BLOCK=1024), UNFUSED
-    yield (jit_choice.ban_kernel, dict(logits=F32, banned=I32, depths=I32, scalars=I64, num_banned="i32") | VOCABULARY,
-           dict(BLOCK=16), {})
-    blocks = dict(logits=F32, bests=F32, ids=I32, num_blocks="i32")
-    yield jit_choice.block_maxima_kernel, blocks | VOCABULARY, dict(BLOCK=1024), {}
-    yield (jit_choice.noisy_block_maxima_kernel,
-           blocks | LIMITS | dict(depths=I32, scalars=I64, scores=F64) | VOCABULARY, IN_BLOCKS | FILTERS, UNFUSED)
-    yield (jit_choice.add_bias_kernel, dict(logits=F32, biased=I32, values=F32, num_biased="i32") | VOCABULARY,
-           dict(BLOCK=1024), UNFUSED)
-    yield (jit_choice.choose_tokens_kernel, dict(bests=F32, scores=F64, ids=I32, choices=I32, num_blocks="i32"),
-           dict(BLOCKS=128), {})
-    yield (jit_choice.walk_tree_kernel, dict(choices=I32, tokens=I32, parents=I32, where=I64, path=I32, targets=I64,
-                                             outcome=I32, num_rows="i32", num_nodes="i32"),
-           dict(BLOCK=64), dict(num_warps=1))
-
 
 def choices_of_texts():
     rows = dict(logits=F32, entries=I64, numbers=F64, texts=I32, depths=I32)
     window = rows | dict(found=I32, values=F32, window="i32", tokens=I32, path=I32, path_stride="i32") | VOCABULARY
     blocks = rows | dict(bests=F32, scores=F64, ids=I32, num_blocks="i32") | VOCABULARY
-    yield jit_shared_choice.append_tokens_kernel, dict(entries=I64, fresh=I32), dict(BLOCK=16), dict(num_warps=1)
-    yield jit_shared_choice.read_windows_kernel, window, dict(BLOCK=1024), UNFUSED
-    yield jit_shared_choice.penalise_texts_kernel, window, dict(BLOCK=1024), UNFUSED
-    yield jit_shared_choice.ban_texts_kernel, rows | VOCABULARY, dict(BLOCK=16), UNFUSED
-    yield jit_shared_choice.add_biases_kernel, rows | VOCABULARY, dict(BLOCK=1024), UNFUSED
-    yield (jit_shared_choice.read_filters_kernel, rows | dict(settings=F64, most=I64, fewest=I64), {},
-           dict(num_warps=1))
+    yield jit_choice.append_tokens_kernel, dict(entries=I64, fresh=I32), dict(BLOCK=16), dict(num_warps=1)
+    yield jit_choice.read_window_kernel, window, dict(BLOCK=1024), UNFUSED
+    yield jit_choice.penalise_kernel, window, dict(BLOCK=1024), UNFUSED
+    yield jit_choice.ban_kernel, rows | VOCABULARY, dict(BLOCK=16), UNFUSED
+    yield jit_choice.add_bias_kernel, rows | VOCABULARY, dict(BLOCK=1024), UNFUSED
+    yield jit_choice.read_filters_kernel, rows | dict(settings=F64, most=I64, fewest=I64), {}, dict(num_warps=1)
+    yield jit_choice.block_maxima_kernel, blocks, dict(BLOCK=1024), {}
     for filters in (FILTERS, dict.fromkeys(FILTERS, False) | dict(HAS_MIN_P=True)):
-        yield (jit_shared_choice.noisy_maxima_of_texts_kernel, blocks | LIMITS, IN_BLOCKS | filters, UNFUSED,
-               8)  # with Triton 3.7
-    yield (jit_shared_choice.walk_trees_kernel, dict(choices=I32, tokens=I32, parents=I32, entries=I64, path=I32,
-                                                     targets=I64, outcome=I32, num_rows="i32"),
+        yield jit_choice.noisy_block_maxima_kernel, blocks | LIMITS, IN_BLOCKS | filters, UNFUSED, 8  # with Triton 3.7
+    yield jit_choice.choose_tokens_kernel, blocks | dict(choices=I32), dict(BLOCKS=128), {}
+    yield (jit_choice.walk_trees_kernel, dict(choices=I32, tokens=I32, parents=I32, entries=I64, path=I32, targets=I64,
+                                              outcome=I32, num_rows="i32"),
            dict(BLOCK=64), dict(num_warps=1))
 
 
 def drafting():
-    state = dict(state=I64, settings=F64, scores=F64, ids=I32)
-    for stride in (0, jit_shared_choice.ENTRY.value):  # of a single text, and of several
-        yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | state | VOCABULARY,
-               IN_BLOCKS | FILTERS | dict(WIDTH=2, STRIDE=stride, HAS_NOISE=True), UNFUSED)
-        yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32") | state,
-               dict(BLOCKS=128, CANDIDATES=256, WIDTH=2, STRIDE=stride), UNFUSED)
-        yield (jit_drafting.begin_place_kernel,
-               dict(text=I32, state=I64, table="*i8", scale=F32, rotations=F32, x=BF16, cos=F32, sin=F32,
-                    factor="fp32"),
-               dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, STRIDE=stride, HAS_SCALE=True, HAS_FACTOR=True),
-               UNFUSED)
-        yield (jit_drafting.end_place_kernel, dict(text=I32, state=I64, where=I64, outcome=I64), dict(STRIDE=stride),
-               dict(num_warps=1))
+    texts = dict(entries=I64, numbers=F64, scores=F64, ids=I32)
+    yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | texts | VOCABULARY,
+           IN_BLOCKS | FILTERS | dict(WIDTH=2, HAS_NOISE=True), UNFUSED)
+    yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32") | texts,
+           dict(BLOCKS=128, CANDIDATES=256, WIDTH=2), UNFUSED)
+    yield (jit_drafting.begin_place_kernel,
+           dict(entries=I64, table="*i8", scale=F32, rotations=F32, x=BF16, cos=F32, sin=F32, factor="fp32"),
+           dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
+    yield jit_drafting.end_place_kernel, dict(entries=I64, where=I64, outcome=I64), {}, dict(num_warps=1)
 
 
 def support():
     rows = dict(logits=F32, goals=I64, keys=I64, before=I64, sums=I64) | LIMITS | VOCABULARY
-    for stride in (0, 6):  # of rows that have the same settings, and settings of their own
-        search = IN_BLOCKS | dict(BY_MASS=True, HAS_CUT=True, STRIDE=stride)
-        filters = IN_BLOCKS | FILTERS | dict(STRIDE=stride)
-        yield jit_support.search_level_kernel, rows, search | dict(LEVEL=3), UNFUSED
-        yield jit_support.end_search_kernel, rows | dict(found=I64), search, UNFUSED
-        yield jit_support.support_sums_kernel, rows, filters | dict(DIVISOR=2), UNFUSED
-        yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128, STRIDE=stride), UNFUSED
-        yield jit_support.eta_kernel, rows, dict(BLOCKS=128, STRIDE=stride), UNFUSED
+    search, filters = IN_BLOCKS | dict(BY_MASS=True, HAS_CUT=True), IN_BLOCKS | FILTERS
+    yield jit_support.search_level_kernel, rows, search | dict(LEVEL=3), UNFUSED
+    yield jit_support.end_search_kernel, rows | dict(found=I64), search, UNFUSED
+    yield jit_support.support_sums_kernel, rows, filters | dict(DIVISOR=2), UNFUSED
+    yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128), UNFUSED
+    yield jit_support.eta_kernel, rows, dict(BLOCKS=128), UNFUSED
     yield jit_support.support_orders_kernel, rows | dict(orders=I64), filters, UNFUSED
 
 
@@ -277,30 +258,47 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def products_and_reductions(code: str) -> list[str]:
     """Of Triton's own code, layouts included, in any order."""
     found = re.findall(r"(?:warp_group_dot|tt\.dot) [^\n]*?(-> tensor<[^>]*>)", code)
-    return sorted(found + re.findall(r"\}\) : (\(tensor<[^\n]*) loc", code))
+    found += re.findall(r"\}\) : (\(tensor<[^\n]*) loc", code)
+    layouts = dict(re.findall(r"^(#\w+) = (#[^\n]*)$", code, re.MULTILINE))  # their names are numbers
+    return sorted(re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), each) for each in found)
 
 
 def main() -> None:
-    for kernel, types, constants, options, *allowed in (*kernels(), *choices_of_texts(), *drafting(), *support(),
-                                                        *hybrid(), *mixtures(), *remainders(), *selections()):
+    architectures = [int(word) for word in sys.argv[1:] if word.isdecimal()]
+    for architecture in architectures:
+        compile_for(architecture, sys.argv[1 + len(architectures) :])
+
+
+def compile_for(architecture: int, only: list[str]) -> None:
+    """Compile all forms, or the first form of each kernel of these names."""
+    forms = (*kernels(SHARED[architecture]), *choices_of_texts(), *drafting(), *support(), *hybrid(), *mixtures(),
+             *remainders(), *selections())
+    if only:
+        forms = [next(form for form in forms if form[0].__name__ == name) for name in only]
+    for kernel, types, constants, options, *allowed in forms:
+        has_fp8 = FP8 in types.values() or tl.float8e4nv in constants.values()
+        if has_fp8 and architecture < 89:  # where such caches are refused
+            continue
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}
-        is_chained = "IS_CHAINED" in kernel.arg_names
-        chain = {"IS_CHAINED": True} if is_chained else {}
+        has_chain = "IS_CHAINED" in kernel.arg_names
+        is_chained = has_chain and architecture >= 90
+        chain = {"IS_CHAINED": is_chained} if has_chain else {}
         source = ASTSource(kernel, signature, constexprs=constants | chain, attrs=aligned)
-        done = triton_compile(source, target=GPUTarget("cuda", 90, 32),
-                              options=UNFUSED | options | {"launch_pdl": is_chained})
+        done = triton_compile(source, target=GPUTarget("cuda", architecture, 32),
+                              options=UNFUSED | options | ({"launch_pdl": True} if is_chained else {}))
         code = done.asm["ptx"]
         fused = code.count("fma.rn.f32") + code.count("fma.rn.f64")
         computed = products_and_reductions(done.asm["ttgir"])
         is_paired = all(computed.count(each) % 2 == 0 for each in computed)
         stack, registers = resources(done.asm["cubin"])
-        form = f"{types.get('q')} {types.get('k')} {constants.get('DIM')}"
+        form = f"{types.get('q', types.get('out'))} {types.get('k')} {constants.get('DIM')}"
         print(json.dumps(dict(
-            triton=triton.__version__, kernel=kernel.__name__, form=form,
+            triton=triton.__version__, architecture=architecture, kernel=kernel.__name__, form=form,
             shared=done.metadata.shared, fused=fused, stack=stack, allowed=sum(allowed), registers=registers,
-            is_paired=is_paired, computed=zlib.crc32("\n".join(computed).encode()),
+            is_paired=is_paired, merges=constants.get("MERGES", False), limit=SHARED[architecture],
+            products=computed, computed=zlib.crc32("\n".join(computed).encode()),
             fetches=code.count("prefetch.global.L2"))), flush=True)
 
 

@@ -28,13 +28,12 @@ from helpers.equality import prompt_of
 from helpers.golden_texts import text_hash
 from helpers.recorded_graphs import RecordedGraphs
 from longdraft.kernels import launched
-from longdraft.kernels.cuda import shared_choice
-from longdraft.kernels.cuda.choice import ChosenTokens
+from longdraft.kernels.cuda import choices
 from longdraft.request.sampling_params import SamplingParams
 
 KERNELS = "triton-16"
 # The places where the host waits for the device. A step that moves one of them moves it here, too.
-WAITS = ((launched, "copied_to_host"), (shared_choice, "_read"), (ChosenTokens, "read"))
+WAITS = ((launched, "copied_to_host"), (choices, "_read"))
 DRAFTERS: dict[str, dict[str, Any]] = {
     "plain": {}, "eagle": dict(chain=2), "medusa": dict(tree="2,1"), "draft-model": dict(chain=2),
     "magicdec": dict(budget=12, sinks=2, refresh=3, chain=2), "glide": dict(chain=2),

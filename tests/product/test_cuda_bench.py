@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
+import select
+import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from longdraft.__main__ import run
 from longdraft.errors import UsageError
-from longdraft_bench.cuda.plan import Part
+from longdraft.kernels.switches import SWITCHES
+from longdraft_bench.cuda import predictions
+from longdraft_bench.cuda.plan import LIMITS_S, ON_DEVICE, Part, parts_of
 from longdraft_bench.cuda.visit import Document, Driver, doubt, measure_parts, pack_cache, unpack_cache
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -147,6 +156,108 @@ def test_wrong_rows_forbid_a_measurement_of_speed(tmp_path):
     assert "attention: row 3" in doubt([tmp_path])
 
 
+def test_after_wrong_rows_only_parts_that_do_not_depend_on_bits_are_measured(tmp_path):
+    document = Document.open(tmp_path, "decide", "a", "cpu")
+    document.set("rows triton-16 1000", "done", figures={"differs_in": "merge: row 3"})
+    document.save()
+    parts = [Part("steps", "steps", {}, 0.01, on_bits=True), Part("tests", "tests", {}, 0.01)]
+    Driver(document, parts, [sys.executable, "-S", "-c", WORKER, str(document.path)], tmp_path / "log.txt", 30).run()
+    assert document.parts["steps"]["state"] == "left_out" and "rows" in document.parts["steps"]["error"]
+    assert document.parts["tests"]["state"] == "done"
+    document.filled["force"] = True
+    assert document.is_wanted(parts[0])
+
+
+def test_parts_after_a_switch_that_fails_run_without_it(tmp_path):
+    """A text that differs, a crash, and a text that is equal only with everything else off."""
+    document = Document.open(tmp_path, "decide", "a", "cpu")
+    document.set("switch FUSES_GATE", "done", figures={"is_equal": True})
+    document.set("switch WRITES_AHEAD", "done", figures={"is_equal": False})
+    document.set("switch SHARES_CHAINS", "failed", error="the worker died")
+    document.set("switch DECIDES_SUMS", "done", figures={"is_equal": True}, switched_off="all")
+    assert document.failing == ["WRITES_AHEAD", "SHARES_CHAINS", "DECIDES_SUMS"]
+    parts = [Part("steps, what is off", "steps", {}, 0.01)]
+    Driver(document, parts, [sys.executable, "-S", "-c", WORKER, str(document.path)], tmp_path / "log.txt", 30).run()
+    assert document.parts["steps, what is off"]["figures"] == "WRITES_AHEAD SHARES_CHAINS DECIDES_SUMS"
+
+
+def test_a_worker_ends_after_a_switch_that_fails(tmp_path):
+    document = Document.open(tmp_path, "decide", "a", "cpu")
+    parts = [Part(name, name, {}, 0.01) for name in ("switch FUSES_GATE", "switch WRITES_AHEAD", "steps")]
+
+    def measure(part: Part) -> dict:
+        return {"is_equal": part.kind != "switch WRITES_AHEAD"}
+
+    assert measure_parts(document, parts, time.time() + 60, measure, lambda error: True) == 0
+    assert list(document.parts) == ["switch FUSES_GATE", "switch WRITES_AHEAD"]
+
+
+def test_the_table_of_predictions_has_a_verdict_for_each_figure_that_was_measured():
+    named = {part.name for part in parts_of(ON_DEVICE, "decide")}
+    assert {each.part for each in predictions.PREDICTIONS} <= named, "each prediction is of a part of the slice"
+    plain, *others = predictions.PREDICTIONS
+    for gpu, ms, verdict in (("NVIDIA H100 80GB HBM3", 6.3, "PASS"), ("NVIDIA H100 80GB HBM3", 6.5, "FAIL"),
+                             ("NVIDIA H200", 4.6, "PASS"), ("NVIDIA H200", 5.0, "FAIL"), ("NVIDIA A100", 9.0, "")):
+        document = {"machine": {"gpu": gpu}, "parts": {plain.part: {"state": "done", "figures": {"plain_ms": ms}}}}
+        header, first, *rest = predictions.table(document)
+        assert gpu in header and f"{ms:.2f}" in first and first.endswith(verdict or "4.5")
+        assert len(rest) == len(others) and not any("PASS" in line or "FAIL" in line for line in rest)
+    faster = next(each for each in predictions.PREDICTIONS if each.unit == "x")
+    assert faster.verdict(faster.h200 * 1.1, "H200") == "PASS" and faster.verdict(faster.h200 / 2, "H200") == "FAIL"
+
+
+def test_the_parts_of_decide_fit_into_its_time():
+    assert sum(part.seconds for part in parts_of(ON_DEVICE, "decide")) <= LIMITS_S["decide"]
+
+
+def test_a_visit_that_is_killed_again_and_again_is_measured_in_the_end(tmp_path):
+    """The driver and its worker, at random moments. What was done is not measured again."""
+    names = [f"part {number}" for number in range(12)]
+    worker = WORKER.replace('    if name == "hangs":', '    time.sleep(0.05)\n    if name == "hangs":')
+    code = (f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\n"
+            "from longdraft_bench.cuda.visit import Document, Driver\nfrom longdraft_bench.cuda.plan import Part\n"
+            f"folder = Path({str(tmp_path)!r})\n"
+            "document = Document.open(folder, 'decide', 'a', 'cpu')\n"
+            f"parts = [Part(name, name, {{}}, 0.01) for name in {names!r}]\n"
+            f"worker = [sys.executable, '-S', '-c', {worker!r}, str(document.path)]\n"
+            "Driver(document, parts, worker, folder / 'log.txt', 60).run()\n")
+    path, pick, done = tmp_path / "decide.json", random.Random(5), dict[str, Any]()
+
+    def finished() -> dict[str, Any]:
+        parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+        return {name: part for name, part in parts.items() if part["state"] == "done"}
+
+    while len(done) < len(names):
+        driver, wanted = subprocess.Popen([sys.executable, "-c", code], start_new_session=True), pick.randint(1, 4)
+        while driver.poll() is None and len(finished()) < len(done) + wanted:
+            time.sleep(pick.uniform(0, 0.03))
+        with suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+        assert done.items() <= finished().items(), "what was done stays"
+        done = finished()
+    assert len(done) == len(names) and all(part["tries"] <= 2 for part in done.values())
+    found = json.loads((tmp_path / "decide.json").read_text())["parts"]
+    assert {name: found[name]["state"] for name in names} == dict.fromkeys(names, "done")
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux ends children with their parent")
+def test_a_worker_ends_when_its_driver_is_killed(tmp_path):
+    """Otherwise the next visit would find it at the same document."""
+    code = ("import sys, time; from longdraft_bench.cuda.worker import end_with_parent; end_with_parent();"
+            "print('ready', flush=True); time.sleep(60)")
+    parent = subprocess.Popen([sys.executable, "-c", "import subprocess, sys, time\n"
+                               f"child = subprocess.Popen([sys.executable, '-c', {code!r}], stdout=subprocess.PIPE, "
+                               f"start_new_session=True, cwd={str(ROOT)!r})\n"
+                               "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"],
+                              stdout=subprocess.PIPE, text=True)
+    ended = os.pidfd_open(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    assert select.select([ended], [], [], 60)[0]
+    os.close(ended)
+
+
 def test_documents_of_something_else_are_refused(tmp_path):
     (tmp_path / "first.json").write_text('{"bench": "kernels"}')
     with pytest.raises(UsageError, match="something else"):
@@ -165,7 +276,7 @@ def test_compiled_kernels_travel_with_the_documents(tmp_path):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["first", "length", "kernels", "families", "whole"])
+@pytest.mark.parametrize("name", ["first", "length", "kernels", "families", "whole", "decide"])
 def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monkeypatch):
     """In this process. The command starts a worker for it: see the tests of the driver."""
     from longdraft_bench.cuda.plan import INTERPRETED, parts_of
@@ -210,6 +321,19 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         assert set(chains) == {"eagle, 2 texts", "glide, 2 texts"}
         assert all(case["is_same_chain"] and case["chains"] > 0 and case["chains in turn"] > 0
                    for case in chains.values())
+    elif name == "decide":
+        assert {part for part in found if part.startswith("switch ")} == {f"switch {each}" for each in SWITCHES}
+        assert not document.failing and all(figures["is_equal"] and min(figures["tokens"]) >= 2
+                                            for part, figures in found.items() if part.startswith("switch "))
+        assert found["boundaries"]["unchained_us"] > 0 and "shim" in found["ring tiny"]["left_out"]
+        without = found["without tiny 24"]["1 rows"]
+        assert len(without) == 6 and min(without.values()) > 0
+        for drafter in ("eagle 0.72", "self 0.87"):
+            oracle = found["oracles tiny 24"][drafter]
+            assert oracle["is_equal"] and oracle["tokens_a_step"] > 1 and oracle["in_plain_speed_expected"] > 0
+        windows = found["windows tiny"]
+        assert windows["is_equal"] and set(windows["windows"]) == {16, 20, 24} and windows["plain_minutes"] > 0
+        assert windows["eagle 0.72"]["minutes"] > 0
     else:
         long = found["long text tiny"]
         assert long["tokens"] >= 4 and all(window["is_equal"] for window in long["windows"])
@@ -223,8 +347,8 @@ def test_rows_of_a_family_that_differ_are_named(tmp_path, monkeypatch):
     from longdraft_bench.cuda.models import Bench
     from longdraft_bench.cuda.plan import INTERPRETED
 
-    made, honest = [], families._cache
-    monkeypatch.setattr(families, "_cache", lambda model, context: (
+    made, honest = [], families.cache_of
+    monkeypatch.setattr(families, "cache_of", lambda model, context: (
         made.append(1), honest(model, context - (len(made) == 3)))[1])
     found = families.family_rows(INTERPRETED, Bench(INTERPRETED, "", time.time() + 60, tmp_path), "tiny mixture", 24)
     assert found["differs_in"] == "row 0: attention 0" and set(found["cases"]) == {0, 3}
@@ -233,7 +357,7 @@ def test_rows_of_a_family_that_differ_are_named(tmp_path, monkeypatch):
 @interpreted
 def test_a_missing_device_and_wrong_options_get_one_clear_line(tmp_path, capfd):
     for options, words in (([], "no CUDA device"),
-                           (["--slices", "fourth"], "allowed: first, length, kernels, families, whole")):
+                           (["--slices", "fourth"], "allowed: first, length, kernels, families, whole, decide")):
         assert run(["bench", "cuda", "--output", str(tmp_path), *options]) == 2
         error = capfd.readouterr().err
         assert words in error and error.count("\n") == 1

@@ -26,8 +26,7 @@ from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
 from longdraft.kernels.cuda import chain_rows
-from longdraft.kernels.cuda.drafting import DraftChain
-from longdraft.kernels.cuda.shared_chain import SharedChains
+from longdraft.kernels.cuda.model_chain import ModelChains
 from longdraft.kernels.launched import Launched, finished, read_together
 from longdraft.model.transformer import Transformer
 from longdraft.model.transformer import chain_rows as rows_of_chain
@@ -129,11 +128,9 @@ def drafted_together(texts: Sequence[Text]) -> list[list[object]]:
 def count_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Gets the texts of each launch for several texts, chains that a text launches for itself, and waits."""
     found: dict[str, list[Any]] = {"together": [], "alone": [], "waits": []}
-    together, alone, copy = SharedChains.launch, DraftChain.launch, launched.copied_to_host
-    monkeypatch.setattr(SharedChains, "launch", lambda self, chains: (
-        found["together"].append(len(chains)), together(self, chains))[1])
-    monkeypatch.setattr(DraftChain, "launch", lambda self, *given: (
-        found["alone"].append(1), alone(self, *given))[1])
+    launch, copy = ModelChains.launch, launched.copied_to_host
+    monkeypatch.setattr(ModelChains, "launch", lambda self, chains: (
+        found["alone" if len(chains) == 1 else "together"].append(len(chains)), launch(self, chains))[1])
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: found["waits"].append(len(rows)) or copy(rows))
     return found
 
@@ -228,10 +225,14 @@ def test_where_the_launch_for_all_fails_each_text_launches_its_own(model, monkey
     texts, alone = ([Text(case, model, model) for case in CASES[:2]] for _ in range(2))
     expected = [text.state(finished(text.drafts())) for text in alone]
 
-    def fail(self: object, chains: object) -> list[torch.Tensor]:
-        raise MemoryError("no memory for the chains")
+    launch = ModelChains.launch
 
-    monkeypatch.setattr(SharedChains, "launch", fail)
+    def fail(self: ModelChains, chains: Any) -> list[torch.Tensor]:
+        if len(chains) > 1:
+            raise MemoryError("no memory for the chains")
+        return launch(self, chains)
+
+    monkeypatch.setattr(ModelChains, "launch", fail)
     assert drafted_together(texts) == expected
     assert "drafts of 2 texts cannot be launched together: no memory for the chains" in caplog.text
 
@@ -240,7 +241,7 @@ def test_work_that_fails_alone_is_an_error_of_its_own_text(model):
     def fail() -> torch.Tensor:
         raise MemoryError("no memory for this text")
 
-    work = launched.Shareable(SharedChains(None), None, fail)
+    work = launched.Shareable(ModelChains(None), None, fail)
     other = Launched(torch.arange(3, device=DEVICE)[None])
     read_together([work, other])
     assert other._on_host is not None and other.read().tolist() == [[0, 1, 2]]
@@ -262,12 +263,12 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
-@pytest.mark.parametrize("num, filters, more", [(2, [], 0), (5, [], 0), (2, FILTERED[2:3], 1 + 11),
-                                                (4, [FILTERED[0], FILTERED[3]], 1 + 1 + 20 + 9 + 2)])
+@pytest.mark.parametrize("num, filters, more", [(2, [], 0), (5, [], 0), (2, FILTERED[2:3], 11),
+                                                (4, [FILTERED[0], FILTERED[3]], 1 + 20 + 9 + 2)])
 def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model, num, filters, more, monkeypatch):
     """Beside the graphs. The graph of a place has as many kernels as that of one text with a penalty.
 
-    more  kernels of a place for texts with filters: settings, `logit_bias`, top-k and top-p, tokens left at least, eta
+    more  kernels of a place for texts with filters: `logit_bias`, top-k and top-p, tokens left at least, eta
     """
     from triton.runtime import interpreter
 
@@ -299,11 +300,13 @@ def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model,
     routines = [text.drafts() for text in texts]
     with recorder:
         read_together([next(routine) for routine in routines])
-    assert waits == [1] and launches == ["append_tokens_kernel"]
+    assert waits == [1] and launches == ["append_tokens_kernel", *["read_filters_kernel"][: len(filters)]]
     longest = max(case.count for case in cases)
     assert ran == [4] * (longest // 4) + [1] * (longest % 4)
     assert recorder.names == ["copy_", "copy_", "cat"], "two uploads, and the guesses of all texts"
-    layer = 11  # rotation, remainder, attention twice, four products, activation, sum and norm twice
+    # Rotation, remainder, attention, four products, activation, sum and norm twice; more than four rows have their
+    # splits of attention merged by a kernel of its own.
+    layer = 10 + (num > 4)
     # Begin; paths, norm; head; penalty; largest logits; ranking; end. A text of the five may not end yet: bans.
     kernels = 1 + 2 + 2 * layer + 3 + 2 + 1 + 2 + 1 + (num == 5) + more
     assert [len(each) for each in inside] == [size * kernels for size in ran]

@@ -21,8 +21,8 @@ from longdraft import kernels
 from longdraft.checkpoint import config_file
 from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.plain import PlainDrafter
-from longdraft.kernels.cuda import shared_choice
-from longdraft.kernels.cuda.choice import ChosenTokens
+from longdraft.kernels.cuda import choices
+from longdraft.kernels.cuda.choices import Chosen, TextChoices
 from longdraft.model import shared_choice as model_choice
 from longdraft.model.transformer import ForwardRequest, Transformer
 from longdraft.request.context import Context
@@ -97,9 +97,9 @@ def run_together(texts: list[Text], rounds: int) -> None:
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets the number of texts of each shared choice from now on."""
     counts: list[int] = []
-    run = shared_choice.SharedChoices.run
-    monkeypatch.setattr(shared_choice.SharedChoices, "run", lambda self, hidden, k, v, trees: (
-        counts.append(len(trees)), run(self, hidden, k, v, trees))[1])
+    run = TextChoices.run
+    monkeypatch.setattr(TextChoices, "run", lambda self, source, hidden, k, v, trees: (
+        counts.append(len(trees)), run(self, source, hidden, k, v, trees))[1])
     return counts
 
 
@@ -176,12 +176,12 @@ def true_trees(model: Transformer, texts: list[Text]) -> list[Tree]:
 @pytest.mark.parametrize("most", [128, 4])
 def test_trees_of_unlike_sizes_are_walked_as_alone(model, most, monkeypatch):
     """Also in several graphs, for which the host waits once."""
-    monkeypatch.setattr(shared_choice, "_MAX_ROWS", 8 if most == 4 else most)
+    monkeypatch.setattr(choices, "_MAX_ROWS", 8 if most == 4 else most)
     laws, waits = ["paper", "greedy", "not ended early"], []
-    read = shared_choice._read
-    monkeypatch.setattr(shared_choice, "_read", lambda outcome: waits.append(1) or read(outcome))
+    read = choices._read
     together, alone = texts_of(model, laws), texts_of(model, laws)
     trees = true_trees(model, together)
+    monkeypatch.setattr(choices, "_read", lambda outcome: waits.append(1) or read(outcome))
     results = model.forward_batch(list(requests_of(model, together, trees)))
     found = [walk(*each) for each in zip(together, [model] * 3, results, trees, strict=True)]
     assert len(waits) == 1
@@ -286,11 +286,11 @@ def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model,
         launch(executor, *args, **named)
         del recorder.names[names:]
 
-    launch, run, read = interpreter.GridExecutor.__call__, graphs.run, shared_choice._read
+    launch, run, read = interpreter.GridExecutor.__call__, graphs.run, choices._read
     monkeypatch.setattr(graphs, "run", replay)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", count_launch)
-    monkeypatch.setattr(shared_choice, "_read", lambda outcome: waits.append(1) or read(outcome))
-    monkeypatch.setattr(ChosenTokens, "read", lambda self: pytest.fail("a text waits for itself"))
+    monkeypatch.setattr(choices, "_read", lambda outcome: waits.append(1) or read(outcome))
+    monkeypatch.setattr(Chosen, "read", lambda self: pytest.fail("a text waits for itself"))
     with recorder:
         run_together(texts, 1)
     assert len(replays) == 2 and replays[1][0] == "choices" and len(waits) == 1
@@ -300,8 +300,8 @@ def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model,
     # The block of the forward's inputs, that of the choices', and the hidden rows between the two graphs.
     assert counted.count("copy_") == 3
     assert inside == ["rms_norm_kernel", "few_rows_kernel", "sum_parts_kernel", "append_tokens_kernel",
-                      "tree_paths_kernel", *["add_biases_kernel"][: filters.count("qwen")], "read_windows_kernel",
-                      "penalise_texts_kernel", "block_maxima_kernel", *searched,
-                      "noisy_maxima_of_texts_kernel", "choose_tokens_kernel", "walk_trees_kernel"]
+                      "tree_paths_kernel", *["add_bias_kernel"][: filters.count("qwen")], "read_window_kernel",
+                      "penalise_kernel", "block_maxima_kernel", *searched,
+                      "noisy_block_maxima_kernel", "choose_tokens_kernel", "walk_trees_kernel"]
     assert counted.count("cat") == 2 + 2 + 5, "of rotations, keys, values, hidden rows, and what attention computed"
     assert len(counted) == 3 + 9 + 1, "and no logits for other requests"

@@ -25,7 +25,7 @@ from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
-from longdraft.kernels.cuda.choice import ChosenTokens
+from longdraft.kernels.cuda.choices import Chosen
 from longdraft.model.transformer import Forward, Transformer, chain_rows, tree_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -175,16 +175,16 @@ def test_a_plain_step_is_two_graphs_one_launch_and_one_wait(model, prompt, monke
         replays.append(key)
         del launches[before:]
 
-    launch, read = interpreter.GridExecutor.__call__, ChosenTokens.read
+    launch, read = interpreter.GridExecutor.__call__, Chosen.read
     monkeypatch.setattr(graphs, "run", replay)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__",
                         lambda self, *args, **named: (launches.append(self.fn.__name__), launch(self, *args, **named)))
-    monkeypatch.setattr(ChosenTokens, "read", lambda self: waits.append(1) or read(self))
+    monkeypatch.setattr(Chosen, "read", lambda self: waits.append(1) or read(self))
     for _ in range(2):
         run_alone(step.run(1))
     cache.truncate(length)
     assert launches == ["scatter_rows_kernel"] * 2 and len(waits) == 2
-    assert len(replays) == 4 and replays[:2] == replays[2:] and replays[1][0] == "choice"
+    assert len(replays) == 4 and replays[:2] == replays[2:] and replays[1][0] == "choices"
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
@@ -192,8 +192,8 @@ def test_a_plain_step_is_two_graphs_one_launch_and_one_wait(model, prompt, monke
 def test_before_its_layers_a_forward_copies_one_tensor_and_launches_nothing(model, prompt, tree, monkeypatch):
     """Tokens, positions, rotations and parents are uploaded together; the graph embeds them. The device is idle then.
 
-    The graph has three kernels (paths, embedding, norm) and ten for each layer: four products, rotation, attention
-    twice, activation, sum and norm twice.
+    The graph has three kernels (paths, embedding, norm) and nine for each layer: four products, rotation, attention,
+    which merges its splits, activation, sum and norm twice.
     """
     from triton.runtime import interpreter
 
@@ -224,4 +224,4 @@ def test_before_its_layers_a_forward_copies_one_tensor_and_launches_nothing(mode
     views = {"slice", "view", "split", "split_with_sizes", "expand", "detach", "lift_fresh", "alias"}
     on_host = {"index", "cat", "_to_copy"} if len(tree) > 1 else set()  # rotations of several rows
     assert [name for name in before[0] if name not in views | on_host] == ["empty", "empty", "copy_"]
-    assert before[1] == [] and len(launches) == 3 + 10 * model.config.num_layers
+    assert before[1] == [] and len(launches) == 3 + 9 * model.config.num_layers

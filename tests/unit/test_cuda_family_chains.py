@@ -24,7 +24,7 @@ from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.chain_plan import Ranked
 from longdraft.kernels.cuda import layerwise
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
-from longdraft.kernels.cuda.shared_chain import SharedChains
+from longdraft.kernels.cuda.model_chain import ModelChains
 from longdraft.kernels.launched import finished, read_together
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.request.context import Context
@@ -137,15 +137,22 @@ def same(found: Sequence[list[Any]], expected: Sequence[list[Any]]) -> bool:
 def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(model, monkeypatch):
     """Of unlike lengths, shuffled, and when one leaves and one without a remainder comes: guesses, leads, keys, values
     and states, to the bit. One launch and one wait for all."""
-    together, waits, ran = list[int](), list[int](), list[Any]()
-    launch, honest, run = SharedChains._launch, launched.copied_to_host, model.kernels.graphs.run
+    together, waits, ran = list[tuple[int, set[Any]]](), list[int](), list[Any]()
+    launch, honest, run = ModelChains._launch, launched.copied_to_host, model.kernels.graphs.run
     alone = []
+
+    def counted(self: ModelChains, parts: Sequence[Any]) -> torch.Tensor:
+        """Counts the texts, and the memory of their graphs."""
+        ran.clear()
+        outcome = launch(self, parts)
+        together.append((len(parts), {key[1] for key in ran if key[0] == "chains"}))
+        return outcome
+
     for length, count in zip(LENGTHS, COUNTS, strict=True):
         text = Drafting(model, length)
         alone.append([text.draft(count), text.rows])
     texts = [Drafting(model, length) for length in LENGTHS]
-    monkeypatch.setattr(SharedChains, "_launch", lambda self, parts: (
-        together.append(len(parts)), launch(self, parts))[1])
+    monkeypatch.setattr(ModelChains, "_launch", counted)
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), run(key, work)))
     for order in ([0, 1, 2], [2, 0, 3, 1]):
@@ -154,13 +161,15 @@ def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(mo
         some, counts = [texts[place] for place in order], [COUNTS[place] for place in order]
         assert same(drafted_together(some, counts), [alone[place] for place in order])
         assert waits.pop() == sum(counts) and not waits
-    assert together == [3, 3] and len({key[1] for key in ran if key[0] == "chains"}) == 1
+    (first, shared), (second, again), (last, own) = together
+    assert (first, second, last) == (3, 3, 1), "the text without a remainder is launched beside the others"
+    assert shared == again and len(shared) == 1 and not shared & own
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_next"], indirect=True)
 def test_the_graph_of_several_texts_has_the_kernels_of_one_text(model, monkeypatch):
-    """Besides those that edit and rank the logits."""
+    """Those that edit and rank the logits as well."""
     from triton.runtime import interpreter
 
     counts, launches = dict[Any, list[str]](), list[str]()
@@ -176,17 +185,16 @@ def test_the_graph_of_several_texts_has_the_kernels_of_one_text(model, monkeypat
 
     monkeypatch.setattr(model.kernels.graphs, "run", replay)
     Drafting(model, 60).draft(1)
+    one = counts.pop("chains")
     drafted_together([Drafting(model, 60), Drafting(model, 41)], [1, 1])
-    one, two = counts["chain"], counts["chains"]
-    edits = {"read_window_kernel", "penalise_kernel", "ban_kernel"}
-    assert len(one) == len(two) and [name for name in one if name in two] == [name for name in two if name in one]
-    assert set(one) - set(two) == edits
+    assert one == counts["chains"] and {"read_window_kernel", "penalise_kernel", "ban_kernel"} <= {*one}
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_next"], indirect=True)
 def test_the_host_launches_two_graphs_for_a_chain_of_five_and_waits_once(model, monkeypatch):
-    """Token by token it is a graph, more launches and a wait for each."""
+    """And a kernel beside them, which appends the tokens that are new to the device. Token by token it is a graph of
+    the layers and one of the ranking, more launches and a wait for each."""
     from triton.runtime import interpreter
 
     graphs, launches, waits = list[Any](), list[str](), list[int]()
@@ -212,7 +220,7 @@ def test_the_host_launches_two_graphs_for_a_chain_of_five_and_waits_once(model, 
             graphs.clear(), launches.clear(), waits.clear()
             found.append(run_alone(chain.draft(Trie(text.context.last), text.context, [text.context.last], 5))[1])
         counts.append((len(graphs), len(launches), len(waits)))
-    assert found[:2] == found[2:] and counts == [(2, 0, 1), (5, 47, 5)]
+    assert found[:2] == found[2:] and counts == [(2, 1, 1), (10, 25, 5)]
 
 
 @pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)

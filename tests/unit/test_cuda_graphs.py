@@ -15,8 +15,10 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, kernels, rows_of
 from helpers.recorded_graphs import RecordedGraphs
-from longdraft.kernels.cuda import choice, graph_cache
-from longdraft.kernels.cuda.choice import ChoiceRules, LogitsSource, TokenChooser
+from longdraft.kernels.cuda import choices as choices_module
+from longdraft.kernels.cuda import graph_cache
+from longdraft.kernels.cuda.choices import LogitsSource, TextChoices, TextTree
+from longdraft.kernels.cuda.device_text import ChoiceRules, DeviceText
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.kv_store import CudaStore, scatter_rows
@@ -36,40 +38,43 @@ def source_of(kernel: CudaKernels) -> LogitsSource:
     return source
 
 
-def chooser_of(length: int) -> TokenChooser:
+def text_of(length: int) -> DeviceText:
     rules = ChoiceRules(0.8, FilterRules(0.8, log_min_p=-3.0), 1.4, 5000, 9, [1])
-    chooser = TokenChooser(rules, torch.device(DEVICE))
-    chooser.extend(np.arange(length, dtype=np.int32) % VOCAB, 0)
-    return chooser
+    text = DeviceText(rules, torch.device(DEVICE))
+    text.extend(np.arange(length, dtype=np.int32) % VOCAB, 0)
+    return text
 
 
-def choices(chooser: TokenChooser, source: LogitsSource, rows: int, seed: int) -> list[int]:
-    chain = list(range(-1, rows - 1))
+def path_of(text: DeviceText, rows: int) -> TextTree:
+    return TextTree(text, np.zeros(0, dtype=np.int32), [3] * rows, range(-1, rows - 1), 50, 0)
+
+
+def chosen(choices: TextChoices, text: DeviceText, source: LogitsSource, rows: int, seed: int) -> list[int]:
     hidden = rows_of(rows, HIDDEN, seed=seed)
-    found: list[int] = chooser.choose_behind(source, hidden, [3] * rows, chain, 50, 0).choices.tolist()
-    return found
+    tokens: list[int] = choices.launch(source, hidden, [path_of(text, rows)]).choices.tolist()
+    return tokens
 
 
 def test_log_probabilities_of_many_numbers_of_rows_leave_the_graphs_of_choices_valid():
     """They need buffers, of which a request keeps the latest ones. A graph ends with its buffers."""
     kernel = kernels()
-    source, chooser = source_of(kernel), chooser_of(50)
-    expected = [choices(chooser_of(50), source_of(kernels()), 3, seed) for seed in (5, 6)]
-    assert choices(chooser, source, 3, 5) == expected[0]
-    for rows in range(1, choice._MAX_BUFFERS + 2):
+    source, choices, text = source_of(kernel), TextChoices(), text_of(50)
+    expected = [chosen(TextChoices(), text_of(50), source_of(kernels()), 3, seed) for seed in (5, 6)]
+    assert chosen(choices, text, source, 3, 5) == expected[0]
+    for rows in range(1, choices_module._MAX_BUFFERS + 2):
         logits = rows_of(rows, VOCAB, seed=rows)
-        ranked_masses(chooser, logits, [3] * rows, [0] * rows, 50, 0, 2)
-    assert choices(chooser, source, 3, 6) == expected[1]
+        ranked_masses(choices, path_of(text, rows), logits, [0] * rows, 2)
+    assert chosen(choices, text, source, 3, 6) == expected[1]
 
 
 def test_a_text_that_outgrows_its_memory_has_new_graphs():
-    """And a longer window of the penalty, which is as long as the text's memory at most."""
-    source, chooser = source_of(kernels()), chooser_of(50)
-    choices(chooser, source, 1, 4)
-    chooser.extend(np.full(4100, 7, dtype=np.int32), 50)
-    grown = chooser_of(50)
+    """For a longer window of the penalty, which is as long as the text's memory at most."""
+    source, choices, text = source_of(kernels()), TextChoices(), text_of(50)
+    chosen(choices, text, source, 1, 4)
+    text.extend(np.full(4100, 7, dtype=np.int32), 50)
+    grown = text_of(50)
     grown.extend(np.full(4100, 7, dtype=np.int32), 50)
-    assert choices(chooser, source, 1, 5) == choices(grown, source_of(kernels()), 1, 5)
+    assert chosen(choices, text, source, 1, 5) == chosen(TextChoices(), grown, source_of(kernels()), 1, 5)
 
 
 def test_a_store_keeps_its_table_of_addresses_while_it_keeps_its_memory():

@@ -18,7 +18,8 @@ import triton.language as tl
 from helpers.attention import parents_of
 from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, fill, kernels, reference, rows_of
 from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
-from longdraft.kernels.cuda import jit_chain, linear, prefill
+from longdraft.kernels.cuda import attention, jit_chain, linear, prefill
+from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.linear import CudaLinear
@@ -328,6 +329,45 @@ def test_programs_that_fetch_change_no_result(rows, monkeypatch):
     assert all(map(torch.equal, fetched, plain))
     further = {name: more[name] - fewer[name] for name in more if more[name] != fewer[name]}
     assert set(further) == {"attend_split_kernel", "finish_qkv_kernel"} and min(further.values()) > 1
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
+@pytest.mark.parametrize("rows, count", [(1, 8), (4, 8), (5, 9)])
+def test_the_kernels_of_a_layer_are_counted_and_merging_splits_changes_no_bit(rows, count, monkeypatch):
+    """In 16 bits, as a Llama has them. Attention merges the splits of few rows itself."""
+    from triton.runtime import interpreter
+
+    geometry, hidden, names, launch = Geometry(4, 2, 16, 1e-5), 64, list[str](), interpreter.GridExecutor.__call__
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda executor, *args, **named: (
+        names.append(executor.fn.__name__), launch(executor, *args, **named)))
+    kernel = kernels("float16")
+
+    def weight(out: int, into: int, seed: int) -> CudaLinear:
+        return kernel.pack(rows_of(out, into, seed=seed, dtype=torch.float16) / 8)
+
+    norm = torch.ones(hidden, dtype=torch.float16)
+    layer = LayerWeights(norm, weight(128, hidden, 1), weight(hidden, 64, 2), norm, weight(256, hidden, 3),
+                         weight(hidden, 128, 4))
+    x, angles = rows_of(rows, hidden, seed=8, dtype=torch.float16), rows_of(rows, 8, seed=7)
+    held = rows_of(400, 2, 16, seed=5, dtype=torch.float16)
+
+    def forward(layers: int) -> tuple[int, list[torch.Tensor]]:
+        """The launches, and what they computed. The second time finds the counters as the first one left them."""
+        decoder, stores = CudaDecoder(kernel, [layer] * layers, geometry), [kernel.new_store(2, 16)] * layers
+        stores[0].reserve(400 + rows)
+        fill(stores[0], held, held)
+        for _ in range(2):
+            names.clear()
+            k, v = (torch.empty(layers, rows, 2, 16, dtype=torch.float16) for _ in range(2))
+            out, attended = decoder.forward(x, angles.cos(), angles.sin(), [LayersKV(stores, 400, k, v)],
+                                            parents_of(range(-1, rows - 1)))
+        return len(names), [out, k, v, *attended]
+
+    (one, results), (two, _) = forward(1), forward(2)
+    assert two - one == count, names
+    monkeypatch.setattr(attention, "MERGES_SPLITS", False)
+    launches, separate = forward(1)
+    assert launches - one == (rows <= attention.FEW_ROWS) and all(map(torch.equal, results, separate))
 
 
 def test_arguments_that_do_not_fit_are_refused():

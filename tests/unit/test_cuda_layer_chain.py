@@ -23,7 +23,7 @@ from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
 from longdraft.kernels import launched
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
-from longdraft.kernels.cuda.shared_layers import SharedLayers
+from longdraft.kernels.cuda.layer_chain import LayerChains
 from longdraft.kernels.launched import LaunchedWork, read_together
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts.eagle import Eagle
@@ -149,9 +149,9 @@ def test_chains_of_several_texts_are_those_that_each_drafts_alone(folder, dialec
     """Guesses, leads, keys and values, to the bit: texts and chains of unlike lengths, with other settings, shuffled,
     and when one leaves or comes. One launch for all, and graphs that belong to no text."""
     launches, waits, keys = list[int](), list[int](), list[object]()
-    honest, launch = launched.copied_to_host, SharedLayers._launch
+    honest, launch = launched.copied_to_host, LayerChains._launch
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(1) or honest(rows))
-    monkeypatch.setattr(SharedLayers, "_launch", lambda self, parts: (
+    monkeypatch.setattr(LayerChains, "_launch", lambda self, parts: (
         launches.append(len(parts)), launch(self, parts))[1])
     model, head = load(folder, dialect)
 
@@ -175,5 +175,5 @@ def test_chains_of_several_texts_are_those_that_each_drafts_alone(folder, dialec
         found = [[launched.finished(routine), together[place].chain_rows(TEXTS[place][1] - 1)]
                  for place, routine in zip(order, routines, strict=True)]
         assert found == expected and waits == [1]
-    assert launches == [3, 3, 2]
+    assert launches == [1, 1, 1, 3, 1, 1, 1, 3, 1, 1, 2], "each text by itself, then one launch for all"
     assert [key[2] for key in keys] == [0, 4, 1, 0, 4, 1, 0, 1, 1] and len({key[1] for key in keys}) == 2

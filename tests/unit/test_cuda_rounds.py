@@ -20,11 +20,9 @@ from helpers.eagle import make_eagle
 from helpers.equality import prompt_of
 from longdraft.drafters import chain
 from longdraft.kernels import launched
-from longdraft.kernels.cuda import ranker, shared_choice
-from longdraft.kernels.cuda.chain_rows import SharedDrafts
-from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
-from longdraft.kernels.cuda.head_places import HeadPlaces
-from longdraft.kernels.cuda.layer_chain import LayerChain
+from longdraft.kernels.cuda import choices, ranker
+from longdraft.kernels.cuda.chain_rows import Chains
+from longdraft.kernels.cuda.choices import TextChoices
 from longdraft.kernels.cuda.shared_forward import SharedForwards
 from longdraft.kernels.launched import Launched
 from longdraft.request.sampling_params import SamplingParams
@@ -87,11 +85,11 @@ def written(batch: longdraft.Batch, happened: list[str]) -> tuple[list[list[int]
     return list(texts.values()), rounds
 
 
-def note_launches(monkeypatch: pytest.MonkeyPatch, happened: list[str]) -> None:
-    """Note the launch of each text's chain where several texts launch theirs together."""
-    launch = SharedDrafts.launch
-    monkeypatch.setattr(SharedDrafts, "launch", lambda self, chains: (
-        happened.extend(["begins"] * len(chains)), launch(self, chains))[1])
+def note_launches(monkeypatch: pytest.MonkeyPatch, happened: list[str], least: int = 1) -> None:
+    """Note the launch of each text's chain, where at least so many texts launch theirs together."""
+    launch = Chains.launch
+    monkeypatch.setattr(Chains, "launch", lambda self, chains: (
+        happened.extend(["begins"] * len(chains) * (len(chains) >= least)), launch(self, chains))[1])
 
 
 @pytest.mark.parametrize("drafter, is_on", [*((drafter, True) for drafter in DRAFTERS),
@@ -99,16 +97,14 @@ def note_launches(monkeypatch: pytest.MonkeyPatch, happened: list[str]) -> None:
 def test_what_all_texts_draft_is_launched_before_the_host_waits_once(folder, plain, drafter, is_on, monkeypatch):
     """And each text is the plain one, whatever the other texts are. With the switch, chains are launched together."""
     happened: list[str] = []
-    begin, read, copy = DraftRanking.begin, shared_choice._read, launched.copied_to_host
+    read, copy, launch = choices._read, launched.copied_to_host, Chains.launch
     alone: list[int] = []
-    for kind in (DraftChain, LayerChain, HeadPlaces):
-        monkeypatch.setattr(kind, "launch", lambda self, *given, launch=kind.launch: (
-            alone.append(1), launch(self, *given))[1])
+    monkeypatch.setattr(Chains, "launch", lambda self, chains: (
+        alone.extend([1] * (len(chains) == 1)), launch(self, chains))[1])
     monkeypatch.setattr(ranker, "SHARES_CHAINS", is_on)
     note_launches(monkeypatch, happened)
-    monkeypatch.setattr(DraftRanking, "begin", lambda self, *given: (happened.append("begins"), begin(self, *given))[1])
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: happened.append("guesses") or copy(rows))
-    monkeypatch.setattr(shared_choice, "_read", lambda outcome: happened.append("choices") or read(outcome))
+    monkeypatch.setattr(choices, "_read", lambda outcome: happened.append("choices") or read(outcome))
     texts, rounds = written(engine_of(folder, drafter, monkeypatch).batch(), happened)
     assert texts == plain
     assert all(events.count("guesses") <= 1 and events.count("choices") <= 1 for events in rounds)
@@ -123,7 +119,7 @@ def test_chains_of_large_weights_and_of_lower_levels_are_launched_together(folde
     """Also where texts would share the forwards of each drafted token, as all other forwards are shared."""
     monkeypatch.setattr(chain, "_SMALL_BYTES", 0)
     happened: list[str] = []
-    note_launches(monkeypatch, happened)
+    note_launches(monkeypatch, happened, least=2)
     texts, rounds = written(engine_of(folder, drafter, monkeypatch).batch(), happened)
     assert texts == plain
     assert ["begins"] * 3 in rounds
@@ -132,10 +128,10 @@ def test_chains_of_large_weights_and_of_lower_levels_are_launched_together(folde
 @pytest.mark.parametrize("drafter", ["magicdec", "eagle"])
 def test_chains_that_lie_change_no_text(folder, plain, drafter, monkeypatch):
     """Half of the guesses are replaced, and half of the places have none."""
-    launch = SharedDrafts.launch
+    launch = Chains.launch
     lies: list[int] = []
 
-    def lie(self: SharedDrafts[Any], chains: Any) -> list[torch.Tensor]:
+    def lie(self: Chains[Any, Any], chains: Any) -> list[torch.Tensor]:
         outcomes = launch(self, chains)
         for text, outcome in enumerate(outcomes):
             outcome[len(lies) % 2 :: 2, 2] += 1 + text
@@ -143,7 +139,7 @@ def test_chains_that_lie_change_no_text(folder, plain, drafter, monkeypatch):
             lies.append(text)
         return outcomes
 
-    monkeypatch.setattr(SharedDrafts, "launch", lie)
+    monkeypatch.setattr(Chains, "launch", lie)
     assert written(engine_of(folder, drafter, monkeypatch).batch(), [])[0] == plain
     assert lies.count(2) >= 2
 
@@ -154,11 +150,11 @@ def test_texts_with_filters_draft_and_choose_together(folder, drafter, monkeypat
     laws = dict(top_p=0.9), dict(top_k=12, logit_bias=((5, 2.0),)), dict(eta_cutoff=0.02), dict(temperature=0.0)
     params = [SamplingParams(max_new_tokens=5, seed=seed, ignore_eos=True, **law) for seed, law in enumerate(laws)]
     lengths, drafted, chosen = (30, 9, 41, 22), list[int](), list[int]()
-    launch, run = SharedDrafts.launch, shared_choice.SharedChoices.run
-    monkeypatch.setattr(SharedDrafts, "launch", lambda self, chains: (
+    launch, run = Chains.launch, TextChoices.run
+    monkeypatch.setattr(Chains, "launch", lambda self, chains: (
         drafted.append(len(chains)), launch(self, chains))[1])
-    monkeypatch.setattr(shared_choice.SharedChoices, "run", lambda self, hidden, k, v, trees: (
-        chosen.append(len(trees)), run(self, hidden, k, v, trees))[1])
+    monkeypatch.setattr(TextChoices, "run", lambda self, source, hidden, k, v, trees: (
+        chosen.append(len(trees)), run(self, source, hidden, k, v, trees))[1])
     batch = engine_of(folder, drafter, monkeypatch).batch()
     texts = {batch.add(prompt_of(length), each): list[int]() for length, each in zip(lengths, params, strict=True)}
     while batch:

@@ -26,7 +26,7 @@ from longdraft.drafters.template import ranked_heads
 from longdraft.kernels import launched
 from longdraft.kernels.chain_plan import Heads
 from longdraft.kernels.cuda import ranker
-from longdraft.kernels.cuda.head_places import HeadPlaces, SharedHeads
+from longdraft.kernels.cuda.head_places import HeadPlaces
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.model.transformer import Transformer
 from longdraft.parts import heads
@@ -171,13 +171,14 @@ def test_heads_of_several_texts_guess_what_they_guess_for_each_alone(folder, mod
     honest, run, launch = launched.copied_to_host, model.kernels.graphs.run, HeadPlaces.launch
     expected = [launched.finished(text.of(model, trained, has_first)) for text in TEXTS]
     assert all(len(each) == len(text.widths) and all(each) for each, text in zip(expected, TEXTS, strict=True))
-    monkeypatch.setattr(HeadPlaces, "launch", lambda self, *given: alone.append(1) or launch(self, *given))
+    monkeypatch.setattr(HeadPlaces, "launch", lambda self, parts: (
+        alone.extend([1] * (len(parts) == 1)), launch(self, parts))[1])
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(1) or honest(rows))
     monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
     for order in ([0, 1, 2, 3], [2, 4, 0, 3], [4, 3, 2], [2, 1]):
         found = ranked_together([TEXTS[place].of(model, trained, has_first) for place in order])
         assert found == [expected[place] for place in order]
-    assert waits == [1] * 4 and alone == [] and [key[0] for key in keys] == ["heads of texts"] * 4
+    assert waits == [1] * 4 and alone == [] and [key[0] for key in keys] == ["heads"] * 4
     assert len({key[1:3] for key in keys}) == 2 and keys[0][1] == keys[2][1], "of four texts, and of two"
 
 
@@ -191,7 +192,9 @@ def test_the_switch_launches_the_heads_of_each_text(folder, model, monkeypatch):
     trained = heads.load_heads(folder / "heads", model)
     expected = [launched.finished(text.of(model, trained, True)) for text in TEXTS[:2]]
     monkeypatch.setattr(ranker, "SHARES_CHAINS", False)
-    monkeypatch.setattr(SharedHeads, "launch", lambda self, parts: pytest.fail("heads are shared"))
+    launch = HeadPlaces.launch
+    monkeypatch.setattr(HeadPlaces, "launch", lambda self, parts: (
+        launch(self, parts) if len(parts) == 1 else pytest.fail("heads are shared")))
     assert ranked_together([text.of(model, trained, True) for text in TEXTS[:2]]) == expected
 
 

@@ -58,8 +58,11 @@ def support_of(logits: torch.Tensor, params: SamplingParams) -> list[list[int]]:
     least, eta = (math.log(value) if value > 0 else None for value in (params.min_p, params.eta_cutoff))
     rules = FilterRules(process.filter_temperature(params), params.top_k, params.top_p, least, eta,
                         params.min_tokens_to_keep)
-    settings = torch.tensor([params.temperature, *rules.settings, 0.0], dtype=torch.float64, device=DEVICE)
-    found, on_it, bests = SupportSearch.of_text(rules, *logits.shape, settings), logits.to(DEVICE), bests_of(logits)
+    rows, vocabulary = logits.shape
+    settings = torch.tensor(rows * [[params.temperature, *rules.settings, 0.0]], dtype=torch.float64, device=DEVICE)
+    most, fewest = (torch.full((rows,), goal, device=DEVICE) for goal in rules.goals)
+    found, on_it = SupportSearch(rules.kinds, vocabulary, settings, (most, fewest)), logits.to(DEVICE)
+    bests = bests_of(logits)
     with np.errstate(all="ignore"):
         found.find(on_it, bests)
         return tokens_of(found.orders(on_it, bests))
@@ -100,17 +103,18 @@ def test_rows_with_settings_of_their_own_keep_the_tokens_that_they_keep_alone(vo
     alone = [[row.isfinite().nonzero()[:, 0].tolist() for row in logits] if each.temperature == 0 else
              support_of(logits, each) for each in settings]
     for company in (range(len(settings)), [1, -1, 0], [1, 2, -4], [-3, 0]):
-        choosers = [Sampler(settings[place], kernels=device).on_device._chooser for place in company]
-        entries = np.stack([entry_of(chooser, 0, 1, 0) for chooser in choosers])
-        texts = torch.arange(len(choosers), dtype=torch.int32, device=DEVICE).repeat_interleave(len(logits))
+        held = [Sampler(settings[place], kernels=device).on_device._held for place in company]
+        entries = np.stack([entry_of(text, 0, 1, 0) for text in held])
+        texts = torch.arange(len(held), dtype=torch.int32, device=DEVICE).repeat_interleave(len(logits))
         of_text = texts[:, None]
         support = TextSupport(TextRows(texts, of_text, texts, texts, torch.from_numpy(entries).to(DEVICE).view(-1),
                                        of_text, of_text), vocabulary)
-        given, needs = logits.repeat(len(choosers), 1).to(DEVICE), TextNeeds.of([(each, 0) for each in choosers])
+        given, needs = logits.repeat(len(held), 1).to(DEVICE), TextNeeds.of([(each, 0) for each in held])
         bests = bests_of(given)
         with np.errstate(all="ignore"):
-            _, flags = support.find(given, bests, needs.filters)
-            found = tokens_of(support._searches[needs.filters].orders(given, bests))
+            support.read_filters()
+            _, flags = support.find(given, bests, needs)
+            found = tokens_of(support.search(needs).orders(given, bests))
         assert flags == needs.filters.flags
         assert found == [kept for place in company for kept in alone[place]]
 

@@ -102,7 +102,8 @@ def test_more_texts_than_fit_take_several_forwards(model, monkeypatch):
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
 def test_before_its_layers_a_forward_of_several_texts_copies_one_tensor(model, caches, monkeypatch):
-    """Inputs and stores are uploaded together. The graph has as many kernels as that of one text."""
+    """Inputs and stores are uploaded together. The graph has as many kernels as that of one text; with few rows in all,
+    attention merges its splits."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from triton.runtime import interpreter
 
@@ -131,4 +132,4 @@ def test_before_its_layers_a_forward_of_several_texts_copies_one_tensor(model, c
         forward(model, caches, [2, 0])
     (first, several), (_, fewer) = counts
     layers = model.config.num_layers
-    assert first == 1 and several == fewer == 3 + 10 * layers
+    assert first == 1 and several == 3 + 10 * layers and fewer == several - layers

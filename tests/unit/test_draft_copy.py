@@ -118,7 +118,7 @@ def test_auto_makes_a_copy_on_a_device_if_it_takes_a_quarter_of_its_free_memory(
     target, files = loaded.target, loaded.files
     monkeypatch.setattr(draft_copy, "_MIN_WEIGHTS_IN_TOKENS", 1)
     monkeypatch.setattr(target.kernels, "is_device", True, raising=False)
-    size = draft_copy.quantized_bytes(target.whole, "int4", is_draft_copy=True)
+    size = draft_copy.quantized_bytes(target.whole, "int4", is_draft_copy=True, is_on_device=True)
     for free, has_one in ((4 * size + 9, True), (3 * size, False)):
         monkeypatch.setattr(target.kernels, "free_bytes", lambda free=free: free, raising=False)
         made = draft_copy.load_copy(files, target, "auto")

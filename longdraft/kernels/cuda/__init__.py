@@ -5,14 +5,17 @@ The `jit_*` modules hold the Triton kernels, the other modules launch them. Each
     launch  graph_cache           sizes, launch options, argument checks; captured CUDA graphs
     linear  kv_store              weights; keys and values
     int4_linear                   weights of 4 bits
-    attention  choice             attention of a tree's rows; logits and the choice of tokens
+    attention                     of the rows of trees
+    device_text  text_rows        the tokens and rules of texts; their rows, edited and filtered
+    choices                       logits, and the choice of tokens
     delta  experts                gated delta nets; mixtures of experts
     operations                    the operations of one decoder layer
     prefill                       all layers, for a chunk of the prompt
+    chain_rows  model_chain       chains of drafts of texts: their rows; with a model
     decoder                       all layers, for a few rows at a time, in graphs
     layerwise                     the same, operation by operation, for layers that `decoder` does not have
-    drafting                      guesses and whole chains of drafts
-    layer_chain                   whole chains of drafts from trained layers
+    layer_chain  head_places      chains of drafts with trained layers, and with heads
+    ranker                        what drafts the chains of a request
     row_invariance                tests a decoder on the device at hand
     kernels                       `CudaKernels`, the implementation of `longdraft.kernels.interface.Kernels`
 

@@ -12,7 +12,10 @@ from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import Ahead, ahead_options
+from longdraft.kernels.switches import is_on
 
+MERGES_SPLITS = is_on("MERGES_SPLITS")  # False: splits are merged by a launch of their own
+FEW_ROWS = 4  # of a forward, whose splits the last programs of attention merge: of more rows they would take longer
 _SPLITS_PER_MERGE_STEP = 32
 # In one program: rows of a product on Hopper. Of float32, and of heads above 256, more do not fit in registers.
 _LANES, _FEW_LANES = 64, 16
@@ -20,6 +23,7 @@ _SHORTEST = 128  # positions of a split: a multiple of every block
 _SHORT_BY_HEAD = 32  # positions of a short split for each KV head: 256 programs read 8,192 positions of 8 heads
 _SHORT_UP_TO = 8192  # positions that short splits cover
 _LONG_TO_SHORT = 4
+_THREE_STAGES = 100 << 10  # bytes of shared memory of a program with heads of 256; GeForce cards have 99 KiB
 
 
 class Splits(NamedTuple):
@@ -55,6 +59,7 @@ class AttentionPlan(NamedTuple):
     dim: int
     splits: Splits
     is_float: bool  # float32
+    shared: int  # bytes of shared memory that a program can have
 
     @property
     def lanes(self) -> int:
@@ -67,12 +72,19 @@ class AttentionPlan(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Blocks that a program holds, whose loads run ahead."""
-        return 2 if self.is_float or self.dim > 256 else 3
+        """Blocks that a program holds, whose loads run ahead. Their number changes no result."""
+        has_room = self.dim <= 128 or self.shared >= _THREE_STAGES
+        return 3 if has_room and not self.is_float and self.dim <= 256 else 2
 
     @property
     def warps(self) -> int:
         return 8 if self.dim > 128 or self.is_float else 4
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether a program can merge its splits with the bits of a launch for it: of larger heads, the compiler lays
+        out their sums in another way (tests/product/test_cuda_compile.py)."""
+        return self.dim <= 128
 
     @property
     def group(self) -> int:
@@ -105,6 +117,7 @@ class AttentionWorkspace:
         self.value_sums = torch.empty(*shape, plan.dim, device=device)
         self.path = torch.zeros(rows, self.text_rows, dtype=torch.int32, device=device)
         self.depths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(texts, plan.kv_heads, dtype=torch.int32, device=device)
 
     def set_tree(self, parents: Tensor) -> None:
         """Compute `path` and `depths` from parents [R], int32 on the device."""
@@ -140,17 +153,20 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     whole = plan.splits.of(length) * plan.kv_heads * ceil_div(own * plan.group, plan.lanes)
     require(work.texts == (1 if table is None else len(table)), f"stores of {work.texts} texts", table)
     programs = ends + whole + (0 if ahead is None else ahead.programs)
+    merges = MERGES_SPLITS and plan.can_merge and rows <= FEW_ROWS
+    merging = {"SPLITS_PER_STEP": _SPLITS_PER_MERGE_STEP, "HAS_REMAINDER": remainder is not None}
     with on_device(q.device):
         jit_attention.attend_split_kernel[(programs, work.texts)](
             q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
-            work.weight_sums, work.value_sums, where if table is None else table,
-            q if ahead is None else ahead.weight, plan.end_splits(own), own,
+            work.weight_sums, work.value_sums, where if table is None else table, q if ahead is None else ahead.weight,
+            work.arrived, work.max_scores if remainder is None else remainder, out, lse, plan.end_splits(own), own,
             store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
             store.score_cap * math.log2(math.e), KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes,
             BLOCK=plan.block, IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
-            HAS_TABLE=table is not None, STAGES=plan.stages, **sizes, **ahead_options(ahead),
+            HAS_TABLE=table is not None, STAGES=plan.stages, MERGES=merges, **merging, **sizes, **ahead_options(ahead),
             num_warps=plan.warps, **chained(q.device))
-        jit_attention.merge_splits_kernel[(rows, heads)](
-            work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
-            work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,
-            SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP, HAS_REMAINDER=remainder is not None, **sizes, **chained(q.device))
+        if not merges:
+            jit_attention.merge_splits_kernel[(rows, heads)](
+                work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
+                work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,
+                **merging, **sizes, num_warps=plan.warps if plan.can_merge else 4, **chained(q.device))

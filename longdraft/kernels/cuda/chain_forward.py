@@ -71,7 +71,7 @@ class ChainDecoder(Protocol):
     def chain_key(self, remainder: RemainderMaps) -> object:
         """What the graphs of a text's chain depend on besides its stores."""
 
-    def shared_chains(self, weights: DraftWeights, has_remainder: bool) -> LaunchesTogether:
+    def model_chains(self, weights: DraftWeights, has_remainder: bool) -> LaunchesTogether:
         """What drafts chains of several texts with these layers. weights: besides the layers."""
 
 

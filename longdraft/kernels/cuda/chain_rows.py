@@ -1,9 +1,17 @@
-"""The rows of several texts that draft their chains in one graph: their tokens, settings and guesses.
+"""The rows of texts that draft their chains in one graph: their tokens, settings and guesses.
 
-A model computes the logits of these rows (`shared_chain`), trained layers do (`shared_layers`), or heads
-(`head_places`). What differs between texts is in device memory, in the entries of `jit_shared_choice`. So a graph
-belongs to a number of texts; a text that begins or ends captures nothing. Chains may have unlike lengths: a text that
-has reached the end of its own stays there while others go on.
+    a model         ModelChains  (`model_chain`)
+    trained layers  LayerChains  (`layer_chain`)    compute the logits of these rows
+    heads           HeadPlaces   (`head_places`)
+
+What differs between texts is in device memory, in the entries of `jit_choice`. So a graph of several texts belongs to a
+number of them; a text that begins or ends captures nothing. A text by itself is the smallest case: its graph reads its
+own stores. Chains may have unlike lengths: a text that has reached the end of its own stays there while others go on.
+What changes from token to token (place, length, rotation) is in device memory too. The host uploads the state before,
+and reads all guesses and leads in one copy afterwards.
+
+The guesses are those that the filters leave. (The host fills up with tokens that they remove, where they leave fewer
+guesses than it wants.)
 """
 
 from __future__ import annotations
@@ -18,9 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.kernels.cuda import jit_choice
-from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
-from longdraft.kernels.cuda.drafting import embed_place, end_place, go_on, new_outcome, new_rotations, rank_rows
+from longdraft.kernels.chain_plan import Ranked
+from longdraft.kernels.cuda import jit_choice, jit_drafting
+from longdraft.kernels.cuda.device_text import MAX_CHAIN, DeviceText
+from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK
 from longdraft.kernels.cuda.graph_cache import GraphCache, new_owner
 from longdraft.kernels.cuda.launch import (
     RecentlyUsed,
@@ -46,14 +55,16 @@ from longdraft.kernels.cuda.text_rows import (
 )
 
 MAX_TEXTS = 64  # of a graph
+MAX_WIDTH = 16  # guesses that are ranked for a token
+_UNROLLED = 4  # tokens of the larger graph of a chain
 _MAX_BUFFERS = 4  # numbers of texts: the logits of 64 take up to 65 MB
 
 
 class TextDraft(NamedTuple):
     """What a text's chain is drafted by, besides what computes its logits.
 
-    chooser    of the request, whose rules `text_rows.can_share`
-    fresh      the request's tokens that the chooser does not hold yet
+    text       of the request; with other texts: whose rules `text_rows.can_share`
+    fresh      the request's tokens that `text` does not hold yet
     path       drafted tokens after the text, which the chain continues
     places     tokens of the chain
     width      guesses at each place at most
@@ -62,7 +73,7 @@ class TextDraft(NamedTuple):
     rotations  cos, sin [N, D / 2] float32 in the host's memory, of the last N places; none for heads
     """
 
-    chooser: TokenChooser
+    text: DeviceText
     fresh: NDArray[np.int32]
     path: Sequence[int]
     places: int
@@ -78,13 +89,13 @@ class TextDraft(NamedTuple):
         return new if len(new) <= MAX_FRESH else []
 
     def prepared(self) -> TextDraft:
-        """This chain, for whose tokens the chooser has room. Many new tokens are copied by themselves."""
+        """This chain, for whose tokens the text has room. Many new tokens are copied by themselves."""
         require(self.places <= MAX_CHAIN, f"chains of at most {MAX_CHAIN} tokens", self.places)
         if len(self.fresh) + len(self.path) <= MAX_FRESH:
-            self.chooser.make_room(len(self.fresh) + len(self.path) + MAX_CHAIN)
+            self.text.make_room(len(self.fresh) + len(self.path) + MAX_CHAIN)
             return self
-        self.chooser.extend(self.fresh, self.chooser.length)
-        self.chooser.place(self.path)
+        self.text.extend(self.fresh, self.text.length)
+        self.text.place(self.path)
         return self._replace(fresh=self.fresh[:0])
 
 
@@ -99,7 +110,8 @@ class RowsShape(NamedTuple):
     @classmethod
     def of(cls, drafts: Sequence[TextDraft], vocabulary: int) -> RowsShape:
         width = max(2, *(draft.width for draft in drafts))  # two show the lead
-        return cls(padded_size(len(drafts), 2), vocabulary, longest_window([draft.chooser for draft in drafts]), width)
+        require(width <= MAX_WIDTH, f"at most {MAX_WIDTH} guesses", width)
+        return cls(padded_size(len(drafts), 1), vocabulary, longest_window([draft.text for draft in drafts]), width)
 
 
 class ChainRows:
@@ -119,19 +131,18 @@ class ChainRows:
         self._parts = staged_parts(2 * ENTRY * texts, MAX_FRESH * texts, (MAX_CHAIN + 1) * texts * 2 * half)
         self._staged = zeros(self._parts[-1].stop, dtype=int32)
         entries, self._fresh, rotations = (self._staged[part] for part in self._parts)
-        self._rotations = rotations.view(torch.float32).view(new_rotations(texts, half, torch.device("meta")).shape)
+        self._rotations = rotations.view(torch.float32).view(MAX_CHAIN + 1, texts, 2, half)  # cos and sin
         self.order = torch.arange(texts, dtype=int32, device=device)
         self._rows = TextRows(zeros(texts, dtype=int32), zeros(texts, 1, dtype=int32), zeros(texts, dtype=int32),
                               self.order, entries.view(torch.int64), zeros(texts, window, dtype=int32),
                               zeros(texts, window))
         self._support = TextSupport(self._rows, vocabulary)
         self._padding = zeros(1, dtype=int32)  # the text of padding rows
-        self._state, self._settings = self._rows.entries[1:], self._rows.entries.view(torch.float64)[13:]
-        self._states = self._rows.entries.view(texts, ENTRY)[:, 1:7]
+        self._entries, self._numbers = self._rows.entries, self._rows.entries.view(torch.float64)
         self._bests, self._best_ids = zeros(texts, blocks), zeros(texts, blocks, dtype=int32)
         self._scores = zeros(texts, blocks, width, dtype=torch.float64)
         self._ids = zeros(texts, blocks, width, dtype=int32)
-        self.outcome = new_outcome(texts, device)
+        self.outcome = zeros(MAX_CHAIN + 1, texts, 2 + MAX_WIDTH, dtype=torch.int64)  # and of a place after the longest
 
     def inputs(self, drafts: Sequence[TextDraft]) -> Tensor:
         """What `load` gets, as far as the longest chain goes. A padding text has no places."""
@@ -142,9 +153,9 @@ class ChainRows:
         entries[:] = empty_entry()
         entries[:, 0], entries[:, 1] = self._padding.data_ptr(), 1
         for text, draft in enumerate(drafts):
-            tokens, length = draft.new_tokens, draft.chooser.length + len(draft.fresh) + len(draft.path)
+            tokens, length = draft.new_tokens, draft.text.length + len(draft.fresh) + len(draft.path)
             fresh[text, : len(tokens)] = tokens
-            entries[text] = entry_of(draft.chooser, draft.required, length, len(tokens))
+            entries[text] = entry_of(draft.text, draft.required, length, len(tokens))
             entries[text, 4:7] = 0, draft.places, draft.width
             entries[text].view(np.float64)[18] = draft.within
             for turn, part in enumerate(draft.rotations):
@@ -152,34 +163,53 @@ class ChainRows:
         used = self._parts[2].start + max(draft.places for draft in drafts) * rotations[0].size
         return torch.from_numpy(staged[:used])
 
-    def load(self, staged: Tensor) -> None:
-        """Set the state from which the chains begin: a copy and a launch."""
+    def load(self, staged: Tensor, needs: TextNeeds) -> None:
+        """Set the state from which the chains begin: a copy, and a launch or two."""
         self._staged[: len(staged)].copy_(staged, non_blocking=True)
-        append_tokens(self._rows.entries, self._fresh)
+        append_tokens(self._entries, self._fresh)
+        if needs.searches:
+            self._support.read_filters()
 
     def embed(self, table: CudaLinear, factor: float, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Write the embeddings x [T, hidden] of the texts' last tokens, and the rotations of their places."""
-        embed_place(self._fresh, self._state, table, factor, self._rotations, x, cos, sin, ENTRY)
+        """Write the embeddings x [T, hidden] of the texts' last tokens, and the rotations of their places in the
+        chains."""
+        hidden, (rows, half), scale = table.in_features, cos.shape, table.scale
+        jit_drafting.begin_place_kernel[(ceil_div(hidden, EMBED_BLOCK), rows)](
+            self._entries, table.weight, cos if scale is None else scale, self._rotations, x, cos, sin, factor,
+            HIDDEN=hidden, HALF=half, PADDED=padded_size(half), BLOCK=EMBED_BLOCK, HAS_SCALE=scale is not None,
+            HAS_FACTOR=factor != 1, **chained(x.device))
 
     def rank(self, logits: Tensor, needs: TextNeeds, ahead: int = 0) -> None:
-        """Rank the guesses of logits [T, V], which are overwritten. ahead: as `DraftRanking.rank`."""
-        (rows, vocabulary), blocks = logits.shape, self._bests.shape[1]
+        """Rank the guesses of logits [T, V], which are overwritten; the result goes to `outcome`.
+
+        ahead  unknown tokens between the texts and the guesses
+        """
+        (rows, vocabulary), (_, blocks, width), device = logits.shape, self._scores.shape, logits.device
         self._rows.edit(logits, needs)
         if ahead:
-            self._states[:, 0] += ahead  # the noise is that of the guesses' own positions
+            self._entries.view(self.texts, ENTRY)[:, 1] += ahead  # the noise is that of the guesses' own positions
         jit_choice.block_maxima_kernel[(rows, blocks)](logits, self._bests, self._best_ids, vocabulary, blocks,
-                                                       BLOCK=BLOCK, **chained(logits.device))
-        limits, flags = self._support.find(logits, self._bests, needs.filters)
-        rank_rows(logits, self._bests, self._state, self._settings, limits, self._scores, self._ids, self.outcome,
-                  ENTRY, HAS_NOISE=True, **flags)
+                                                       BLOCK=BLOCK, **chained(device))
+        limits, flags = self._support.find(logits, self._bests, needs)
+        jit_drafting.best_in_blocks_kernel[(blocks, rows)](
+            logits, self._bests, self._entries, self._numbers, *limits, self._scores, self._ids, vocabulary, blocks,
+            BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=width, HAS_NOISE=needs.has_noise, **flags,
+            **chained(device))
+        jit_drafting.rank_kernel[(rows,)](
+            self._bests, self._scores, self._ids, self._entries, self._numbers, self.outcome, blocks,
+            BLOCKS=padded_size(blocks), CANDIDATES=padded_size(blocks * width), WIDTH=width, **chained(device))
 
     def go_on(self, ahead: int) -> None:
         """Go on to the next places, after tokens that are not known. ahead: as given to `rank` before."""
-        go_on(self._states, ahead)
+        entries = self._entries.view(self.texts, ENTRY)
+        entries[:, 1] -= ahead
+        entries[:, 3] -= 1
+        entries[:, 4] += 1
 
     def end(self, where: Tensor) -> None:
         """Append the best guesses to the texts, and go on to the next places. where: int64 [2 T]."""
-        end_place(self._fresh, self._state, where, self.outcome, ENTRY)
+        jit_drafting.end_place_kernel[(self.texts,)](self._entries, where, self.outcome, num_warps=1,
+                                                     **chained(where.device))
 
 
 class _Part(Protocol):
@@ -195,7 +225,8 @@ class _Part(Protocol):
 
 
 class _ChainBuffers(Protocol):
-    """The memory of some chains. `load` gets what `inputs` returns, and sets the state from which the chains begin."""
+    """The memory of some chains. `load` gets what `inputs` returns and the texts' needs, and sets the state from which
+    the chains begin."""
 
     @property
     def rows(self) -> ChainRows: ...
@@ -211,8 +242,9 @@ Part = TypeVar("Part", bound=_Part)
 Buffers = TypeVar("Buffers", bound=_ChainBuffers)
 
 
-class SharedDrafts(ABC, Generic[Part, Buffers]):
-    """What drafts chains of several texts.
+class Chains(ABC, Generic[Part, Buffers]):
+    """What drafts chains of texts. One that is given chains of several texts gets these again and again; a text's own
+    gets chains of that text.
 
     name  of its graphs
     """
@@ -223,7 +255,7 @@ class SharedDrafts(ABC, Generic[Part, Buffers]):
         self._buffers: RecentlyUsed[object, Buffers] = RecentlyUsed(_MAX_BUFFERS)
 
     def launch(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Launch the chains. Returns the outcome of each: [N, 18] int64, of its places (`drafting.ranked_places`)."""
+        """Launch the chains. Returns the outcome of each: [N, 18] int64, of its places (`ranked_places`)."""
         outcomes = []
         for first in range(0, len(parts), MAX_TEXTS):
             some = parts[first : first + MAX_TEXTS]
@@ -239,13 +271,13 @@ class SharedDrafts(ABC, Generic[Part, Buffers]):
         first, drafts = parts[0], [part.draft for part in parts]
         buffers, graphs = self._buffers_for(parts), first.graphs
         graphs.own(buffers, serial := buffers.rows.serial)
-        needs = TextNeeds.of([(draft.chooser, draft.required) for draft in drafts])
+        needs = TextNeeds.of([(draft.text, draft.required) for draft in drafts])
         pieces = [((self.name, serial, size, needs), partial(self._run, buffers, first, size, needs))
-                  for size in self._sizes(max(draft.places for draft in drafts))]
+                  for size in self._sizes(parts)]
         with on_device(buffers.rows.order.device):
-            graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(parts)))
+            graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(parts), needs))
         for draft in drafts:
-            draft.chooser.has_appended(len(draft.fresh))
+            draft.text.has_appended(len(draft.fresh))
         return buffers.rows.outcome
 
     @abstractmethod
@@ -253,9 +285,20 @@ class SharedDrafts(ABC, Generic[Part, Buffers]):
         """The memory of these chains, which is kept."""
 
     @abstractmethod
-    def _sizes(self, places: int) -> list[int]:
-        """What the graphs are made for that draft so many places together."""
+    def _sizes(self, parts: Sequence[Part]) -> list[int]:
+        """What the graphs are made for that draft these chains one after another."""
 
     @abstractmethod
     def _run(self, buffers: Buffers, first: Part, size: int, needs: TextNeeds) -> None:
         """The launches of a graph, which do not depend on the buffers' contents. first: the part of any text."""
+
+
+def in_graphs(count: int) -> list[int]:
+    """The tokens of each graph that is replayed for `count` tokens."""
+    return [_UNROLLED] * (count // _UNROLLED) + [1] * (count % _UNROLLED)
+
+
+def ranked_places(outcome: Tensor) -> list[Ranked]:
+    """The guesses of some places, from their rows [N, 18] on the host."""
+    leads = outcome[:, 1].contiguous().view(torch.float64).tolist()
+    return [Ranked(row[2 : 2 + row[0]], lead) for row, lead in zip(outcome.tolist(), leads, strict=True)]

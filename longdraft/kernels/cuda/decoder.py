@@ -29,10 +29,10 @@ from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, can_fetch, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import Ahead, CudaLinear, PartialSums, ahead_options
+from longdraft.kernels.cuda.model_chain import MAX_HEADS, ModelChains
 from longdraft.kernels.cuda.operations import MAP_BLOCK, MAP_COLUMNS, CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.cuda.shared_chain import MAX_HEADS, SharedChains
-from longdraft.kernels.cuda.shared_forward import SharedForwards, can_share
+from longdraft.kernels.cuda.shared_forward import SharedForwards, TextResults, can_share
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
@@ -53,7 +53,7 @@ class CudaDecoder:
         self.plan = ops.attention_plan(heads, kv_heads, dim)
         self._buffers = RecentlyUsed[Key, ForwardBuffers](_MAX_BUFFERS, lambda buffers: ops.graphs.drop(buffers))
         self._shared = SharedForwards(ops.graphs)
-        self._chains: RecentlyUsed[int, SharedChains] = RecentlyUsed(MAX_HEADS)
+        self._chains: RecentlyUsed[int, ModelChains] = RecentlyUsed(MAX_HEADS)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -98,17 +98,12 @@ class CudaDecoder:
             store.reserve_drafts(max(rows, BUCKETS[-1]))
         taps = kv.taps.layers if kv.taps else ()
         buffers = self.buffers_for(rows, stores, maps_of_all(kv.remainder), taps, embedding)
-        buffers.load(inputs, kv, parents)
+        buffers.load(inputs, [kv], parents)
         if buffers.rows in BUCKETS:
             self.ops.graphs.run(buffers, lambda: self.run_layers(buffers, stores))
         else:
             self.run_layers(buffers, stores)
-        kv.k.copy_(buffers.k[:, :rows])
-        kv.v.copy_(buffers.v[:, :rows])
-        if kv.taps:
-            kv.taps.rows.copy_(buffers.tapped[:, :rows])
-        parts = (part[:, :rows].clone() for part in (buffers.q, buffers.output, buffers.lse, buffers.content))
-        return buffers.x[:rows].clone(), AttentionOutput(*parts)
+        return TextResults.of(buffers).hand_out([kv])
 
     def buffers_for(self, rows: int, stores: Sequence[CudaStore], remainder: Tensor | None,
                     taps: tuple[int, ...] = (), embedding: Embedding | None = None) -> ForwardBuffers:
@@ -149,8 +144,8 @@ class CudaDecoder:
         maps = maps_of_all(remainder)
         return None if maps is None else maps.data_ptr()  # the layers read it there
 
-    def shared_chains(self, weights: DraftWeights, has_remainder: bool) -> SharedChains:
-        return self._chains.get(id(weights.head), lambda: SharedChains(weights))
+    def model_chains(self, weights: DraftWeights, has_remainder: bool) -> ModelChains:
+        return self._chains.get(id(weights.head), lambda: ModelChains(weights))
 
     def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
         """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace
-from longdraft.kernels.cuda.kv_store import CudaStore
+from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import ALIGNED, require, staged_parts
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
@@ -116,22 +116,35 @@ class ForwardBuffers:
         """Where the rows that enter a tapped layer are kept."""
         return self.tapped[self.taps.index(layer)]
 
-    def load(self, rows: TokenRows | EmbeddedRows, kv: LayersKV, parents: Tensor) -> None:
-        """Copy the inputs of a forward. The padding rows follow the committed part; their results are not read."""
-        count, half = len(parents), self.cos.shape[1]
-        staged = np.zeros(len(self.staged), dtype=np.int32)
-        where, cos, sin, all_parents, tokens, *_ = (staged[part] for part in self.parts)
-        where.view(np.int64)[:] = kv.length, self.room
-        all_parents[count:] = -1
-        all_parents[:count] = parents.numpy()
-        if isinstance(rows, TokenRows):
-            tokens[:count] = rows.tokens
-            for part, given in ((cos, rows.cos), (sin, rows.sin)):
-                part[: count * half].view(np.float32)[:] = given.numpy().reshape(-1)
+    def load(self, rows: TokenRows | EmbeddedRows, texts: Sequence[LayersKV], parents: Tensor,
+             spare: CudaStore | None = None) -> None:
+        """Upload the inputs of a forward. Padding rows follow the committed part; their results are not read.
+
+        spare  of padding texts; None: there is one text
+        """
+        staged, start = np.zeros(len(self.staged), dtype=np.int32), 0
+        where, *turns, all_parents, tokens, _, _ = (staged[part] for part in self.parts)
+        rotations = [part.view(np.float32).reshape(self.rows, -1) for part in turns]
+        stores = [cuda_stores(kv.stores) for kv in texts]
+        places = [(kv.length, min(store.room for store in own)) for kv, own in zip(texts, stores, strict=True)]
+        if spare is None:
+            where.view(np.int64)[:] = places[0]
+        else:
+            self.place_texts(staged, places, stores, [kv.remainder for kv in texts], spare)
+        all_parents[:] = -1
+        for text, count in enumerate(kv.k.shape[1] for kv in texts):
+            target = slice(text * self.text_rows, text * self.text_rows + count)
+            source = slice(start, start + count)
+            all_parents[target] = parents[source].numpy()
+            if isinstance(rows, TokenRows):
+                tokens[target] = rows.tokens[source]
+                for turn, given in zip(rotations, (rows.cos, rows.sin), strict=True):
+                    turn[target] = given[source].numpy()
+            start += count
         self.staged.copy_(torch.from_numpy(staged), non_blocking=True)
         if isinstance(rows, EmbeddedRows):
             for held, given in ((self.x_in, rows.x), (self.cos, rows.cos), (self.sin, rows.sin)):
-                held[:count].copy_(given)
+                held[:start].copy_(given)
 
     def place_texts(self, staged: NDArray[np.int32], places: Sequence[tuple[int, int]],
                     stores: Sequence[Sequence[CudaStore]], maps: Sequence[RemainderMaps], spare: CudaStore) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.cuda.launch import stop_chaining
+
 log = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows; a larger forward runs unpadded and without a graph
 _serials = itertools.count()
@@ -73,7 +75,12 @@ class GraphCache:
             self.run(key, work)
 
     def _capture(self, work: Callable[[], None]) -> Any:
-        """The graph of `work`, which is run once; None if it cannot be captured."""
+        """The graph of `work`, which is run once or twice; None if it cannot be captured, with kernels that are chained
+        or not."""
+        graph = self._captured(work)
+        return self._captured(work) if graph is None and stop_chaining(self._device) else graph
+
+    def _captured(self, work: Callable[[], None]) -> Any:
         with torch.cuda.device(self._device), without_collection():
             work()  # compiles kernels that are not compiled yet, which is not allowed during a capture
             torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_int4
-from longdraft.kernels.cuda.launch import ceil_div, chained
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device
 from longdraft.kernels.cuda.linear import Ahead, CudaLinear, Tiling, splits_of
 from longdraft.kernels.formats import int4
 from longdraft.kernels.formats.int4 import GROUP, Int4Weight
@@ -60,18 +60,6 @@ class CudaInt4Linear(CudaLinear):
         """Nothing: the words of an output are not next to each other."""
         return None, None
 
-    def unpacked(self) -> Int4Weight:
-        """The weight as `longdraft.kernels.formats.int4` has it."""
-        shifts = torch.tensor([[4 * group, 4 * group + 16] for group in range(4)], dtype=torch.int32,
-                              device=self._words.device)
-        nibbles = (self._words[..., None, None] >> shifts) & 15  # [tiles, blocks, columns, 16, 4, 2]
-        values = nibbles.permute(0, 2, 1, 4, 3, 5).reshape(self._tiles * _COLUMNS, self.blocks * _BLOCK)
-        scale, zero = (part.permute(0, 3, 1, 2).reshape(self._tiles * _COLUMNS, self.blocks * 4)
-                       for part in (self._scales.to(torch.int16).view(torch.float16), self._scales // _ZERO))
-        groups = ceil_div(self.in_features, GROUP)
-        return Int4Weight(values[: self.out_features, : self.in_features].to(torch.uint8),
-                          scale[: self.out_features, :groups], zero[: self.out_features, :groups].to(torch.uint8))
-
     @property
     def fuses_gate(self) -> bool:
         return False
@@ -92,8 +80,16 @@ class CudaInt4Linear(CudaLinear):
             num_warps=4, **chained(x.device))
 
     def matmul(self, x: Tensor) -> Tensor:
-        weight = int4.dequantise(self.unpacked()).to(self.dtype)
-        return functional.linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
+        return functional.linear(x, self.dequantised(), None if self.bias is None else self.bias.to(self.dtype))
+
+    def dequantised(self) -> Tensor:
+        """The numbers [N, K] that the weight stands for, in the model's dtype."""
+        out = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self._words.device)
+        with on_device(out.device):
+            jit_int4.dequantise_kernel[(self._tiles, self.blocks)](
+                self._words, self._scales, out, OUT=self.out_features, INNER=self.in_features, BLOCKS=self.blocks,
+                COLUMNS=_COLUMNS, **UNFUSED)
+        return out
 
     @property
     def nbytes(self) -> int:

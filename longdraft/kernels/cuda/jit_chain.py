@@ -51,3 +51,16 @@ def prefetch(addresses):
     """Fetch the cache lines at these addresses into the second-level cache, without waiting for them."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32,
                               is_pure=False, pack=1)
+
+
+@triton.jit
+def is_last_of(arrived, total):
+    """Whether this is the last of `total` programs that come here. What the others stored before is visible to it.
+
+    arrived  int32: programs that came; 0 before the launch, and after it
+    """
+    tl.debug_barrier()  # all threads have stored
+    is_last = tl.atomic_add(arrived, 1, sem="acq_rel") == total - 1
+    if is_last:
+        tl.store(arrived, 0)
+    return is_last

@@ -1,11 +1,28 @@
-"""Triton kernels that choose the target's token at each node of a tree, and walk along the accepted path.
+"""Triton kernels that choose the target's tokens at the nodes of trees, and walk along the accepted paths.
 
 longdraft/sampling (process, window, sampler) and longdraft/kernels/noise.py define the result. These kernels compute
 the same bits from the same logits: float64 arithmetic in the same order, without fused multiply-adds (they are launched
 with enable_fp_fusion=False).
 
-    scalars  int64 [4]: tokens of the request; the bits of splitmix64(seed); tokens that must still be written before
-             the text may end; committed rows of the cache (`walk_tree_kernel` gets a pointer to this one)
+    rows     [ tree of text 0 | tree of text 1 | ... | padding ]     `texts` int32 [R]: the text of each row
+    entries  int64 [T, ENTRY], one for each text; a padding text has no rows:
+
+         0  the address of its tokens, int32                9  the address of banned tokens, int32
+         1  their number, those of `fresh` included        10  their number
+         2  the bits of splitmix64(seed)                   11  tokens of `fresh`
+         3  tokens before the text may end                 12  whether the likeliest token is chosen (temperature 0)
+         4  committed rows of the cache                    13  the temperature; 1 where the likeliest token is chosen
+         5  the first of its rows                          14  log(min_p)
+         6  their number                                   15  the filters' temperature
+         7  the penalty's window; 0: no penalty            16  log(eta_cutoff)
+         8  the penalty                                    17  top_p
+        18  of guesses: the largest gap to the best one's score
+        19  top_k, and                                     21  the address of tokens with a bias, int32
+        20  tokens that are left at least: see             22  the address of the biases, float32
+            `support.FilterRules.goals`                    23  their number
+
+    8 and 13 to 18 are float64, which `numbers` points to. From 13 on an entry is the `settings` of `jit_support`. In
+    chains of drafts (`jit_drafting`), 4 to 6 have another meaning.
 """
 
 import triton
@@ -13,8 +30,9 @@ import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_exact import exact_log
-from longdraft.kernels.cuda.jit_support import best_score_of, is_in_support
+from longdraft.kernels.cuda.jit_support import SETTINGS, best_score_of, is_in_support
 
+ENTRY = tl.constexpr(24)
 _NONE = tl.constexpr(2147483647)  # larger than every token id and node
 
 
@@ -49,6 +67,49 @@ def best_and_first_id(score, token):
 
 
 @triton.jit
+def tokens_at(entry, place: tl.constexpr):
+    """The int32 whose address an entry holds."""
+    return tl.load(entry + place).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def append_tokens_kernel(entries, fresh, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """Write the tokens of fresh [T, BLOCK] int32 to the end of each text. Grid (T,)."""
+    wait_for_inputs(IS_CHAINED)
+    text = tl.program_id(0)
+    entry = entries + text * ENTRY
+    place, count = tl.arange(0, BLOCK), tl.load(entry + 11)
+    token = tl.load(fresh + text * BLOCK + place, mask=place < count, other=0)
+    tl.store(tokens_at(entry, 0) + (tl.load(entry + 1) - count) + place, token, mask=place < count)
+
+
+@triton.jit
+def read_filters_kernel(entries, numbers, texts, settings, most, fewest, IS_CHAINED: tl.constexpr):
+    """What a search of `jit_support` reads of each row: settings float64 [R, 6], and goals int64 [R]. Grid (R,)."""
+    wait_for_inputs(IS_CHAINED)
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, 8)
+    entry = tl.load(texts + row).to(tl.int64) * ENTRY
+    setting = tl.load(numbers + entry + 13 + place, mask=place < SETTINGS, other=0.0)
+    tl.store(settings + row * SETTINGS + place, setting, mask=place < SETTINGS)
+    tl.store(most + row, tl.load(entries + entry + 19))
+    tl.store(fewest + row, tl.load(entries + entry + 20))
+
+
+@triton.jit(do_not_specialize=["vocabulary"])
+def add_bias_kernel(logits, entries, texts, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """Add `logit_bias` to the logits of its distinct tokens. Grid (R, blocks of the longest bias)."""
+    wait_for_inputs(IS_CHAINED)
+    row = tl.program_id(0)
+    entry = entries + tl.load(texts + row).to(tl.int64) * ENTRY
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(entry + 23)
+    token = tl.load(tokens_at(entry, 21) + index, mask=index < count, other=vocabulary)
+    at = logits + row.to(tl.int64) * vocabulary + token
+    value = tl.load(tl.load(entry + 22).to(tl.pointer_type(tl.float32)) + index, mask=index < count, other=0.0)
+    tl.store(at, tl.load(at, mask=token < vocabulary, other=0.0) + value, mask=token < vocabulary)
+
+
+@triton.jit
 def token_before(text, tokens, path, length, end, place):
     """The tokens `place` before the end of a node's path, and where there are any.
 
@@ -68,36 +129,27 @@ def token_before(text, tokens, path, length, end, place):
 
 
 @triton.jit(do_not_specialize=["window", "path_stride", "vocabulary"])
-def read_window_kernel(logits, text, tokens, path, depths, scalars, found, values, window, path_stride, vocabulary,
-                       BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+def read_window_kernel(logits, tokens, path, depths, entries, texts, found, values, window, path_stride, vocabulary,
+                        BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The tokens in each node's penalty window, and their logits. Grid (R, window / BLOCK).
 
-    text     [length] int32: the request's tokens, the root last
-    tokens   [R] int32: the tree's tokens
-    found    [R, window] int32: token ids, -1 where the text is shorter than the window
+    tokens   [R] int32: of the trees
+    path     int32 [R, path_stride]: of each row, the rows from its root to it
+    window   the longest one of all texts, with which `found` is laid out
+    found    [R, window] int32: token ids, -1 where the text is shorter than its window
     values   [R, window] float32: their logits
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(scalars)
-    token, is_there = token_before(text, tokens, path + row * path_stride, length, length + tl.load(depths + row),
-                                   tl.where(place < window, place, _NONE))
+    entry = entries + tl.load(texts + row).to(tl.int64) * ENTRY
+    length = tl.load(entry + 1)
+    token, is_there = token_before(tokens_at(entry, 0), tokens, path + row * path_stride, length,
+                                   length + tl.load(depths + row), tl.where(place < tl.load(entry + 7), place, _NONE))
     at = row.to(tl.int64) * window + place
     value = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=is_there, other=0.0)
     tl.store(found + at, tl.where(is_there, token, -1), mask=place < window)
     tl.store(values + at, value, mask=place < window)
-
-
-@triton.jit(do_not_specialize=["num_biased", "vocabulary"])
-def add_bias_kernel(logits, biased, values, num_biased, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """Add `logit_bias`: values [num_biased] float32 to the logits of the distinct tokens `biased`. Grid (R, blocks)."""
-    wait_for_inputs(IS_CHAINED)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(biased + index, mask=index < num_biased, other=vocabulary)
-    at = logits + tl.program_id(0).to(tl.int64) * vocabulary + token
-    value = tl.load(values + index, mask=index < num_biased, other=0.0)
-    tl.store(at, tl.load(at, mask=token < vocabulary, other=0.0) + value, mask=token < vocabulary)
 
 
 @triton.jit
@@ -107,7 +159,8 @@ def penalised(value, theta):
 
 
 @triton.jit(do_not_specialize=["window", "vocabulary"])
-def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+def penalise_kernel(logits, entries, numbers, texts, found, values, window, vocabulary, BLOCK: tl.constexpr,
+                    IS_CHAINED: tl.constexpr):
     """Write the penalised logits of the found tokens. Grid (R, window / BLOCK).
 
     A token that occurs twice is written twice with the same value, because all logits were read before.
@@ -115,21 +168,25 @@ def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: t
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(texts + row).to(tl.int64) * ENTRY
+    is_inside = place < tl.load(entries + entry + 7)
     at = row * window + place
-    token = tl.load(found + at, mask=place < window, other=-1)
-    value = tl.load(values + at, mask=place < window, other=0.0)
+    token = tl.load(found + at, mask=is_inside, other=-1)
+    value = tl.load(values + at, mask=is_inside, other=0.0)
+    penalty = tl.load(numbers + entry + 8).to(tl.float32)
     value = penalised(value, tl.zeros([BLOCK], tl.float32) + penalty)
     tl.store(logits + row * vocabulary + token, value, mask=token >= 0)
 
 
-@triton.jit(do_not_specialize=["num_banned", "vocabulary"])
-def ban_kernel(logits, banned, depths, scalars, num_banned, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """Set the logits of tokens that would end the text too early to -inf. Grid (R,)."""
+@triton.jit(do_not_specialize=["vocabulary"])
+def ban_kernel(logits, depths, entries, texts, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """Set the logits of tokens that would end a text too early to -inf. Grid (R,)."""
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     index = tl.arange(0, BLOCK)
-    count = tl.where(tl.load(depths + row) < tl.load(scalars + 2), num_banned, 0)
-    token = tl.load(banned + index, mask=index < count, other=0)
+    entry = entries + tl.load(texts + row).to(tl.int64) * ENTRY
+    count = tl.where(tl.load(depths + row) < tl.load(entry + 3), tl.load(entry + 10), 0)
+    token = tl.load(tokens_at(entry, 9) + index, mask=index < count, other=0)
     at = logits + row.to(tl.int64) * vocabulary + token
     tl.store(at, tl.zeros([BLOCK], tl.float32) + float("-inf"), mask=index < count)
 
@@ -159,24 +216,31 @@ def noisy_scores(logit, token, row, position, bests, seed, settings, cuts, floor
     best = best_score_of(bests, row, settings, num_blocks, BLOCKS)
     is_inside = is_in_support(logit, token, row, best, cuts, floors, leasts, settings, HAS_CUT, HAS_MIN_P, HAS_ETA,
                               HAS_FLOOR)
-    mixed = tl.load(seed).to(tl.uint64, bitcast=True)
-    noise = gumbel_from_bits(noise_bits(mixed, position.to(tl.int64), token.to(tl.int64)))
-    return tl.where(is_inside, logit.to(tl.float64) / tl.load(settings) + noise, float("-inf"))
+    total = tl.where(is_inside, 0.0, float("-inf")).to(tl.float64)
+    if tl.max(is_inside.to(tl.int32), 0) > 0:  # logarithms in float64 are slow on GeForce cards
+        mixed = tl.load(seed).to(tl.uint64, bitcast=True)
+        noise = gumbel_from_bits(noise_bits(mixed, position.to(tl.int64), token.to(tl.int64)))
+        total = tl.where(is_inside, logit.to(tl.float64) / tl.load(settings) + noise, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def noisy_block_maxima_kernel(logits, bests, depths, scalars, settings, cuts, floors, leasts, scores, ids, vocabulary,
-                              num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_CUT: tl.constexpr,
-                              HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr, HAS_FLOOR: tl.constexpr,
-                              IS_CHAINED: tl.constexpr):
-    """The maximum of score + noise in each block, over the support: scores float64, ids. Grid (R, num_blocks)."""
+def noisy_block_maxima_kernel(logits, bests, depths, entries, numbers, texts, cuts, floors, leasts, scores, ids,
+                              vocabulary, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                              HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr,
+                              HAS_FLOOR: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """The maximum of score + noise in each block, over the support; the largest logit where the likeliest token is
+    chosen. scores float64, ids int32 [R, num_blocks]. Grid (R, num_blocks)."""
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(texts + row).to(tl.int64) * ENTRY
+    entry, settings = entries + place, numbers + place + 13
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
-    position = tl.load(scalars) + tl.load(depths + row)
-    total = noisy_scores(logit, token, row, position, bests, scalars + 1, settings, cuts, floors, leasts, num_blocks,
+    position = tl.load(entry + 1) + tl.load(depths + row)
+    total = noisy_scores(logit, token, row, position, bests, entry + 2, settings, cuts, floors, leasts, num_blocks,
                          BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
+    total = tl.where(tl.load(entry + 12) > 0, logit.to(tl.float64), total)
     best, best_id = best_and_first_id(total, token)
     at = row * num_blocks + tl.program_id(1)
     tl.store(scores + at, best)
@@ -201,35 +265,39 @@ def choose_tokens_kernel(bests, scores, ids, choices, num_blocks, BLOCKS: tl.con
     tl.store(choices + row, tl.where(is_sound, best_id, -1))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_nodes"])
-def walk_tree_kernel(choices, tokens, parents, where, path, targets, outcome, num_rows, num_nodes, BLOCK: tl.constexpr,
-                     IS_CHAINED: tl.constexpr):
-    """Walk from the root to the child that holds the chosen token, as long as there is one. Grid (1,).
+@triton.jit(do_not_specialize=["num_rows"])
+def walk_trees_kernel(choices, tokens, parents, entries, path, targets, outcome, num_rows, BLOCK: tl.constexpr,
+                      IS_CHAINED: tl.constexpr):
+    """Walk each tree from the root to the child that holds the chosen token, as long as there is one. Grid (T,).
 
     Of several children with that token, the first is taken.
 
-    where    int64 [1]: committed rows of the cache
-    path     int32 [num_rows]: the nodes of the walk, in order
-    targets  int64 [num_rows]: the cache positions of the path's rows, from where[0] on; -1 for the rest
-    outcome  int32 [1 + 2 num_rows]: number of nodes; the nodes; the choices at them
+    parents  int32 [R]: rows, of all texts
+    path     int32 [R]: in the rows of each text the rows of its walk, in order; then the first of its rows
+    targets  int64 [R]: the positions of those rows in the text's cache; -1 for the rest
+    outcome  int32 [T + 2 R]: the length of each walk; its rows; the choices at them
     """
     wait_for_inputs(IS_CHAINED)
+    text, num_texts = tl.program_id(0), tl.num_programs(0)
+    entry = entries + text * ENTRY
+    first, count = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
     index = tl.arange(0, BLOCK)
-    is_node = (index > 0) & (index < num_nodes)
-    parent = tl.load(parents + index, mask=is_node, other=-2)
-    token = tl.load(tokens + index, mask=is_node, other=-2)
-    tl.store(targets + index, tl.zeros([BLOCK], tl.int64) - 1, mask=index < num_rows)
-    tl.store(path + index, tl.zeros([BLOCK], tl.int32), mask=index < num_rows)
+    is_own = (index >= first) & (index < first + count)
+    parent = tl.load(parents + index, mask=is_own, other=-2)
+    token = tl.load(tokens + index, mask=is_own, other=-2)
+    tl.store(targets + index, tl.zeros([BLOCK], tl.int64) - 1, mask=is_own)
+    tl.store(path + index, tl.zeros([BLOCK], tl.int32) + first, mask=is_own)
     tl.debug_barrier()
-    length = tl.load(where)
-    node = 0
-    count = 0
+    length = tl.load(entry + 4)
+    node = tl.where(count > 0, first, _NONE)
+    walked = 0
     while node != _NONE:
         choice = tl.load(choices + node)
-        tl.store(path + count, node)
-        tl.store(targets + count, length + count)
-        tl.store(outcome + 1 + count, node)
-        tl.store(outcome + 1 + num_rows + count, choice)
-        count += 1
-        node = tl.min(tl.where(is_node & (parent == node) & (token == choice), index, _NONE), 0)
-    tl.store(outcome, count)
+        at = first + walked
+        tl.store(path + at, node)
+        tl.store(targets + at, length + walked)
+        tl.store(outcome + num_texts + at, node)
+        tl.store(outcome + num_texts + num_rows + at, choice)
+        walked += 1
+        node = tl.min(tl.where(is_own & (parent == node) & (token == choice), index, _NONE), 0)
+    tl.store(outcome + text, walked)

@@ -3,51 +3,43 @@
 longdraft/sampling/sampler.py (`Sampler.ranked`) defines the ranking. These kernels compute the same scores from the
 same logits, as those of `jit_choice`, whose helpers they use.
 
-    settings  float64 [6]: as in jit_support, and the largest gap between a guess's score and the best one's
-    state  int64 [6]: tokens of the text, drafted ones included; the bits of splitmix64(seed); tokens that must still be
-           written before the text may end; place of the next token in the chain; places of the chain; guesses that are
-           wanted at each
-
-The chains of several texts (`shared_chain`) have a row each. STRIDE is the distance of their states, and of their
-settings: these are parts of the entries of `jit_shared_choice`, in which the address of a text's tokens comes before
-its state. STRIDE is 0 for a single text.
+The chain of a text has one row. Its entry (`jit_choice`) has its settings, and says where it is: 1 is the number of the
+text's tokens, drafted ones included, 3 the tokens that must still be written before the text may end, 4 the place of
+the next token in the chain, 5 the places of the chain, 6 the guesses that are wanted at each.
 """
 
 import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
-from longdraft.kernels.cuda.jit_choice import best_and_first_id, noisy_scores
+from longdraft.kernels.cuda.jit_choice import _NONE, ENTRY, best_and_first_id, noisy_scores, tokens_at
 from longdraft.kernels.cuda.jit_rows import embedding_of
 
-_NONE = tl.constexpr(2147483647)  # larger than every token id
 _SLOTS = tl.constexpr(18)  # int64 of a place's outcome: number of guesses; bits of the lead; up to 16 guesses
-_IS_GREEDY = tl.constexpr(11)  # place in the state of one of several texts; see `jit_shared_choice`
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def best_in_blocks_kernel(logits, bests, state, settings, cuts, floors, leasts, scores, ids, vocabulary, num_blocks,
-                          BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+def best_in_blocks_kernel(logits, bests, entries, numbers, cuts, floors, leasts, scores, ids, vocabulary, num_blocks,
+                          BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
                           HAS_NOISE: tl.constexpr, HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr,
                           HAS_ETA: tl.constexpr, HAS_FLOOR: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The WIDTH best tokens of each block: scores float64 and ids int32 [R, num_blocks, WIDTH], best first.
 
     bests  [R, num_blocks] float32: the largest logit of each block
 
-    The score is that of `noisy_block_maxima_kernel`, or without HAS_NOISE the logit. It is -inf where the filters, or
-    the block, leave fewer tokens. Grid (num_blocks, R).
+    The score is that of `noisy_block_maxima_kernel`; without HAS_NOISE no text has any. It is -inf where the filters,
+    or the block, leave fewer tokens. Grid (num_blocks, R).
     """
     wait_for_inputs(IS_CHAINED)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    state += row * STRIDE
+    entry = entries + row * ENTRY
     token = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
     total = logit.to(tl.float64)
     if HAS_NOISE:
-        total = noisy_scores(logit, token, row, tl.load(state), bests, state + 1, settings + row * STRIDE, cuts, floors,
-                             leasts, num_blocks, BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
-    if STRIDE > 0:
-        total = tl.where(tl.load(state + _IS_GREEDY) > 0, logit.to(tl.float64), total)
+        total = noisy_scores(logit, token, row, tl.load(entry + 1), bests, entry + 2, numbers + row * ENTRY + 13, cuts,
+                             floors, leasts, num_blocks, BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
+        total = tl.where(tl.load(entry + 12) > 0, logit.to(tl.float64), total)
     at = (row * num_blocks + block) * WIDTH
     for place in tl.static_range(WIDTH):
         best_score, best_id = best_and_first_id(total, token)
@@ -57,18 +49,18 @@ def best_in_blocks_kernel(logits, bests, state, settings, cuts, floors, leasts, 
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def rank_kernel(bests, scores, ids, state, settings, outcome, num_blocks, BLOCKS: tl.constexpr,
-                CANDIDATES: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, IS_CHAINED: tl.constexpr):
+def rank_kernel(bests, scores, ids, entries, numbers, outcome, num_blocks, BLOCKS: tl.constexpr,
+                CANDIDATES: tl.constexpr, WIDTH: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The best guesses of all blocks. Grid (R,).
 
-    outcome  int64 [places, R, 18]: the row of the place state[3] gets the number of guesses, the bits of the lead
-             (float64), and the guesses, best first. A guess is within settings[5] of the best one's score
+    outcome  int64 [places, R, 18]: the row of the chain's next place gets the number of guesses, the bits of the
+             lead (float64), and the guesses, best first
 
     There are no guesses where the largest logit is not finite.
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    state += row * STRIDE
+    entry = entries + row * ENTRY
     block = tl.arange(0, BLOCKS)
     best = tl.load(bests + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
     is_sound = tl.max((best != best).to(tl.int32), 0) == 0
@@ -79,10 +71,10 @@ def rank_kernel(bests, scores, ids, state, settings, outcome, num_blocks, BLOCKS
     at = row * num_blocks * WIDTH + candidate
     score = tl.load(scores + at, mask=inside, other=float("-inf"))
     token = tl.load(ids + at, mask=inside, other=_NONE)
-    out = outcome + (tl.load(state + 3) * tl.num_programs(0) + row) * _SLOTS
-    num_wanted = tl.load(state + 5)
+    out = outcome + (tl.load(entry + 4) * tl.num_programs(0) + row) * _SLOTS
+    num_wanted = tl.load(entry + 6)
     first = tl.max(score, 0)
-    least = first - tl.load(settings + row * STRIDE + 5)
+    least = first - tl.load(numbers + row * ENTRY + 18)
     lead = first - first + float("inf")
     count = 0
     for place in tl.static_range(WIDTH):
@@ -99,12 +91,11 @@ def rank_kernel(bests, scores, ids, state, settings, outcome, num_blocks, BLOCKS
 
 
 @triton.jit
-def begin_place_kernel(text, state, table, scale, rotations, x, cos, sin, factor, HIDDEN: tl.constexpr,
-                       HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-                       HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_CHAINED: tl.constexpr):
+def begin_place_kernel(entries, table, scale, rotations, x, cos, sin, factor, HIDDEN: tl.constexpr,
+                       HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALE: tl.constexpr,
+                       HAS_FACTOR: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The first layer's input for the text's last token: its embedding, and the rotation of its place in the chain.
 
-    text       int32: the tokens of a single text
     table      see `embedding_of`
     rotations  [places, R, 2, HALF] float32: cos and sin
     x          [R, HIDDEN]; cos, sin [R, HALF]
@@ -113,10 +104,8 @@ def begin_place_kernel(text, state, table, scale, rotations, x, cos, sin, factor
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(1).to(tl.int64)
-    state += row * STRIDE
-    if STRIDE > 0:
-        text = tl.load(state - 1).to(text.dtype)
-    token = tl.load(text + tl.load(state) - 1)
+    entry = entries + row * ENTRY
+    token = tl.load(tokens_at(entry, 0) + tl.load(entry + 1) - 1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < HIDDEN
     value = embedding_of(token, table, scale, column, mask, factor, x, HIDDEN, HAS_SCALE, HAS_FACTOR)
@@ -124,13 +113,13 @@ def begin_place_kernel(text, state, table, scale, rotations, x, cos, sin, factor
     if tl.program_id(0) == 0:
         half = tl.arange(0, PADDED)
         is_half = half < HALF
-        at = rotations + (tl.load(state + 3) * tl.num_programs(1) + row) * 2 * HALF + half
+        at = rotations + (tl.load(entry + 4) * tl.num_programs(1) + row) * 2 * HALF + half
         tl.store(cos + row * HALF + half, tl.load(at, mask=is_half, other=0.0), mask=is_half)
         tl.store(sin + row * HALF + half, tl.load(at + HALF, mask=is_half, other=0.0), mask=is_half)
 
 
 @triton.jit
-def end_place_kernel(text, state, where, outcome, STRIDE: tl.constexpr, IS_CHAINED: tl.constexpr):
+def end_place_kernel(entries, where, outcome, IS_CHAINED: tl.constexpr):
     """Append the best guess to the text, and go on to the next place of the chain, if there is one. Grid (R,).
 
     where  int64 [R, 2]: committed rows of the cache, and the slot of the next row: the row after them
@@ -139,18 +128,16 @@ def end_place_kernel(text, state, where, outcome, STRIDE: tl.constexpr, IS_CHAIN
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    state += row * STRIDE
+    entry = entries + row * ENTRY
     where += row * 2
-    if STRIDE > 0:
-        text = tl.load(state - 1).to(text.dtype)
-    length, place = tl.load(state), tl.load(state + 3)
+    length, place = tl.load(entry + 1), tl.load(entry + 4)
     token = tl.load(outcome + (place * tl.num_programs(0) + row) * _SLOTS + 2)
-    if place < tl.load(state + 4):
+    if place < tl.load(entry + 5):
         # Without a guess the chain has ended: what follows is not read, but must be a token.
-        tl.store(text + length, tl.maximum(token, 0).to(tl.int32))
-        tl.store(state, length + 1)
-        tl.store(state + 2, tl.load(state + 2) - 1)
-        tl.store(state + 3, place + 1)
+        tl.store(tokens_at(entry, 0) + length, tl.maximum(token, 0).to(tl.int32))
+        tl.store(entry + 1, length + 1)
+        tl.store(entry + 3, tl.load(entry + 3) - 1)
+        tl.store(entry + 4, place + 1)
         committed = tl.load(where)
         tl.store(where, committed + 1)
         tl.store(where + 1, committed + 1)

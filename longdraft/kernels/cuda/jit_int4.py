@@ -86,7 +86,7 @@ def few_rows_int4_kernel(x, words, scales, parts, num_rows, OUT: tl.constexpr, I
     first = part * EACH
     if IS_CHAINED:
         line = tl.arange(0, COLUMNS)  # of the first two blocks: 64 bytes of words for each column
-        ahead = (tile * BLOCKS + tl.minimum(first, BLOCKS - 2)).to(tl.int64) * COLUMNS * 16
+        ahead = (tile * BLOCKS + tl.minimum(first, BLOCKS - 2 if BLOCKS > 1 else 0)).to(tl.int64) * COLUMNS * 16
         prefetch(words + ahead + line * 32)
     wait_for_inputs(IS_CHAINED)
     total = sums_of_blocks(x, words, scales, tile, row.to(tl.int64), is_row, first, tl.minimum(first + EACH, BLOCKS),
@@ -94,3 +94,24 @@ def few_rows_int4_kernel(x, words, scales, parts, num_rows, OUT: tl.constexpr, I
     out = tile * COLUMNS + tl.arange(0, COLUMNS)
     at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * OUT + out[:, None]
     tl.store(at, total, mask=is_row[None, :] & (out < OUT)[:, None])
+
+
+@triton.jit
+def dequantise_kernel(words, scales, out, OUT: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr,
+                      COLUMNS: tl.constexpr):
+    """The numbers that a weight of 4 bits stands for, rounded to the dtype of out [OUT, INNER]. Grid (tiles, BLOCKS).
+    """
+    column, word, inner = tl.arange(0, COLUMNS), tl.arange(0, 16), tl.arange(0, 32)
+    tile, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    base = (tile * BLOCKS + block) * COLUMNS
+    packed = tl.load(words + (base + column)[:, None] * 16 + word[None, :])
+    row = tile * COLUMNS + column
+    for group in tl.static_range(4):
+        pair = packed >> (4 * group)
+        value = tl.join((pair & 0xF).to(tl.float32), ((pair >> 16) & 0xF).to(tl.float32)).reshape(COLUMNS, 32)
+        held = tl.load(scales + base * 4 + group * COLUMNS + column)
+        scale = (held & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        value = (value - (held >> 16).to(tl.float32)[:, None]) * scale[:, None]
+        place = block * 128 + group * 32 + inner
+        tl.store(out + row[:, None] * INNER + place[None, :], value.to(out.dtype.element_ty),
+                 mask=(row < OUT)[:, None] & (place < INNER)[None, :])

@@ -7,12 +7,11 @@ a least score. Sums are whole numbers and do not depend on the order of addition
     order     int64: the logit's bits, so that they increase with it, above the inverted token id
     key       the upper half as a number of 32 bits without sign
     mass      int64: exp(score - best) * 2^44, rounded; score: logit / the filters' temperature
-    settings  float64 [6]: temperature; log(min_p); the filters' temperature; log(eta_cutoff); top_p; see jit_drafting.
-              STRIDE is the distance of a row's settings from those of the row before; 0: all rows have the same
+    settings  float64 [R, 6]: temperature; log(min_p); the filters' temperature; log(eta_cutoff); top_p; and one that
+              the filters do not read
 
-Where rows have settings of their own, some may lack a filter that others have. It leaves all tokens of such a row: the
-goal of a search is then more than all tokens weigh, or 0 for tokens that are left at least; logarithms are -inf, and
-top_p is 1.
+Some rows may lack a filter that others have. It leaves all tokens of such a row: the goal of a search is then more
+than all tokens weigh, or 0 for tokens that are left at least; logarithms are -inf, and top_p is 1.
 
 A search finds the largest key k with (sum of the weights of all tokens of k or more) >= goal; a weight is 1 or the
 mass. It takes eight levels, each of which decides four bits of k: a program sums up its block of the vocabulary for 17
@@ -25,6 +24,7 @@ import triton.language as tl
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_exact import exact_exp, exact_log
 
+SETTINGS = tl.constexpr(6)
 CANDIDATES = tl.constexpr(17)  # of a level: k, k + 1 unit, ..., k + 16 units
 _PADDED = tl.constexpr(32)
 _LAST_ID = tl.constexpr(4294967295)
@@ -107,7 +107,7 @@ def _reached(totals, goal):
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
 def search_level_kernel(logits, bests, settings, goals, cuts, keys, before, sums, vocabulary, num_blocks,
-                        LEVEL: tl.constexpr, BY_MASS: tl.constexpr, HAS_CUT: tl.constexpr, STRIDE: tl.constexpr,
+                        LEVEL: tl.constexpr, BY_MASS: tl.constexpr, HAS_CUT: tl.constexpr,
                         BLOCK: tl.constexpr, BLOCKS: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One level of a search, 7 first and 0 last. Grid (R, num_blocks).
 
@@ -119,7 +119,7 @@ def search_level_kernel(logits, bests, settings, goals, cuts, keys, before, sums
     """
     wait_for_inputs(IS_CHAINED)
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    settings += row * STRIDE
+    settings += row * SETTINGS
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
     order = order_of(logit, token)
@@ -146,7 +146,7 @@ def search_level_kernel(logits, bests, settings, goals, cuts, keys, before, sums
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
 def end_search_kernel(logits, bests, settings, goals, cuts, keys, sums, found, vocabulary, num_blocks,
-                      BY_MASS: tl.constexpr, HAS_CUT: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+                      BY_MASS: tl.constexpr, HAS_CUT: tl.constexpr, BLOCK: tl.constexpr,
                       BLOCKS: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The cut of a search: of the tokens with the key that was found, the first ones with which the goal is reached.
 
@@ -156,7 +156,7 @@ def end_search_kernel(logits, bests, settings, goals, cuts, keys, sums, found, v
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    settings += row * STRIDE
+    settings += row * SETTINGS
     goal = tl.load(goals + row)
     part = _candidate_sums(sums, row, num_blocks, BLOCKS)
     totals = tl.sum(part, 1)
@@ -192,7 +192,7 @@ def end_search_kernel(logits, bests, settings, goals, cuts, keys, sums, found, v
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
 def support_sums_kernel(logits, bests, settings, cuts, floors, leasts, sums, vocabulary, num_blocks,
                         HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr, HAS_FLOOR: tl.constexpr,
-                        DIVISOR: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                        DIVISOR: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
                         IS_CHAINED: tl.constexpr):
     """Sums over what the filters leave: of the masses, and of mass * gap. Grid (R, num_blocks).
 
@@ -201,7 +201,7 @@ def support_sums_kernel(logits, bests, settings, cuts, floors, leasts, sums, voc
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    settings += row * STRIDE
+    settings += row * SETTINGS
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
     is_inside = is_in_support(logit, token, row, best_score_of(bests, row, settings, num_blocks, BLOCKS), cuts, floors,
@@ -218,12 +218,12 @@ def support_sums_kernel(logits, bests, settings, cuts, floors, leasts, sums, voc
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
 def support_orders_kernel(logits, bests, settings, cuts, floors, leasts, orders, vocabulary, num_blocks,
                           HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr,
-                          HAS_FLOOR: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                          HAS_FLOOR: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
                           IS_CHAINED: tl.constexpr):
     """The order of each token that the filters leave, and NO_CUT for all others: [R, V]. Grid (R, num_blocks)."""
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    settings += row * STRIDE
+    settings += row * SETTINGS
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * vocabulary + token
     logit = tl.load(logits + at, mask=token < vocabulary, other=float("-inf"))
@@ -241,25 +241,25 @@ def _total(sums, row, part: tl.constexpr, num_blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def top_p_goal_kernel(sums, settings, goals, num_blocks, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
+def top_p_goal_kernel(sums, settings, goals, num_blocks, BLOCKS: tl.constexpr,
                       IS_CHAINED: tl.constexpr):
     """The mass that top-p keeps at least, from the sums of `support_sums_kernel`. Without top-p UNREACHED. Grid
     (R,)."""
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     total = _total(sums, row, 0, num_blocks, BLOCKS)
-    top_p = tl.load(settings + row * STRIDE + 4)
+    top_p = tl.load(settings + row * SETTINGS + 4)
     goal = tl.maximum(tl.minimum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), total), 1)
     tl.store(goals + row, tl.where(top_p < 1, goal, UNREACHED))
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def eta_kernel(bests, sums, settings, leasts, num_blocks, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
+def eta_kernel(bests, sums, settings, leasts, num_blocks, BLOCKS: tl.constexpr,
                IS_CHAINED: tl.constexpr):
     """The least score that eta leaves, from the sums of `support_sums_kernel`. Grid (R,)."""
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    settings += row * STRIDE
+    settings += row * SETTINGS
     total = _total(sums, row, 0, num_blocks, BLOCKS).to(tl.float64)
     log_total = exact_log(total * 5.684341886080802e-14)  # 2**-44
     entropy = log_total + _total(sums, row, 1, num_blocks, BLOCKS).to(tl.float64) / total

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import Splits
-from longdraft.kernels.cuda.choice import LogitsSource
+from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
 from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
 from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
@@ -134,7 +134,13 @@ class CudaKernels(CudaOperations):
         if self.device.type != "cuda":
             return None
         free: int = torch.cuda.mem_get_info(self.device)[0]
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        index = self.device.index or 0
+        # What PyTorch holds for graphs (pools of their own) can be used by those graphs only.
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        held = [segment for segment in segments if segment["device"] == index
+                and segment.get("segment_pool_id", (0, 0)) == (0, 0)]
+        unused: int = sum(segment["total_size"] - segment["allocated_size"] for segment in held)
+        return free + unused
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Positions, start: int) -> None:
         copy_rows(cuda_stores(sources), cuda_stores(targets), positions, start)

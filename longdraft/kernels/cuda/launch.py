@@ -62,9 +62,40 @@ def can_fetch(device: torch.device) -> bool:
     return device.type != "cuda" or _can_chain(device)
 
 
-@functools.cache
+_unchained: set[torch.device] = set()  # devices whose driver cannot capture chained launches
+
+
+def stop_chaining(device: torch.device) -> bool:
+    """Launch kernels one after another from now on, after a capture has failed: drivers before CUDA 12.3 cannot
+    capture chained launches. False: they were not chained."""
+    was_on = _can_chain(device) and device not in _unchained
+    _unchained.add(device)
+    return was_on
+
+
 def _can_chain(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return _has_chains(device) and device not in _unchained
+
+
+@functools.cache
+def _has_chains(device: torch.device) -> bool:
+    is_nvidia = torch.version.hip is None  # AMD's numbers of capabilities mean something else
+    return device.type == "cuda" and is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have. Of the CPU, in Triton's interpreter, those of Hopper."""
+    if device.type != "cuda":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@functools.cache
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the second-level cache. Of the CPU, in Triton's interpreter, those of Hopper."""
+    return 50 << 20 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def padded_size(size: int, minimum: int = 16) -> int:

@@ -3,36 +3,30 @@
     first token   logits of the text's last row | edit, rank
     each further  best guess after the text | embed | layers | logits | edit, rank
 
-Three CUDA graphs, of the first token, of one and of four further ones, are replayed as often as it takes. The layers
-run operation by operation, as from the host, but places are read from the device's memory. The host waits once for a
-chain. Chains of several texts run in the same way in `shared_layers`, with a row for each text.
+Three CUDA graphs, of the first token, of one and of four further ones, are replayed as often as it takes. Each token
+reads the layers once for all texts. The layers run operation by operation, as from the host, but places are read from
+the device's memory, and so are the addresses of the stores of several texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.chain_plan import DraftLayers
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
-from longdraft.kernels.cuda.choice import MAX_CHAIN, TokenChooser
-from longdraft.kernels.cuda.drafting import (
-    DraftRanking,
-    embed_place,
-    end_place,
-    in_graphs,
-    new_rotations,
-)
-from longdraft.kernels.cuda.graph_cache import new_owner
+from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
+from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import on_device, require
+from longdraft.kernels.cuda.launch import padded_size, staged_parts
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.cuda.text_rows import TextNeeds
 from longdraft.kernels.interface import KV
 
 
@@ -107,70 +101,108 @@ class LayerRows:
         self.row.copy_(layers.next_row(self._ops, self.row, self.embedded, (self.cos, self.sin), self._stores))
 
 
-class LayerChain:
-    """Chains of one request with one set of layers over its rows.
+class TextLayers(NamedTuple):
+    """A text's part of a launch.
 
-    stores      of each layer; the last one is only read if `has_read`
     vocabulary  number of logits
-    width       guesses at each place at most
+    stores      of each layer; the last one is only read if `has_read`
+    row         [1, hidden], the layers' output for the text's last token
+    length      rows of the stores that are visible; the drafts' rows are written after them
+    num_read    rows that are visible of the store that is only read
     """
 
-    def __init__(self, layers: DraftLayers, ops: CudaOperations, stores: Sequence[CudaStore], has_read: bool,
-                 chooser: TokenChooser, vocabulary: int, width: int, row: Tensor) -> None:
-        """row: one of those that `launch` gets."""
-        table, self._factor = layers.embedding
+    draft: TextDraft
+    layers: DraftLayers
+    ops: CudaOperations
+    vocabulary: int
+    stores: Sequence[CudaStore]
+    has_read: bool
+    row: Tensor
+    length: int
+    num_read: int
+
+    @property
+    def graphs(self) -> GraphCache:
+        return self.ops.graphs
+
+
+class _Shape(NamedTuple):
+    """What the memory of some chains depends on, besides that of their rows: of several texts the slots that each store
+    has at most, of a text by itself the serials of its stores."""
+
+    rows: RowsShape
+    stores: tuple[int, ...]
+
+
+class _Buffers:
+    """The memory of chains of one shape.
+
+    part   of any text
+    rooms  slots that each store of several texts has at most; none: there is one text
+    """
+
+    def __init__(self, shape: RowsShape, part: TextLayers, rooms: tuple[int, ...]) -> None:
+        texts, device, (table, _) = shape.texts, part.ops.device, part.layers.embedding
+        num = len(part.stores) if rooms else 0  # of tables
         assert isinstance(table, CudaLinear)
-        self._layers, self._chooser, self._table = layers, chooser, table
-        self._graphs, self._ranking = ops.graphs, DraftRanking(chooser, vocabulary, width, ops.device)
-        where, read = (torch.zeros(2, dtype=torch.int64, device=ops.device) for _ in range(2))
-        self._places = RowPlaces(where, read)
-        self._rows = LayerRows(ops, self._places, stores, has_read, table.in_features, row)
-        self._rotations = new_rotations(1, stores[0].dim // 2, ops.device)
-        self._key = new_owner()
-        ops.graphs.own(self, self._key)
+        self.rows = ChainRows(shape, part.stores[0].dim // 2, device)
+        self._parts = staged_parts(4 * texts, 4 * texts, 2 * 5 * num * texts)
+        self._staged = torch.zeros(self._parts[-1].stop, dtype=torch.int32, device=device)
+        where, read, tables = (self._staged[each].view(torch.int64) for each in self._parts)
+        self.where = where
+        places = RowPlaces(where, read, tables.view(num, texts, 5) if rooms else None, rooms)
+        self.layers = LayerRows(part.ops, places, part.stores, part.has_read, table.in_features, part.row)
+        self._spares = [CudaStore(device, store.dtype, store.element, store.heads, store.dim)
+                        for store in part.stores[:num]]
+        for spare in self._spares:  # of padding texts
+            spare.reserve_drafts(1)
 
-    def launch(self, row: Tensor, length: int, num_read: int, rotations: tuple[Tensor, Tensor], required: int,
-               within: float) -> Tensor:
-        """Launch what drafts one token, and one more for each row of `rotations`. Returns the outcome [1 + N, 18].
+    def inputs(self, parts: Sequence[TextLayers]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """What `load` gets."""
+        staged = np.zeros(len(self._staged), dtype=np.int32)
+        where, read, tables = (staged[each].view(np.int64) for each in self._parts)
+        if self._spares:
+            tables = tables.reshape(len(self._spares), -1, 5)
+            tables[:] = np.array([spare.addresses for spare in self._spares])[:, None]
+        for text, part in enumerate(parts):
+            where[2 * text : 2 * text + 2] = part.length - 1  # the last row, from which the next one goes on
+            read[2 * text : 2 * text + 2] = part.num_read - 1
+            if self._spares:
+                tables[:, text] = [store.addresses for store in part.stores]
+        return torch.from_numpy(staged), self.rows.inputs([part.draft for part in parts]), [part.row for part in parts]
 
-        row        [1, hidden], the layers' output for the text's last token
-        length     rows of the stores that are visible; the drafts' rows are written after them
-        num_read   rows that are visible of the store that is only read
-        rotations  cos, sin [N, D / 2] float32, N < 64
-        required   tokens that must be written before the text may end
-        """
-        count, has_bans = len(rotations[0]), required > 0
-        require(count < MAX_CHAIN, f"chains of at most {MAX_CHAIN} tokens", count + 1)
-        self._chooser.place(())
-        text = self._chooser.text
+    def load(self, placed: Tensor, staged: Tensor, rows: Sequence[Tensor], needs: TextNeeds) -> None:
+        """Set the state from which the chains begin: three copies, and a launch or two."""
+        self._staged.copy_(placed, non_blocking=True)
+        self.rows.load(staged, needs)
+        torch.cat(list(rows), out=self.layers.row[: len(rows)])
 
-        def begin() -> None:
-            self._ranking.begin(within, self._chooser.length, required)
-            self._rows.row.copy_(row)
-            self._rotations[1 : count + 1, 0].copy_(torch.stack(rotations, 1))
-            self._places.where.fill_(length - 1)  # the text's last row, which `_next_row` goes on from
-            self._places.read.fill_(num_read - 1)
 
-        with on_device(text.device):
-            self._graphs.run_in_turn([(("layer chain", self._key, size, has_bans, self._chooser.place_serial),
-                                       partial(self._run, size, text, has_bans))
-                                      for size in (0, *in_graphs(count))], begin)
-        return self._ranking.outcome[: count + 1]
+class LayerChains(Chains[TextLayers, _Buffers]):
+    """Chains with one set of layers."""
 
-    def _run(self, count: int, text: Tensor, has_bans: bool) -> None:
-        """`count` tokens after the one that is ranked, which is ranked first if `count` is 0."""
-        for _ in range(count):
-            self._next_row(text)
-            self._rank(has_bans)
-        if not count:
-            self._rank(has_bans)
+    name = "layer chains"
 
-    def _rank(self, has_bans: bool) -> None:
-        self._ranking.rank(self._layers.logits(self._rows.row), has_bans)
+    def _buffers_for(self, parts: Sequence[TextLayers]) -> _Buffers:
+        first = parts[0]
+        rows, rooms = RowsShape.of([part.draft for part in parts], first.vocabulary), tuple[int, ...]()
+        if len(parts) > 1:
+            rooms = tuple(padded_size(max(store.capacity for store in own))
+                          for own in zip(*(part.stores for part in parts), strict=True))
+        shape = _Shape(rows, rooms or tuple(store.serial for store in first.stores))
+        return self._buffers.get(shape, lambda: _Buffers(rows, first, rooms))
 
-    def _next_row(self, text: Tensor) -> None:
-        """The row of the best guess, which is appended to the text."""
-        ranking, rows = self._ranking, self._rows
-        end_place(text, ranking.state, self._places.where, ranking.outcome)
-        embed_place(text, ranking.state, self._table, self._factor, self._rotations, rows.embedded, rows.cos, rows.sin)
-        rows.go_on(self._layers)
+    def _sizes(self, parts: Sequence[TextLayers]) -> list[int]:
+        return [0, *in_graphs(max(part.draft.places for part in parts) - 1)]
+
+    def _run(self, buffers: _Buffers, first: TextLayers, size: int, needs: TextNeeds) -> None:
+        """`size` tokens of each text after those that are ranked, which are ranked first if `size` is 0."""
+        layers, rows, own, (table, factor) = first.layers, buffers.rows, buffers.layers, first.layers.embedding
+        assert isinstance(table, CudaLinear)
+        for _ in range(size):
+            rows.end(buffers.where)
+            rows.embed(table, factor, own.embedded, own.cos, own.sin)
+            own.go_on(layers)
+            rows.rank(layers.logits(own.row), needs)
+        if not size:
+            rows.rank(layers.logits(own.row), needs)

@@ -25,9 +25,9 @@ from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed
+from longdraft.kernels.cuda.model_chain import MAX_HEADS, ModelChains
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.cuda.shared_chain import MAX_HEADS, SharedChains
 from longdraft.kernels.cuda.shared_forward import (
     MAX_SHARED,
     bucket_of,
@@ -51,7 +51,7 @@ class CudaLayerwiseDecoder:
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         self.ops, self._layers, self.geometry = ops, tuple(layers), geometry
-        self._chains: RecentlyUsed[object, SharedChains] = RecentlyUsed(2 * MAX_HEADS)
+        self._chains: RecentlyUsed[object, ModelChains] = RecentlyUsed(2 * MAX_HEADS)
         self._few_rows = LayerwiseDecoder(ops, layers, geometry)
         self._buffers = RecentlyUsed[object, CapturedLayers](_MAX_BUFFERS, ops.graphs.drop)
         self._shared_buffers = RecentlyUsed[object, CapturedLayers](MAX_SHARED, ops.graphs.drop)
@@ -126,9 +126,9 @@ class CudaLayerwiseDecoder:
     def chain_key(self, remainder: RemainderMaps) -> object:
         return remainder is not None  # where the maps are is uploaded
 
-    def shared_chains(self, weights: DraftWeights, has_remainder: bool) -> SharedChains:
+    def model_chains(self, weights: DraftWeights, has_remainder: bool) -> ModelChains:
         """Texts with a remainder and texts without one do not share a graph: the remainder contains the sinks."""
-        return self._chains.get((id(weights.head), has_remainder), lambda: SharedChains(weights))
+        return self._chains.get((id(weights.head), has_remainder), lambda: ModelChains(weights))
 
     def drop_buffers(self, key: object) -> None:
         """Free the buffers of `key` and their graph."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_activations, jit_linear, jit_rows
-from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, require
+from longdraft.kernels.cuda.launch import cache_bytes, ceil_div, chained, on_device, require, shared_bytes
 from longdraft.kernels.formats.int8 import Quantised, quantise
 from longdraft.kernels.switches import is_on
 
@@ -22,11 +22,17 @@ _MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two f
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
 FUSES_GATE = is_on("FUSES_GATE")  # False: the product of gate and up, and the activation after it, are two launches
 FETCHES_AHEAD = is_on("FETCHES_AHEAD")  # False: the launches of rotation and attention fetch no weights of gate and up
-_FETCHED_AHEAD = 20_000_000  # bytes of a weight that launches in front of its product fetch; half of the cache
-_MOST_READ = 24_000_000  # bytes that attention may read in a layer meanwhile: more would displace them
+# Bytes of a weight that launches in front of its product fetch, and that attention may read in a layer meanwhile: each
+# at most half of the cache, or they would displace each other.
+_FETCHED_AHEAD, _MOST_READ = 20_000_000, 24_000_000
 _AHEAD_PROGRAMS, _LINES_OF_PROGRAM = 64, 1024  # programs that fetch, at most; lines of each, at least
 _LINE = 128  # bytes of a cache line
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
+
+
+def most_shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program of a product may have."""
+    return min(_MOST_SHARED, shared_bytes(device))
 
 
 class Activation(NamedTuple):
@@ -170,7 +176,7 @@ class CudaLinear:
     def _multiply(self, x: Tensor, tile: int, sums: Tensor) -> None:
         """Launch the product: sums [P, R, N]."""
         rows, (columns, block, stages, splits) = len(x), self.tiling
-        stages = min(stages, _MOST_SHARED // (block * (columns * self.weight.itemsize + tile * x.itemsize)))
+        stages = min(stages, most_shared(x.device) // (block * (columns * self.weight.itemsize + tile * x.itemsize)))
         jit_linear.few_rows_kernel[(ceil_div(rows, tile), ceil_div(self.out_features, columns), splits)](
             x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile, COLUMNS=columns,
             BLOCK=block, SPLITS=splits, PREFETCHED=_PREFETCHED, num_warps=4, num_stages=stages, **chained(x.device))
@@ -181,10 +187,11 @@ class CudaLinear:
         position_bytes  of a position in the cache, of which attention reads all positions meanwhile
         """
         row_bytes = self.weight.stride(0) * self.weight.itemsize
-        lines = min(row_bytes // _LINE, _FETCHED_AHEAD // (self.out_features * _LINE))
+        half = cache_bytes(self.weight.device) // 2
+        lines = min(row_bytes // _LINE, min(_FETCHED_AHEAD, half) // (self.out_features * _LINE))
         if not FETCHES_AHEAD or lines < 2:
             return None, None
-        up_to, first = _MOST_READ // position_bytes, ceil_div(lines, 2)
+        up_to, first = min(_MOST_READ, half) // position_bytes, ceil_div(lines, 2)
         early, late = (Ahead(self.weight, self.out_features, row_bytes, start, count, up_to,
                              min(_AHEAD_PROGRAMS, ceil_div(self.out_features * count, _LINES_OF_PROGRAM)))
                        for start, count in ((0, first), (first, lines - first)))
@@ -212,7 +219,7 @@ class CudaLinear:
                     *parts.arguments(), out, rows, *numbers, WIDTH=width, BLOCK=SUM_BLOCK, ACTIVATION=kind,
                     **parts.options(), **chained(x.device))
             return
-        stages = min(stages, _MOST_SHARED // (block * (columns + tile) * x.itemsize))
+        stages = min(stages, most_shared(x.device) // (block * (columns + tile) * x.itemsize))
         with on_device(x.device):
             jit_linear.gated_rows_kernel[(ceil_div(rows, tile), ceil_div(width, columns // 2))](
                 x, self.weight, self.weight if self.bias is None else self.bias, out, rows, *numbers,

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.kernels.cuda.choice import TokenChooser
+from longdraft.kernels.cuda.choices import TextChoices, TextTree
 from longdraft.kernels.cuda.launch import on_device
-from longdraft.kernels.cuda.support import FilterRules, SupportSearch
+from longdraft.kernels.cuda.text_rows import TextNeeds
 
 
 class RankedMasses:
@@ -31,25 +31,23 @@ class RankedMasses:
         self.tokens = 0xFFFFFFFF - (orders & 0xFFFFFFFF)
 
 
-def ranked_masses(chooser: TokenChooser, logits: Tensor, tokens: Sequence[int], chosen: Sequence[int], cached: int,
-                  required: int, num: int) -> RankedMasses:
+def ranked_masses(choices: TextChoices, path: TextTree, logits: Tensor, chosen: Sequence[int],
+                  num: int) -> RankedMasses:
     """For the rows of a path. Overwrites logits [R, V] float32, and waits for the device.
 
-    tokens  the path's tokens, the text's last one first
-    chosen  the token after each of them
-    num     best tokens; fewer where the vocabulary is smaller. Where the filters leave fewer, ids are outside of it
+    choices  whose memory is used
+    path     a chain of nodes, the text's last token first
+    chosen   the token after each of them
+    num      best tokens; fewer where the vocabulary is smaller. Where the filters leave fewer, ids are outside of it
 
-    The other arguments are those of `TokenChooser.choose`. At temperature 0 no token is filtered.
+    At temperature 0 no token is filtered.
     """
-    rows, vocabulary = logits.shape
-    buffers = chooser.buffers_for(rows, vocabulary)
-    buffers.load(tokens, range(-1, rows - 1), (chooser.length, chooser.seed, required, cached))
+    vocabulary, needs = logits.shape[1], TextNeeds.of([(path.text, path.required)])
+    buffers, _ = choices.loaded(None, logits, [path])
+    support = buffers.support.search(needs)
     with on_device(logits.device):
-        chooser.prepare(buffers, logits, required > 0)
-        support = buffers.support
-        if support is None:
-            settings = torch.ones(6, dtype=torch.float64, device=logits.device)
-            support = SupportSearch.of_text(FilterRules(1.0), rows, vocabulary, settings)
+        buffers.prepare(logits, needs)
+        buffers.support.read_filters()
         support.find(logits, buffers.bests)
         orders = support.orders(logits, buffers.bests)
         best = orders.topk(min(num, vocabulary), dim=1).values

@@ -14,7 +14,7 @@ from longdraft.kernels.cuda.delta import DeltaNets
 from longdraft.kernels.cuda.experts import GroupedExperts, route
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require, shared_bytes
 from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear, add_partial_sums
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import shared_expert
@@ -43,7 +43,7 @@ class CudaOperations:
 
     def attention_plan(self, heads: int, kv_heads: int, dim: int) -> AttentionPlan:
         splits = self.splits or Splits.of_heads(kv_heads)
-        return AttentionPlan(heads, kv_heads, dim, splits, self.dtype == torch.float32)
+        return AttentionPlan(heads, kv_heads, dim, splits, self.dtype == torch.float32, shared_bytes(self.device))
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CudaLinear)

@@ -1,9 +1,4 @@
-"""Chains of drafts of one request on a device: whole chains in CUDA graphs, with or without those of other texts.
-
-    a model         DraftChain   in `drafting`,     of several texts SharedChains in `shared_chain`
-    trained layers  LayerChain   in `layer_chain`,                   SharedLayers in `shared_layers`
-    heads           HeadPlaces   in `head_places`,                   SharedHeads  in `head_places`
-"""
+"""Chains of drafts on a device: whole chains in CUDA graphs, those of one text or of several (see `chain_rows`)."""
 
 from __future__ import annotations
 
@@ -27,25 +22,16 @@ from longdraft.kernels.chain_plan import (
     TrainedHeads,
     TrainedLayers,
 )
-from longdraft.kernels.cuda.chain_rows import TextDraft
-from longdraft.kernels.cuda.choice import TokenChooser
+from longdraft.kernels.cuda.chain_rows import MAX_WIDTH, Chains, TextDraft, ranked_places
 from longdraft.kernels.cuda.decoder import CudaDecoder
-from longdraft.kernels.cuda.drafting import (
-    MAX_CHAINS,
-    MAX_WIDTH,
-    DraftChain,
-    launch_chain,
-    ranked_places,
-    until_end,
-)
-from longdraft.kernels.cuda.head_places import HeadPlaces, SharedHeads, TextHeads
+from longdraft.kernels.cuda.device_text import DeviceText
+from longdraft.kernels.cuda.head_places import GivenLogits, HeadPlaces, TextHeads, TextLogits
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed
-from longdraft.kernels.cuda.layer_chain import LayerChain
+from longdraft.kernels.cuda.layer_chain import LayerChains, TextLayers
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
+from longdraft.kernels.cuda.model_chain import ModelChains, TextChain
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.cuda.shared_chain import TextChain
-from longdraft.kernels.cuda.shared_layers import SharedLayers, TextLayers
 from longdraft.kernels.cuda.text_rows import can_share
 from longdraft.kernels.interface import Kernels
 from longdraft.kernels.launched import Launched, LaunchedWork, LaunchesTogether, Shareable
@@ -54,9 +40,11 @@ from longdraft.kernels.switches import is_on
 DRAFTS_LAYERS = is_on("DRAFTS_LAYERS")  # False: trained layers, heads and small draft models are run from the host
 SHARES_CHAINS = is_on("SHARES_CHAINS")  # False: each text's chain is drafted by its own graphs
 
+_MAX_CHAINS = 4  # of one request: the models, layers and heads with which it drafts in turn
+
 # What drafts the chains of several texts: with these layers; with these heads, by whether they guess the first token.
-_shared_layers: WeakKeyDictionary[DraftLayers, SharedLayers] = WeakKeyDictionary()
-_shared_heads: WeakKeyDictionary[Heads, dict[bool, SharedHeads]] = WeakKeyDictionary()
+_shared_layers: WeakKeyDictionary[DraftLayers, LayerChains] = WeakKeyDictionary()
+_shared_heads: WeakKeyDictionary[Heads, dict[bool, HeadPlaces]] = WeakKeyDictionary()
 
 
 class Text(Protocol):
@@ -71,22 +59,32 @@ class Text(Protocol):
 class RequestDrafts:
     """What drafts the chains of one request, and keeps their memory and graphs.
 
-    chooser  of the request
+    held     the request's tokens and rules on the device
     kernels  of the target
     """
 
-    def __init__(self, chooser: TokenChooser, kernels: Kernels) -> None:
-        self.chooser, self.kernels = chooser, kernels
-        self.can_share = can_share(chooser.rules)
-        self.chains: RecentlyUsed[object, DraftChain] = RecentlyUsed(MAX_CHAINS)
-        self.layer_chain: tuple[object, LayerChain] | None = None
-        self.heads: tuple[object, HeadPlaces] | None = None
+    def __init__(self, held: DeviceText, kernels: Kernels) -> None:
+        self.held, self.kernels = held, kernels
+        self.can_share = can_share(held.rules)
+        self._chains: RecentlyUsed[object, Chains[Any, Any]] = RecentlyUsed(_MAX_CHAINS)
+
+    def chains(self, key: object, make: Callable[[], Chains[Any, Any]]) -> Chains[Any, Any]:
+        """The request's own chains with what `key` names; graphs of theirs read this request's memory only."""
+        return self._chains.get(key, make)
 
     def update(self, text: Text) -> None:
-        """Give the chooser the tokens of the text that it does not hold yet."""
-        start = self.chooser.length
+        """Upload the tokens of the text that the device does not hold yet."""
+        start = self.held.length
         if start < len(text):
-            self.chooser.extend(text.slice(start, len(text)), start)
+            self.held.extend(text.slice(start, len(text)), start)
+
+    def ranked(self, draft: TextDraft, logits: Tensor, ahead: int) -> LaunchedWork[Ranked]:
+        """The guesses of logits [1, V] float32. ahead: unknown tokens between the text and the guesses."""
+        assert isinstance(self.kernels, CudaOperations)
+        chains = self.chains(GivenLogits, GivenLogits)
+        launched = Launched(chains.launch([TextLogits(draft, self.kernels.graphs, logits, ahead)])[0])
+        yield launched
+        return ranked_places(launched.read())[0]
 
 
 class DeviceRanker(NamedTuple):
@@ -115,7 +113,7 @@ class DeviceRanker(NamedTuple):
             work = self._head_places(plan, plan.layers)
         yield work
         places = ranked_places(work.read())
-        return places if isinstance(plan.layers, TrainedHeads) else until_end(places, end)
+        return places if isinstance(plan.layers, TrainedHeads) else _until_end(places, end)
 
     def _supports(self, plan: ChainPlan) -> bool:
         """Whether graphs can hold a chain, and it pays to draft it by itself, or with those of other texts."""
@@ -140,14 +138,8 @@ class DeviceRanker(NamedTuple):
         for store in stores.stores:
             store.reserve(stores.length + plan.num_tokens + 1)
         part = TextChain(self._draft_of(plan), decoder, stores)
-        cos, sin = plan.rotations
-
-        def alone() -> Tensor:
-            drafts, path = self._updated(), plan.path[1:]
-            return launch_chain(decoder, weights, stores, drafts.chooser, drafts.chains, self.width, (cos, sin), path,
-                                self.required - len(path), self.within)
-
-        return self._work(lambda: decoder.shared_chains(weights, stores.remainder is not None), part, alone)
+        return self._work(part, lambda: decoder.model_chains(weights, stores.remainder is not None),
+                          (id(decoder), id(weights.head)), lambda: ModelChains(weights))
 
     def _layer_chain(self, plan: ChainPlan, trained: TrainedLayers) -> Launched:
         layers, ops, row, read = trained
@@ -155,42 +147,43 @@ class DeviceRanker(NamedTuple):
         stores = [*cuda_stores(plan.stores.stores), *(cuda_stores(read[:1]) if read else ())]
         part = TextLayers(self._draft_of(plan), layers, ops, layers.vocabulary, stores, read is not None, row,
                           plan.stores.length, read[1] if read else 0)
-
-        def alone() -> Tensor:
-            drafts, draft = self._updated(), part.draft
-            key = (id(layers), self.width, *(store.serial for store in stores))
-            if drafts.layer_chain is None or drafts.layer_chain[0] != key:
-                chain = LayerChain(layers, ops, stores, part.has_read, drafts.chooser, part.vocabulary, self.width, row)
-                drafts.layer_chain = key, chain
-            cos, sin = plan.rotations
-            return drafts.layer_chain[1].launch(row, part.length, part.num_read, (cos, sin), draft.required,
-                                                draft.within)
-
-        return self._work(lambda: _shared_layers.setdefault(layers, SharedLayers()), part, alone)
+        return self._work(part, lambda: _shared_layers.setdefault(layers, LayerChains()), id(layers), LayerChains)
 
     def _head_places(self, plan: ChainPlan, trained: TrainedHeads) -> Launched:
         (heads, row, first), kernels = trained, self.drafts.kernels
         assert isinstance(kernels, CudaOperations)
         part = TextHeads(self._draft_of(plan), heads, kernels.graphs, heads.vocabulary, row, first)
-
-        def alone() -> Tensor:
-            drafts, draft, key = self._updated(), part.draft, (id(heads), self.width)
-            if drafts.heads is None or drafts.heads[0] != key:
-                drafts.heads = key, HeadPlaces(heads, part.graphs, drafts.chooser, part.vocabulary, self.width, row)
-            return drafts.heads[1].launch(row, first, plan.num_tokens, draft.path, draft.required)
-
         by_first = partial(_shared_heads.setdefault, heads, {})
-        return self._work(lambda: by_first().setdefault(first is None, SharedHeads()), part, alone)
+        return self._work(part, lambda: by_first().setdefault(first is None, HeadPlaces()),
+                          (id(heads), first is None), HeadPlaces)
 
-    def _work(self, shared: Callable[[], LaunchesTogether], part: Any, alone: Callable[[], Tensor]) -> Launched:
-        """The work of a chain. shared: returns what launches it together with other texts'"""
+    def _work(self, part: Any, shared: Callable[[], LaunchesTogether], key: object,
+              own: Callable[[], Chains[Any, Any]]) -> Launched:
+        """The work of a chain.
+
+        shared    returns what launches it together with other texts'
+        key, own  see `RequestDrafts.chains`
+        """
+        def alone() -> Tensor:
+            return self.drafts.chains(key, own).launch([part])[0]
+
         return Shareable(shared(), part, alone) if self._shares_chains else Launched(alone())
 
     def _draft_of(self, plan: ChainPlan) -> TextDraft:
-        drafted, chooser = plan.path[1:], self.drafts.chooser
-        return TextDraft(chooser, self.text.slice(chooser.length, len(self.text)), drafted, plan.num_tokens, self.width,
+        drafted, held = plan.path[1:], self.drafts.held
+        return TextDraft(held, self.text.slice(held.length, len(self.text)), drafted, plan.num_tokens, self.width,
                          self.required - len(drafted), self.within, plan.rotations)
 
-    def _updated(self) -> RequestDrafts:
-        self.drafts.update(self.text)
-        return self.drafts
+
+def _until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
+    """The places up to the first without a guess, and as far as `end` lets a chain go."""
+    kept: list[Ranked] = []
+    reached = 1.0
+    for place in places:
+        if reached < end.least:
+            break
+        kept.append(place)
+        if not place.tokens:
+            break
+        reached *= end.rate(place.lead)
+    return kept

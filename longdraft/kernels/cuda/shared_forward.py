@@ -15,7 +15,6 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +34,7 @@ Rows = TypeVar("Rows", TokenRows, EmbeddedRows)
 
 
 class TextResults(NamedTuple):
-    """What a forward computed for several texts, of which each has `size` rows.
+    """What a forward computed for one text or several, of which each has `size` rows.
 
     hidden    [R, hidden]
     attended  of L layers
@@ -49,6 +48,12 @@ class TextResults(NamedTuple):
     k: Tensor
     v: Tensor
     tapped: Tensor
+
+    @classmethod
+    def of(cls, buffers: ForwardBuffers) -> TextResults:
+        """The results in these buffers."""
+        attended = AttentionOutput(buffers.q, buffers.output, buffers.lse, buffers.content)
+        return cls(buffers.text_rows, buffers.x, attended, buffers.k, buffers.v, buffers.tapped)
 
     def places(self, texts: Sequence[LayersKV]) -> list[slice]:
         """The rows of each text."""
@@ -124,10 +129,9 @@ class SharedForwards:
              parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         stores = stores_of(texts)
         buffers = self._buffers_for(decoder, rows, texts, stores)
-        self._load(buffers, rows, texts, stores, parents)
+        buffers.load(rows, texts, parents, self._spare_store(stores[0][0]))
         decoder.ops.graphs.run(buffers, partial(decoder.run_layers, buffers, stores[0]))
-        attended = AttentionOutput(buffers.q, buffers.output, buffers.lse, buffers.content)
-        return TextResults(buffers.text_rows, buffers.x, attended, buffers.k, buffers.v, buffers.tapped).hand_out(texts)
+        return TextResults.of(buffers).hand_out(texts)
 
     def _buffers_for(self, decoder: DecoderOfLayers, rows: TokenRows, texts: Sequence[LayersKV],
                      stores: Sequence[Sequence[CudaStore]]) -> ForwardBuffers:
@@ -138,22 +142,6 @@ class SharedForwards:
         key = num, size, room, taps, id(rows.table), stores[0][0].element, has_remainder
         return self._buffers.get(key, lambda: ForwardBuffers(decoder, num * size, stores[0], has_remainder, taps,
                                                              embedding, num, room))
-
-    def _load(self, buffers: ForwardBuffers, rows: TokenRows, texts: Sequence[LayersKV],
-              stores: Sequence[Sequence[CudaStore]], parents: Tensor) -> None:
-        """Upload the inputs."""
-        staged, size, start = np.zeros(len(buffers.staged), dtype=np.int32), buffers.text_rows, 0
-        _, *turns, all_parents, tokens, _, _ = (staged[part] for part in buffers.parts)
-        cos, sin = (part.view(np.float32).reshape(buffers.rows, -1) for part in turns)
-        places = [(kv.length, min(store.room for store in own)) for kv, own in zip(texts, stores, strict=True)]
-        buffers.place_texts(staged, places, stores, [kv.remainder for kv in texts], self._spare_store(stores[0][0]))
-        all_parents[:] = -1
-        for text, count in enumerate(kv.k.shape[1] for kv in texts):
-            target, source = slice(text * size, text * size + count), slice(start, start + count)
-            all_parents[target], tokens[target] = parents[source].numpy(), rows.tokens[source]
-            cos[target], sin[target] = rows.cos[source].numpy(), rows.sin[source].numpy()
-            start += count
-        buffers.staged.copy_(torch.from_numpy(staged), non_blocking=True)
 
     def _spare_store(self, like: CudaStore) -> CudaStore:
         if self._spare is None or self._spare.element != like.element:

@@ -76,7 +76,7 @@ class SupportSearch:
     """The support of R rows [R, V], and the memory in which it is found.
 
     kinds     of filters that are launched
-    settings  float64 [6] of all rows, or [R, 6], on the device; see jit_support
+    settings  float64 [R, 6], on the device; see jit_support
     goals     int64 [R] each; see `FilterRules.goals`
     """
 
@@ -89,8 +89,7 @@ class SupportSearch:
         self._kinds, self._rows, self._settings = kinds, rows, settings
         self._most, self._fewest = goals
         self._sizes = dict(vocabulary=vocabulary, num_blocks=blocks)
-        self._per_row = dict(STRIDE=settings.stride(0) if settings.ndim > 1 else 0, BLOCKS=padded_size(blocks))
-        self._forms = dict(BLOCK=BLOCK, **self._per_row)
+        self._forms = dict(BLOCK=BLOCK, BLOCKS=padded_size(blocks))
         self.flags = kinds.flags
         self.cuts, self.floors, self._top_k, self._goals = (zeros(rows) for _ in range(4))
         self.leasts = zeros(rows, dtype=torch.float64)
@@ -98,12 +97,6 @@ class SupportSearch:
         self._keys = zeros(_LEVELS, rows)
         self._sums = zeros(2, rows, _CANDIDATES, blocks) if searches else zeros(2, 1)
         self.sums = zeros(rows, 2, blocks)
-
-    @classmethod
-    def of_text(cls, rules: FilterRules, rows: int, vocabulary: int, settings: Tensor) -> SupportSearch:
-        """For rows that all have these rules. settings: [6]."""
-        most, fewest = (torch.full((rows,), goal, dtype=torch.int64, device=settings.device) for goal in rules.goals)
-        return cls(rules.kinds, vocabulary, settings, (most, fewest))
 
     @property
     def limits(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,12 +114,12 @@ class SupportSearch:
             within = self._top_k if kinds.top_k else None
             self._sum(logits, bests, within, False)
             jit_support.top_p_goal_kernel[(self._rows,)](self.sums, self._settings, self._goals, blocks,
-                                                         **self._per_row, **chained(logits.device))
+                                                         BLOCKS=self._forms["BLOCKS"], **chained(logits.device))
             self._search(logits, bests, self._goals, within, True, self.cuts)
         if kinds.eta:
             self._sum(logits, bests, self.cuts if self.flags["HAS_CUT"] else None, True)
             jit_support.eta_kernel[(self._rows,)](bests, self.sums, self._settings, self.leasts, blocks,
-                                                  **self._per_row, **chained(logits.device))
+                                                  BLOCKS=self._forms["BLOCKS"], **chained(logits.device))
 
     def _search(self, logits: Tensor, bests: Tensor, goals: Tensor, within: Tensor | None, by_mass: bool,
                 found: Tensor) -> None:

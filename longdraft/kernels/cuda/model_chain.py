@@ -1,10 +1,10 @@
-"""Chains of drafts of several texts in one graph: each token reads the weights once for all of them.
+"""Chains of drafts with a model: each token reads the weights once for all texts.
 
     host     one upload ->                                                                  <- guesses of all texts
     device   graph of four places, graph of one: embed | layers | head | penalty, noise, best guesses | next tokens
 
-A text has the guesses, scores, keys and values of its chain alone (`drafting.DraftChain`). Tokens and settings are in
-the entries of `chain_rows`, stores and remainders in the tables of `ForwardBuffers`.
+The two graphs are replayed as often as it takes. Tokens and settings are in the entries of `chain_rows`, the stores and
+remainders of several texts in the tables of `ForwardBuffers`. The graphs of a text by itself read its own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from longdraft.kernels.chain_plan import DraftStores, DraftWeights
 from longdraft.kernels.cuda.chain_forward import ChainDecoder
-from longdraft.kernels.cuda.chain_rows import ChainRows, RowsShape, SharedDrafts, TextDraft
-from longdraft.kernels.cuda.choice import LogitsSource
-from longdraft.kernels.cuda.drafting import in_graphs
+from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
+from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import padded_size
@@ -43,24 +42,25 @@ class TextChain(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What the memory of some chains depends on: that of their rows; positions that a store has at most; whether a text
-    has a remainder; the stores' dtype."""
+    """What the memory of some chains depends on, besides that of their rows.
+
+    layers  of several texts: the stores' dtype, positions that one has at most, and whether a text has a remainder; of
+            a text by itself: the serials of its stores, and `ChainDecoder.chain_key`
+    """
 
     rows: RowsShape
-    room: int
-    has_remainder: bool
-    element: torch.dtype
+    layers: object
 
 
 class _Buffers:
     """The memory of chains of one shape."""
 
-    def __init__(self, decoder: ChainDecoder, head: CudaLinear, shape: _Shape, stores: Sequence[CudaStore],
-                 remainder: RemainderMaps) -> None:
-        """stores: of one text; remainder: of one that has any."""
-        texts, device = shape.rows.texts, decoder.ops.device
-        self.forward = decoder.chain_forward(stores, remainder, texts, shape.room)
-        self.rows = ChainRows(shape.rows, self.forward.cos.shape[1], device)
+    def __init__(self, decoder: ChainDecoder, head: CudaLinear, shape: RowsShape, stores: Sequence[CudaStore],
+                 remainder: RemainderMaps, room: int | None) -> None:
+        """stores: of one text; remainder: of one that has any; room: positions that a store of several texts has."""
+        texts, device = shape.texts, decoder.ops.device
+        self.forward = decoder.chain_forward(stores, remainder, texts, room)
+        self.rows = ChainRows(shape, self.forward.cos.shape[1], device)
         self.normed, self.sums = torch.empty_like(self.forward.x), torch.empty(head.num_sums(texts), device=device)
         self.logits = torch.empty(texts, head.out_features, device=device)
 
@@ -70,14 +70,14 @@ class _Buffers:
         placed = self.forward.inputs([chain.stores for chain in chains], [draft.places for draft in drafts])
         return placed, self.rows.inputs(drafts)
 
-    def load(self, placed: Tensor, staged: Tensor) -> None:
-        """Set the state from which the chains begin: two copies and a launch."""
+    def load(self, placed: Tensor, staged: Tensor, needs: TextNeeds) -> None:
+        """Set the state from which the chains begin: two copies, and a launch or two."""
         self.forward.upload(placed)
-        self.rows.load(staged)
+        self.rows.load(staged, needs)
 
 
-class SharedChains(SharedDrafts[TextChain, _Buffers]):
-    """Chains of several texts with one model's weights."""
+class ModelChains(Chains[TextChain, _Buffers]):
+    """Chains with one model's weights."""
 
     name = "chains"
 
@@ -89,14 +89,20 @@ class SharedChains(SharedDrafts[TextChain, _Buffers]):
         head, decoder = self._weights.head, chains[0].decoder
         assert isinstance(head, CudaLinear)
         stores = [cuda_stores(chain.stores.stores) for chain in chains]
-        room = padded_size(max(store.room for own in stores for store in own))
+        rows = RowsShape.of([chain.draft for chain in chains], head.out_features)
         remainder = next((chain.stores.remainder for chain in chains if chain.stores.remainder is not None), None)
-        shape = _Shape(RowsShape.of([chain.draft for chain in chains], head.out_features), room,
-                       remainder is not None, stores[0][0].element)
-        return self._buffers.get(shape, lambda: _Buffers(decoder, head, shape, stores[0], remainder))
+        room: int | None = None
+        layers: object
+        if len(chains) == 1:
+            layers = tuple(store.serial for store in stores[0]), decoder.chain_key(remainder)
+        else:
+            room = padded_size(max(store.room for own in stores for store in own))
+            layers = stores[0][0].element, room, remainder is not None
+        return self._buffers.get(_Shape(rows, layers),
+                                 lambda: _Buffers(decoder, head, rows, stores[0], remainder, room))
 
-    def _sizes(self, places: int) -> list[int]:
-        return in_graphs(places)
+    def _sizes(self, parts: Sequence[TextChain]) -> list[int]:
+        return in_graphs(max(part.draft.places for part in parts))
 
     def _run(self, buffers: _Buffers, first: TextChain, size: int, needs: TextNeeds) -> None:
         """`size` tokens of each text."""

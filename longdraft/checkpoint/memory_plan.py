@@ -1,0 +1,134 @@
+"""What fits into a device's memory: weights, a draft copy, and the longest text, whose cache is reserved whole.
+
+    cuda: 15.0 GiB of weights, 5.0 GiB of a copy that drafts, 2.9 GiB free: texts of at most 20,358 tokens, of 131,072
+    that the model allows. More tokens fit with LONGDRAFT_KERNELS=triton-16-fp8 (40,451), ...
+
+A tenth of the free memory is left for buffers of forwards and for graphs (`sizing.USABLE`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from longdraft.cache.full import FullCache
+from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, model_sizes, quantized_bytes
+from longdraft.errors import translate_memory_errors
+from longdraft.kernels import VARIABLE, Kernels, available
+from longdraft.model.config import ModelConfig
+from longdraft.model.transformer import Transformer
+
+log = logging.getLogger(__name__)
+_EIGHT_BITS = "-fp8"  # ends the names of kernels with an 8-bit cache
+_SCALE_BYTES = 4  # of a row of a head in an 8-bit cache
+
+
+class Cure(NamedTuple):
+    """A setting with which longer texts fit, and how many tokens then fit."""
+
+    setting: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.setting} ({self.tokens:,})"
+
+
+class MemoryPlan(NamedTuple):
+    """The memory of a device after a model was loaded.
+
+    weights_bytes  of the model; draft_bytes: of the copy that drafts
+    free_bytes     that nothing has
+    token_bytes    of the cache, for each token
+    limit          tokens that the model allows
+    cures          most tokens first; none where the whole limit fits
+    """
+
+    device: str
+    weights_bytes: int
+    draft_bytes: int
+    free_bytes: int
+    token_bytes: int
+    limit: int
+    cures: tuple[Cure, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest text that fits, prompt and new ones together."""
+        return fitting_tokens(self.free_bytes, self.token_bytes, self.limit)
+
+    def __str__(self) -> str:
+        copy = f", {_gib(self.draft_bytes)} of a copy that drafts" if self.draft_bytes else ""
+        more = f". More tokens fit with {', '.join(map(str, self.cures))}" if self.cures else ""
+        return (f"{self.device}: {_gib(self.weights_bytes)} of weights{copy}, {_gib(self.free_bytes)} free: texts of "
+                f"at most {self.tokens:,} tokens, of {self.limit:,} that the model allows{more}")
+
+
+def fitting_tokens(free_bytes: int, token_bytes: int, limit: int) -> int:
+    """Tokens whose cache fits, with the rows of the largest tree beside them."""
+    return max(0, min(limit, int(free_bytes * USABLE) // token_bytes - LARGEST_TREE))
+
+
+def plan(model: Transformer, draft_bytes: int = 0) -> MemoryPlan | None:
+    """The plan of a model that is loaded; None where the kernels do not know their memory."""
+    free, kernels = model.kernels.free_bytes(), model.kernels
+    if free is None:
+        return None
+    now = MemoryPlan(str(kernels.device), weights_of(model.config, kernels, model.weights.quantize), draft_bytes, free,
+                     model.cache_bytes_per_token, model.config.max_positions)
+    if now.tokens == now.limit:
+        return now
+    cures = {Cure(setting, each.tokens) for setting, each in _alternatives(now, model) if each.tokens > now.tokens}
+    return now._replace(cures=tuple(sorted(cures, key=lambda cure: -cure.tokens)))
+
+
+def _alternatives(now: MemoryPlan, model: Transformer) -> Iterator[tuple[str, MemoryPlan]]:
+    """Settings, and what the plan would be with them."""
+    kernels, config = model.kernels, model.config
+    name = f"{kernels.name}{_EIGHT_BITS}"
+    small = None
+    if not kernels.name.endswith(_EIGHT_BITS) and name in available("cuda"):
+        small = sum(2 * heads * (dim + _SCALE_BYTES) for heads, dim in config.kv_shapes)
+        yield f"{VARIABLE}={name}", now._replace(token_bytes=small)
+    if now.draft_bytes:
+        yield ("--drafter-option draft_weights=same",
+               now._replace(free_bytes=now.free_bytes + now.draft_bytes, draft_bytes=0))
+    if model.weights.quantize != "none":
+        return
+    for quantize in ("int8", "int4"):
+        saved = now.weights_bytes - weights_of(config, kernels, quantize)
+        saved += now.draft_bytes if quantize == "int4" else 0  # an int4 model drafts with its own weights
+        fewer = now._replace(free_bytes=now.free_bytes + saved)
+        yield f"--quantize {quantize}", fewer
+        if small and fewer.tokens < now.limit:
+            yield f"--quantize {quantize} and {VARIABLE}={name}", fewer._replace(token_bytes=small)
+
+
+def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:
+    """Reserve the whole cache of a text of `length` tokens. MemoryError, naming what would fit, if there is no room."""
+    now, wanted = plan(model), length + LARGEST_TREE
+    if now and int(now.free_bytes * USABLE) // now.token_bytes < wanted:
+        raise MemoryError(f"the cache of {length} tokens takes {_gib(wanted * now.token_bytes)}, and "
+                          f"{_gib(now.free_bytes)} of {now.device} are free; {now.tokens} tokens would fit, prompt and "
+                          f"new ones together; {' or '.join(['write fewer', *map(str, now.cures)])}")
+    with translate_memory_errors():
+        cache.reserve(wanted)
+
+
+def weights_of(config: ModelConfig, kernels: Kernels, quantize: str) -> int:
+    """Bytes of a model's weights on a device."""
+    if quantize in ("int8", "int4"):
+        return quantized_bytes(config, quantize, is_on_device=True)
+    return model_sizes(config).parameters * kernels.dtype.itemsize
+
+
+def report(model: Transformer, draft: Transformer | None) -> None:
+    """Log the plan, as a warning where the model allows longer texts than fit."""
+    copied = 0 if draft is None else quantized_bytes(model.config, draft.weights.quantize, is_draft_copy=True,
+                                                     is_on_device=True)
+    if found := plan(model, copied):
+        log.log(logging.WARNING if found.tokens < found.limit else logging.INFO, "%s", found)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

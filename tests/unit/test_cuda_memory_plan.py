@@ -1,0 +1,127 @@
+"""The plan of a device's memory: its bytes beside those that are allocated. Needs no device."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
+import longdraft
+from helpers.checkpoints import make_checkpoint
+from helpers.cuda_kernels import DEVICE
+from longdraft.checkpoint import memory_plan
+from longdraft.checkpoint.memory_plan import plan, weights_of
+from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, quantized_bytes
+from longdraft.kernels.cuda.kernels import CudaKernels
+from longdraft.request.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.full
+NAME, LIMIT = "triton-16", 1 << 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
+                    vocab_size=640, max_position_embeddings=LIMIT, tie_word_embeddings=False)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def held_bytes() -> int:
+    """Of all tensors' memory."""
+    gc.collect()
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in gc.get_objects()
+                if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided}
+    return sum(storages.values())
+
+
+def engine_of(folder, quantize="none", name=NAME, **options):
+    return longdraft.load(str(folder), device=DEVICE, dtype="float32", kernels_name=name, quantize=quantize,
+                          quantized_cache="none", **{"drafter": "plain"} | options)
+
+
+def have_free(monkeypatch, count: int) -> None:
+    monkeypatch.setattr(CudaKernels, "free_bytes", lambda self: count)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_the_bytes_of_the_weights_are_those_that_a_load_allocates(folder, quantize):
+    before = held_bytes()
+    engine = engine_of(folder, quantize)
+    planned = weights_of(engine.model.config, engine.model.kernels, quantize)
+    assert planned == pytest.approx(held_bytes() - before, rel=0.02)
+
+
+def test_the_bytes_of_a_draft_copy_are_those_that_a_load_allocates(folder):
+    before = held_bytes()
+    alone = engine_of(folder)
+    weights = held_bytes() - before
+    del alone
+    engine = engine_of(folder, drafter="magicdec", drafter_options={"draft_weights": "int4"})
+    copied = quantized_bytes(engine.model.config, "int4", is_draft_copy=True, is_on_device=True)
+    assert copied == pytest.approx(held_bytes() - before - weights, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}-fp8"])
+def test_a_text_of_as_many_tokens_as_the_plan_says_fits_and_a_longer_one_does_not(folder, monkeypatch, name):
+    engine = engine_of(folder, name=name)
+    free = 60_000 * engine.model.cache_bytes_per_token
+    have_free(monkeypatch, free)
+    tokens = plan(engine.model).tokens
+    assert tokens == int(free * USABLE) // engine.model.cache_bytes_per_token - LARGEST_TREE
+    before = held_bytes()
+    text = engine.generate([5] * 10, SamplingParams(max_new_tokens=tokens - 10))
+    assert held_bytes() - before <= free * 0.93, "the rest is for buffers"
+    assert text.step.cache.nbytes == pytest.approx(free * USABLE, rel=0.02)  # and slots of drafts
+    text.close()
+    with pytest.raises(MemoryError, match=rf"{tokens} tokens would fit, .* write fewer or "):
+        engine.generate([5] * 10, SamplingParams(max_new_tokens=tokens - 9))
+
+
+def test_with_each_cure_as_many_tokens_fit_as_the_plan_says(folder, monkeypatch):
+    """In a device that holds the model, its copy, and a cache of 7,000 tokens."""
+    engine = engine_of(folder, drafter="magicdec", drafter_options={"draft_weights": "int4"})
+    per_token = engine.model.cache_bytes_per_token
+    copied = quantized_bytes(engine.model.config, "int4", is_draft_copy=True, is_on_device=True)
+    weights, free = weights_of(engine.model.config, engine.model.kernels, "none"), 7000 * per_token
+    have_free(monkeypatch, free)
+    found = plan(engine.model, copied)
+    assert f"{found.tokens:,} tokens, of {LIMIT:,}" in str(found) and found.tokens < LIMIT
+    cures = {cure.setting: cure.tokens for cure in found.cures}
+    assert len(cures) == 6 and list(cures.values()) == sorted(cures.values(), reverse=True)
+    for setting, tokens in cures.items():
+        assert f"{setting} ({tokens:,})" in str(found) and tokens > found.tokens
+        quantize = (re.findall(r"--quantize (\w+)", setting) or ["none"])[0]
+        other = engine_of(folder, quantize, name=f"{NAME}-fp8" if "fp8" in setting else NAME)
+        keeps_copy = quantize != "int4" and "draft_weights" not in setting
+        left = weights + copied + free - weights_of(other.model.config, other.model.kernels, quantize)
+        have_free(monkeypatch, left - copied * keeps_copy)
+        assert plan(other.model).tokens == tokens, setting
+
+
+def test_the_plan_is_logged_at_the_start_and_is_a_warning_where_the_longest_text_does_not_fit(folder, monkeypatch,
+                                                                                               caplog):
+    caplog.set_level(logging.INFO, memory_plan.log.name)
+    for free, level, words in ((1 << 40, logging.INFO, f"at most {LIMIT:,} tokens, of {LIMIT:,} that the model allows"),
+                               (1 << 24, logging.WARNING, "More tokens fit with --quantize int4 and")):
+        caplog.clear()
+        have_free(monkeypatch, free)
+        engine_of(folder)
+        (record,) = (each for each in caplog.records if each.name == memory_plan.log.name)
+        assert record.levelno == level and words in record.getMessage()
+        assert ("fit with" in record.getMessage()) == (level == logging.WARNING)
+
+
+def test_there_is_no_plan_where_the_memory_is_not_known(folder, caplog):
+    assert plan(engine_of(folder).model) is None
+    assert not [each for each in caplog.records if each.name == memory_plan.log.name]
