@@ -106,8 +106,9 @@ def _alternatives(now: MemoryPlan, model: Transformer) -> Iterator[tuple[str, Me
 
 def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:
     """Reserve the whole cache of a text of `length` tokens. MemoryError, naming what would fit, if there is no room."""
-    now, wanted = plan(model), length + LARGEST_TREE
-    if now and int(now.free_bytes * USABLE) // now.token_bytes < wanted:
+    free, wanted = model.kernels.free_bytes(), length + LARGEST_TREE
+    fits = free is None or int(free * USABLE) // model.cache_bytes_per_token >= wanted
+    if not fits and (now := plan(model)):
         raise MemoryError(f"the cache of {length} tokens takes {_gib(wanted * now.token_bytes)}, and "
                           f"{_gib(now.free_bytes)} of {now.device} are free; {now.tokens} tokens would fit, prompt and "
                           f"new ones together; {' or '.join(['write fewer', *map(str, now.cures)])}")

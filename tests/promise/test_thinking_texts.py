@@ -51,6 +51,16 @@ RULES = {
 }
 
 
+def resumed_after(cut, steps: int, engine, journal) -> list[int]:
+    """The tokens of a text that was cut after some steps, and resumed from its journal by another engine."""
+    with cut:
+        for _ in range(steps):
+            next(cut)
+    resumed = engine.resume(journal)
+    list(resumed)
+    return resumed.tokens.tolist()
+
+
 @pytest.mark.parametrize("rules", RULES)
 def test_a_text_cut_anywhere_is_resumed_to_the_same_text(engine, tmp_path, rules):
     params = params_of(**RULES[rules])
@@ -58,13 +68,8 @@ def test_a_text_cut_anywhere_is_resumed_to_the_same_text(engine, tmp_path, rules
     plain = engine.with_drafter("plain")
     assert write(plain, params) == whole
     for after in (1, 8, 25, 26, 40):
-        folder = tmp_path / str(after)
-        with plain.generate(engine.chat(HELLO), params, journal=folder) as generation:
-            for _ in range(after):
-                next(generation)
-        resumed = engine.resume(folder)
-        list(resumed)
-        assert resumed.tokens.tolist() == whole, after
+        cut = plain.generate(engine.chat(HELLO), params, journal=tmp_path / str(after))
+        assert resumed_after(cut, after, engine, tmp_path / str(after)) == whole, after
 
 
 def test_batches_and_several_texts_of_a_prompt_are_the_same_texts(engine):
@@ -321,13 +326,8 @@ def test_a_structured_answer_of_gpt_oss_has_its_header(channels, tmp_path, kind,
     assert put_together(reader.read(events, is_end=True)).content == answer
     assert text_of(channels.generate(prompt, params))[0] == tokens
     for after in (2, 9):
-        folder = tmp_path / str(after)
-        with plain.generate(prompt, params, journal=folder) as cut:
-            for _ in range(after):
-                next(cut)
-        resumed = channels.resume(folder)
-        list(resumed)
-        assert resumed.tokens.tolist() == tokens, after
+        cut = plain.generate(prompt, params, journal=tmp_path / str(after))
+        assert resumed_after(cut, after, channels, tmp_path / str(after)) == tokens, after
 
 
 def test_answer_now_leads_to_the_structured_answer_of_gpt_oss(channels):
