@@ -7,7 +7,7 @@ import binascii
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,8 +17,9 @@ from longdraft.request.events import Event
 from longdraft.request.sampling_params import EFFORTS
 from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import ApiError
+from longdraft.server.jobs import GenerationJob
 from longdraft.server.logs import log_event
-from longdraft.server.replies import data_event
+from longdraft.server.replies import EVENTS, Choice, ResponseOptions, data_event
 from longdraft.text.chat_template import THINKING_SWITCHES
 from longdraft.text.tokenizer import StopText, Tokenizer
 
@@ -143,6 +144,28 @@ class SettingNames:
 _TO_THE_END = (-1, -2)  # of max_tokens: without a limit of its own
 _MAX_WINDOW = 1 << 20  # of a penalty window of -1: the whole context
 _OF_WINDOW = ("penalty_window", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class TextReply:
+    """What the replies of these APIs have in common. Each is that of one text; most send nothing before it."""
+
+    media_type = EVENTS
+    is_large = False
+    is_numbered = False
+
+    def __init__(self, options: ResponseOptions, jobs: list[GenerationJob]) -> None:
+        self._options = options
+        self._job, = jobs
+        self._choice = Choice.of(options, self._job)
+
+    def begin(self) -> Iterator[bytes]:
+        yield from ()
+
+    def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
+        yield from ()
+
+    def add(self, job: GenerationJob, events: list[Event]) -> None:
+        self._choice.parts += self._choice.read(events)
 
 
 class StopSearch:

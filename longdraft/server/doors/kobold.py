@@ -9,10 +9,10 @@ from pydantic import Field
 
 from longdraft.request.events import Event
 from longdraft.server.body_types import Name, StrictModel, Utf8Text
-from longdraft.server.doors.blocks import SettingNames, refused, without_none
+from longdraft.server.doors.blocks import SettingNames, TextReply, refused, without_none
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import EVENTS, Choice, ResponseOptions, as_json
+from longdraft.server.replies import ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 
@@ -74,23 +74,11 @@ def completion_of(body: GenerateBody, *, is_stream: bool) -> dict[str, Any]:
         "ignore_eos": ignores_end or None, "temperature_last": body.sampler_order == _LAST_ORDER or None})
 
 
-class KoboldReply:
+class KoboldReply(TextReply):
     """The reply to `/api/v1/generate`, or to `/api/extra/generate/stream`."""
 
-    media_type = EVENTS
-    is_large = False
-    is_numbered = False
-
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob]) -> None:
-        self._options = options
-        self._job, = jobs
-        self._choice = Choice.of(options, self._job)
-
-    def begin(self) -> Iterator[bytes]:
-        yield from ()
-
-    def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
-        yield from ()
+        super().__init__(options, jobs)
 
     def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
         text = "".join(part.text for part in self._choice.read(events))
@@ -101,9 +89,6 @@ class KoboldReply:
 
     def failure(self, error: ApiError) -> Iterator[bytes]:
         yield _message({"token": "", "finish_reason": "error", "error": str(error)})
-
-    def add(self, job: GenerationJob, events: list[Event]) -> None:
-        self._choice.parts += self._choice.read(events)
 
     def whole(self) -> Iterator[bytes]:
         yield as_json({"results": [{

@@ -13,10 +13,10 @@ from pydantic import Field
 from longdraft.engine.engine import Engine
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import ALIASES
-from longdraft.server.doors.blocks import SettingNames, StopSearch, refused, without_none
+from longdraft.server.doors.blocks import SettingNames, StopSearch, TextReply, refused, without_none
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import EVENTS, Choice, ResponseOptions, as_json, data_event
+from longdraft.server.replies import ResponseOptions, as_json, data_event
 from longdraft.server.schemas import MAX_LOGPROBS, CompletionRequest
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
@@ -68,25 +68,17 @@ def _bias(given: Any) -> Any:
     return {str(token): -100.0 if value is False else value for token, value in pairs} or None
 
 
-class CompletionReply:
+class CompletionReply(TextReply):
     """The reply to `/completion`."""
-
-    media_type = EVENTS
-    is_large = False
-    is_numbered = False
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  body: CompletionBody) -> None:
-        self._options, self._model, self._tokenizer, self._body = options, model, tokenizer, body
-        self._job, = jobs
-        self._choice = Choice.of(options, self._job)
+        super().__init__(options, jobs)
+        self._model, self._tokenizer, self._body = model, tokenizer, body
         self._stops = StopSearch(tokenizer, self._job.params.stop)
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._probabilities: list[dict[str, Any]] = []
-
-    def begin(self) -> Iterator[bytes]:
-        yield from ()
 
     def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
         done, total = job.prefill

@@ -16,6 +16,7 @@ from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StopString, StrictModel
 from longdraft.server.doors.blocks import (
     StopSearch,
+    TextReply,
     carried,
     carry,
     effort_of,
@@ -31,7 +32,7 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError, anthropic_error
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import EVENTS, Choice, ResponseOptions, as_json
+from longdraft.server.replies import ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Part, put_together
@@ -152,32 +153,20 @@ def _tools(tools: Any, choice: Any) -> dict[str, Any]:
     return chosen | {"tool_choice": kinds[choice["type"]], "parallel_tool_calls": parallel}
 
 
-class MessagesReply:
-    """The reply to one request of Anthropic's messages."""
-
-    media_type = EVENTS
-    is_numbered = False
-    is_large = False
+class MessagesReply(TextReply):
+    """The reply to one request of Anthropic's messages. Its first event says how much of the prompt was cached."""
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  hides_thinking: bool = False, context_limit: int = 0) -> None:
         """hides_thinking: thoughts are carried in signatures only; context_limit: tokens of prompt and text."""
-        self._options, self._model = options, model
-        self._job, = jobs
+        super().__init__(options, jobs)
+        self._model = model
         self._stops = StopSearch(tokenizer, self._job.params.stop)
-        self._choice = Choice.of(options, self._job)
         self._hides, self._limit = hides_thinking, context_limit
         self._has_begun = False
         self._kind = ""  # of the block that is open
         self._index = -1
         self._thought = ""  # of the block that is open
-
-    def begin(self) -> Iterator[bytes]:
-        """Nothing yet: the first event says how much of the prompt was cached."""
-        yield from ()
-
-    def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
-        yield from ()
 
     def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
         yield from self._start()
@@ -197,7 +186,7 @@ class MessagesReply:
         yield named_event(anthropic_error(error))
 
     def add(self, job: GenerationJob, events: list[Event]) -> None:
-        self._choice.parts += self._choice.read(events)
+        super().add(job, events)
         self._stops.add(events)
 
     def whole(self) -> Iterator[bytes]:

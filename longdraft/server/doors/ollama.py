@@ -20,6 +20,7 @@ from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text
 from longdraft.server.doors.blocks import (
     SettingNames,
+    TextReply,
     effort_of,
     is_object,
     loaded_arguments,
@@ -30,7 +31,7 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import Choice, ResponseOptions, as_json
+from longdraft.server.replies import ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Call, Part
@@ -146,25 +147,16 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-class OllamaReply:
+class OllamaReply(TextReply):
     """The reply to `/api/chat` or, with `is_chat` false, to `/api/generate`."""
 
     media_type = "application/x-ndjson"
-    is_numbered = False
-    is_large = False
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  is_chat: bool = True) -> None:
-        self._options, self._model, self._is_chat = options, model, is_chat
-        self._job, = jobs
-        self._choice = Choice.of(options, self._job)
+        super().__init__(options, jobs)
+        self._model, self._is_chat = model, is_chat
         self._call: Call | None = None  # that is not complete yet
-
-    def begin(self) -> Iterator[bytes]:
-        yield from ()
-
-    def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
-        yield from ()
 
     def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
         for part in self._choice.read(events):
@@ -193,9 +185,6 @@ class OllamaReply:
 
     def failure(self, error: ApiError) -> Iterator[bytes]:
         yield as_json({"error": str(error)}) + b"\n"
-
-    def add(self, job: GenerationJob, events: list[Event]) -> None:
-        self._choice.parts += self._choice.read(events)
 
     def whole(self) -> Iterator[bytes]:
         answer = self._choice.answer

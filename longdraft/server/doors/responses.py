@@ -14,6 +14,7 @@ from pydantic import Field
 from longdraft.request.events import Event
 from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text
 from longdraft.server.doors.blocks import (
+    TextReply,
     carried,
     carry,
     is_object,
@@ -27,7 +28,7 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import EVENTS, Choice, ResponseOptions, as_json
+from longdraft.server.replies import ResponseOptions, as_json
 from longdraft.server.schemas import LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Part
@@ -161,18 +162,15 @@ def _function(tool: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {"type": "function", "function": without_none({"name": f"{prefix}{tool.get('name')}", **about})}
 
 
-class ResponsesReply:
+class ResponsesReply(TextReply):
     """The reply to one request of OpenAI's responses."""
 
-    media_type = EVENTS
-    is_large = False
     is_numbered = True
 
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  body: ResponsesRequest) -> None:
-        self._options, self._model, self._body = options, model, body
-        self._job, = jobs
-        self._choice = Choice.of(options, self._job)
+        super().__init__(options, jobs)
+        self._model, self._body = model, body
         self._created = int(self._job.created)
         self._number = -1  # of the latest event
         self._items: list[dict[str, Any]] = []  # that are complete
@@ -182,9 +180,6 @@ class ResponsesReply:
     def begin(self) -> Iterator[bytes]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
-
-    def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
-        yield from ()
 
     def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
         for part in self._choice.read(events):
