@@ -114,6 +114,16 @@ class Eagle:
         """See `longdraft.kernels.chain_plan.DraftLayers`."""
         return self._run(ops, self.fed_back(row), embedded, rotations, stores, 0, self._first_row).hidden
 
+    def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
+                  stores: Sequence[KVStore]) -> Tensor:
+        """See `longdraft.kernels.chain_plan.DraftLayers`."""
+        return self._run(ops, self.fuse(states), embedded, rotations, stores, 0, self._first_row).hidden
+
+    @property
+    def width(self) -> int:
+        """Of a row of the layers' output."""
+        return self.config.layer.hidden_size
+
     @property
     def embedding(self) -> tuple[Linear, float]:
         """The table of token embeddings, and the factor that multiplies these."""

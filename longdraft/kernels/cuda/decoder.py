@@ -18,7 +18,6 @@ from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import tree_attention
 from longdraft.kernels.cuda.chain_forward import FixedForward
 from longdraft.kernels.cuda.forward_buffers import (
-    EMBED_BLOCK,
     EmbeddedRows,
     Embedding,
     ForwardBuffers,
@@ -151,7 +150,7 @@ class CudaDecoder:
         """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""
         geometry, post_norm = self.geometry, self.geometry.post_norm
         if buffers.embedding:
-            self._embed(buffers, *buffers.embedding)
+            buffers.embedding.of_tokens(buffers.tokens, buffers.x_in)
         buffers.work.set_tree(buffers.parents)
         x, source = buffers.x_in, buffers.x_in
         if not post_norm:
@@ -182,13 +181,6 @@ class CudaDecoder:
         if buffers.table is not None or not can_fetch(self.ops.device):
             return None, None
         return gate_up.ahead(2 * store.heads * store.dim * store.element.itemsize)
-
-    def _embed(self, buffers: ForwardBuffers, table: CudaLinear, factor: float) -> None:
-        with on_device(buffers.x.device):
-            jit_rows.embed_rows_kernel[(buffers.rows, ceil_div(self.hidden, EMBED_BLOCK))](
-                buffers.tokens, table.weight, buffers.sums if table.scale is None else table.scale, buffers.x_in,
-                factor, HIDDEN=self.hidden, BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None,
-                HAS_FACTOR=factor != 1, **chained(buffers.x.device))
 
     def _product(self, buffers: ForwardBuffers, x: Tensor, weight: CudaLinear) -> PartialSums:
         return weight.partial_sums(x, self.ops.tile, buffers.sums)
