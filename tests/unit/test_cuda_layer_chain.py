@@ -192,6 +192,31 @@ def test_new_rows_of_a_text_are_read_on_the_device_with_the_bits_of_the_host(
     assert torch.equal(found, wanted), "single steps go on from what the device has read"
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_new_rows_of_several_texts_are_read_together_with_the_bits_of_each_alone(folder, is_captured, monkeypatch):
+    """Unlike numbers of new rows and of moves, one text that has read all its rows already, and a padding text."""
+    model, head = load(folder, "EAGLE-3")
+    steps = [[5], [7, 9, 5, 4], []]
+    if is_captured:
+        captured(model.kernels.graphs, monkeypatch)
+
+    def begun() -> list[Drafting]:
+        texts = [Drafting(model, head, PAPER, False, window=window, sinks=sinks)
+                 for window, sinks in ((10, 2), (64, 4), (11, 0))]
+        for text, tokens in zip(texts, steps, strict=True):
+            text.draft(1, 1, NEVER)
+            text.go_on(tokens) if tokens else None
+        return texts
+
+    alone = [[text.draft(3, 2, NEVER), text.chain_rows(0)] for text in begun()]
+    together = begun()
+    monkeypatch.setattr(Eagle, "forward", lambda *given: pytest.fail("the host runs the layers"))
+    routines = [text.launch(3, 2, NEVER) for text in together]
+    read_together([next(routine) for routine in routines])
+    assert [[launched.finished(routine), text.chain_rows(0)] for routine, text in
+            zip(routines, together, strict=True)] == alone
+
+
 def test_rows_that_no_device_reads_after_all_are_read_by_the_host(folder):
     """A ranker declines a plan, single steps follow, and texts go on while rows are unread."""
     model, head = load(folder, "EAGLE-3")
