@@ -25,7 +25,7 @@ from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import Decoder, Kernels, KVStore, LayerOperations, RemainderMaps
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.layer_inputs import LayerInputs
-from longdraft.kernels.weights import Linear
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 
 class DraftWeights(NamedTuple):
@@ -76,6 +76,10 @@ class DraftLayers(Protocol):
     @property
     def vocabulary(self) -> int:
         """Number of logits."""
+
+    @property
+    def decoder_layers(self) -> tuple[Sequence[LayerWeights], Geometry] | None:
+        """What `RunsLayers` may run; None: not layers of a decoder alone."""
 
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:

@@ -146,16 +146,20 @@ class CudaDecoder:
     def model_chains(self, weights: DraftWeights, has_remainder: bool) -> ModelChains:
         return self._chains.get(id(weights.head), lambda: ModelChains(weights))
 
-    def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
-        """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""
+    def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore], source: Tensor | None = None) -> None:
+        """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires.
+
+        source  [R, K], the input of the first layer's queries, keys and values; None: its residual after its norm
+        """
         geometry, post_norm = self.geometry, self.geometry.post_norm
         if buffers.embedding:
             buffers.embedding.of_tokens(buffers.tokens, buffers.x_in)
-        buffers.work.set_tree(buffers.parents)
-        x, source = buffers.x_in, buffers.x_in
-        if not post_norm:
-            source = self.ops.rms_norm_into(x, self.layers[0].attention_norm, geometry.eps, geometry.rounds_once,
-                                            buffers.normed)
+        if buffers.text_rows > 1:  # a row by itself is its own path
+            buffers.work.set_tree(buffers.parents)
+        x = buffers.x_in
+        if source is None:
+            source = x if post_norm else self.ops.rms_norm_into(x, self.layers[0].attention_norm, geometry.eps,
+                                                                geometry.rounds_once, buffers.normed)
         for index, layer in enumerate(self.layers):
             qkv, out, gate_up, down = weights_of(layer)
             early, late = self._ahead(buffers, stores[index], gate_up)

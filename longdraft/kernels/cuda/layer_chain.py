@@ -5,8 +5,9 @@
 
 Three CUDA graphs, of the first token, of one and of four further ones, are replayed as often as it takes. Each token
 reads the layers once for all texts. Rows of the text that are new since the last chain are read in the first graph. So
-the host waits for nothing in between. The layers run operation by operation, as from the host, but places are read from
-the device's memory, and so are the addresses of the stores of several texts.
+the host waits for nothing in between. Layers have the fused kernels of `decoder.CudaDecoder` where their form allows
+it; others run operation by operation, as from the host. Places are read from the device's memory, and so are the
+addresses of the stores of several texts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.chain_plan import DraftLayers, UnreadRows
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
-from longdraft.kernels.cuda.forward_buffers import Embedding
+from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
+from longdraft.kernels.cuda.forward_buffers import Embedding, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, move_rows, scatter_rows
 from longdraft.kernels.cuda.launch import padded_size, staged_parts
@@ -55,10 +57,12 @@ class RowPlaces(NamedTuple):
 class _PlacedOperations(CudaOperations):
     """Operations whose attention is that of rows of each text, at `places`. Each row's parent is the one before it.
 
+    layers  whose decoder layers have fused kernels, if their form allows it (`RunsLayers`)
     stores  of one text; the last one is only read if `has_read`
     """
 
-    def __init__(self, ops: CudaOperations, places: RowPlaces, stores: Sequence[CudaStore], has_read: bool) -> None:
+    def __init__(self, ops: CudaOperations, layers: DraftLayers, places: RowPlaces, stores: Sequence[CudaStore],
+                 has_read: bool) -> None:
         self.__dict__.update(ops.__dict__)
         self._num_texts = len(places.where) // 2
         self._places, self._serials = places, [store.serial for store in stores]
@@ -68,6 +72,25 @@ class _PlacedOperations(CudaOperations):
         self._texts = (self._rows // self._of_text).to(torch.int32)
         self._parents = self._rows.to(torch.int32) % self._of_text - 1
         self._work: dict[int, AttentionWorkspace] = {}  # by the store's index
+        self._stores = stores
+        self.buffers: ForwardBuffers | None = None
+        if (own := layers.decoder_layers) and all(has_fixed_launches(layer, own[1]) for layer in own[0]):
+            self._decoder = CudaDecoder(ops, *own)
+            room = min(places.rooms) if places.rooms else None
+            buffers = self.buffers = ForwardBuffers(self._decoder, len(self._rows), stores, False,
+                                                    texts=self._num_texts, room=room)
+            buffers.parents.copy_(self._parents)
+            buffers.where = places.where
+            buffers.table = None if places.tables is None else places.tables.transpose(0, 1)
+        self.has_layers = self.buffers is not None
+
+    def layers_forward(self, x: Tensor, source: Tensor | None, rotations: tuple[Tensor, Tensor]) -> Tensor:
+        """See `RunsLayers`. A row without a slot is written after the others of its text."""
+        buffers = self.buffers
+        assert buffers is not None
+        buffers.x_in, (buffers.cos, buffers.sin) = x, rotations
+        self._decoder.run_layers(buffers, self._stores, source)
+        return buffers.x
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         (store,), places = cuda_stores([kv.store]), self._places
@@ -90,18 +113,16 @@ class _PlacedOperations(CudaOperations):
 
 
 class LayerRows:
-    """The rows of texts that layers compute: of a chain one of each text, from which they go on.
+    """The rows of texts that layers compute: of a chain one of each text, from which they go on."""
 
-    stores  of one text; the last one is only read if `has_read`
-    width   of the embeddings
-    row     a row [1, hidden] of the layers' output
-    """
-
-    def __init__(self, ops: CudaOperations, places: RowPlaces, stores: Sequence[CudaStore], has_read: bool, width: int,
-                 row: Tensor) -> None:
-        rows, dim, device = len(places.slots), stores[0].dim, ops.device
-        self.stores, self.ops = stores, _PlacedOperations(ops, places, stores, has_read)
-        self.row = torch.zeros(rows, row.shape[1], dtype=row.dtype, device=device)
+    def __init__(self, part: TextLayers, places: RowPlaces) -> None:
+        """part: of any text."""
+        stores, ops, row, (table, _) = part.stores, part.ops, part.row, part.layers.embedding
+        assert isinstance(table, CudaLinear)
+        rows, dim, width, device = len(places.slots), stores[0].dim, table.in_features, ops.device
+        self.stores, self.ops = stores, _PlacedOperations(ops, part.layers, places, stores, part.has_read)
+        buffers = self.ops.buffers
+        self.row = torch.zeros(rows, row.shape[1], dtype=row.dtype, device=device) if buffers is None else buffers.x
         self.embedded = torch.zeros(rows, width, dtype=ops.dtype, device=device)
         self.cos, self.sin = (torch.zeros(rows, dim // 2, device=device) for _ in range(2))
 
@@ -172,8 +193,7 @@ class _Reader:
         """given: some texts' parts; places: of the chains."""
         part, states = given[0], next(each.unread.states for each in given if each.unread is not None)
         texts, device, half = len(places.where) // 2, part.ops.device, part.stores[0].dim // 2
-        rows, (table, _) = texts * size.rows, part.layers.embedding
-        assert isinstance(table, CudaLinear)
+        rows = texts * size.rows
         self._size, self._texts = size, texts
         self._parts = staged_parts(4 * texts, 4 * texts, 2 * rows, 6 * texts * size.moves, 2 * texts, rows, rows * half,
                                    rows * half, texts * 2 * half)
@@ -183,8 +203,7 @@ class _Reader:
         self._tokens, (cos, sin, turns) = parts[5], (each.view(torch.float32) for each in parts[6:])
         self._moves, self._turns = moves.view(texts, size.moves, 3), turns.view(texts, 2, half)
         self._tables = None if places.tables is None else places.tables[: len(part.stores) - part.has_read]
-        self._rows = LayerRows(part.ops, places._replace(where=where, read=read, slots=slots), part.stores,
-                               part.has_read, table.in_features, part.row)
+        self._rows = LayerRows(part, places._replace(where=where, read=read, slots=slots))
         self._rows.cos, self._rows.sin = cos.view(rows, half), sin.view(rows, half)
         self._states = torch.zeros(states.shape[0], rows, states.shape[2], dtype=states.dtype, device=device)
         self._held = torch.zeros(texts + rows, part.row.shape[1], dtype=part.row.dtype, device=device)
@@ -199,6 +218,7 @@ class _Reader:
         moves[:], last[:] = -1, range(self._texts)
         for text, part in enumerate(parts):
             if (unread := part.unread) is None:
+                where[2 * text + 1] = part.length  # rows that are not read go after the visible ones
                 continue
             count, first = len(unread.tokens), text * self._size.rows
             before, own = part.length - count, slice(first, first + count)
@@ -250,9 +270,8 @@ class _Buffers:
     """
 
     def __init__(self, shape: RowsShape, part: TextLayers, rooms: tuple[int, ...]) -> None:
-        texts, device, (table, _) = shape.texts, part.ops.device, part.layers.embedding
+        texts, device = shape.texts, part.ops.device
         num = len(part.stores) if rooms else 0  # of tables
-        assert isinstance(table, CudaLinear)
         self.rows = ChainRows(shape, part.stores[0].dim // 2, device)
         self._parts = staged_parts(4 * texts, 4 * texts, 2 * 5 * num * texts)
         self._staged = torch.zeros(self._parts[-1].stop, dtype=torch.int32, device=device)
@@ -260,7 +279,7 @@ class _Buffers:
         self.where = where
         self._places = RowPlaces(where, read, where.view(-1, 2)[:, 1], tables.view(num, texts, 5) if rooms else None,
                                  rooms)
-        self.layers = LayerRows(part.ops, self._places, part.stores, part.has_read, table.in_features, part.row)
+        self.layers = LayerRows(part, self._places)
         self.readers: dict[NewRows, _Reader] = {}  # few, because their sizes are powers of two
         self._spares = [CudaStore(device, store.dtype, store.element, store.heads, store.dim)
                         for store in part.stores[:num]]
