@@ -209,7 +209,7 @@ class _Reader:
         self._held = torch.zeros(texts + rows, part.row.shape[1], dtype=part.row.dtype, device=device)
 
     def inputs(self, parts: Sequence[TextLayers]) -> Tensor:
-        """What `load` gets. A padding row is not written; a text that has read all rows goes on from the given one."""
+        """What `load` uploads. A text that has read all its rows goes on from the given one."""
         staged = np.zeros(len(self._staged), dtype=np.int32)
         given = [staged[each] for each in self._parts]
         where, read, slots, moves, last = (each.view(np.int64) for each in given[:5])
@@ -232,10 +232,11 @@ class _Reader:
             turns.reshape(self._texts, 2, -1)[text] = torch.cat(unread.turn).numpy()
         return torch.from_numpy(staged)
 
-    def load(self, staged: Tensor, parts: Sequence[TextLayers]) -> None:
-        """Set what the graph reads: a copy, and one for each text."""
-        self._staged.copy_(staged, non_blocking=True)
-        staged[self._parts[3]] = -1  # a capture has moved the rows: new ones are where they were
+    def load(self, inputs: list[Tensor], parts: Sequence[TextLayers]) -> None:
+        """Set what the graph reads: a copy, and one for each text. inputs: what is uploaded, and the next time."""
+        self._staged.copy_(inputs[0], non_blocking=True)
+        inputs[0] = inputs[0].clone()
+        inputs[0][self._parts[3]] = -1  # a capture has moved the rows: new ones are where they were
         for text, part in enumerate(parts):
             if part.unread is None:
                 self._held[text : text + 1].copy_(part.row)
@@ -307,7 +308,7 @@ class _Buffers:
         if size not in self.readers:
             self.readers[size] = _Reader(size, parts, self._places)
         reader = self.readers[size]
-        return partial(reader.load, reader.inputs(parts), parts)
+        return partial(reader.load, [reader.inputs(parts)], parts)
 
     def load(self, placed: Tensor, staged: Tensor, load_rows: Callable[[], object], needs: TextNeeds) -> None:
         """Set the state from which the chains begin: some copies, and a launch or two."""
