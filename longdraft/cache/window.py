@@ -80,10 +80,10 @@ class RowWindow:
         """Append rows k, v [L, T, Hkv, D] of text. Only without drafts."""
         if self.end < self._sinks and self.end == self.num_sinks:  # the text has just begun
             count = min(self._sinks - self.end, k.shape[1])
-            self._write(self.num_sinks, k[:, :count], v[:, :count])
+            for slot in (self.num_sinks, self._kept + self.num_sinks):
+                self._write(slot, k[:, :count], v[:, :count])
             self.num_sinks += count
             self.restart(self.num_sinks)
-            self._copy([Move(slot, self._kept + slot) for slot in range(self.num_sinks - count, self.num_sinks)])
             k, v = k[:, count:], v[:, count:]
         surplus = max(0, k.shape[1] - self._window)
         if surplus:
@@ -115,8 +115,10 @@ class RowWindow:
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copy rows to other slots."""
-        if moves:
-            self._copy(moves)
+        copied = self._read([move.source for move in moves]) if moves else []
+        for store, (k, v) in zip(self.stores, copied, strict=False):
+            for index, move in enumerate(moves):
+                store.write_heads(move.target, k[:, index : index + 1], v[:, index : index + 1])
 
     def add_read(self, count: int) -> None:
         """A device has written `count` rows of text after the last one, for which there was room."""
@@ -148,11 +150,6 @@ class RowWindow:
         for store, (k, v) in zip(self.stores, kept, strict=True):
             turned = self._kernels.rope(k.transpose(0, 1).contiguous(), cos, sin)
             store.write(0, turned, v.transpose(0, 1))
-
-    def _copy(self, moves: Sequence[Move]) -> None:
-        for store, (k, v) in zip(self.stores, self._read([move.source for move in moves]), strict=True):
-            for index, move in enumerate(moves):
-                store.write_heads(move.target, k[:, index : index + 1], v[:, index : index + 1])
 
     def _put(self, position: int, slot: int) -> None:
         self._slots[position], self._positions[slot] = slot, position

@@ -12,7 +12,7 @@ addresses of the stores of several texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -64,23 +64,21 @@ class _PlacedOperations(CudaOperations):
     def __init__(self, ops: CudaOperations, layers: DraftLayers, places: RowPlaces, stores: Sequence[CudaStore],
                  has_read: bool) -> None:
         self.__dict__.update(ops.__dict__)
-        self._num_texts = len(places.where) // 2
+        self._num_texts, rows, device = len(places.where) // 2, len(places.slots), ops.device
         self._places, self._serials = places, [store.serial for store in stores]
         self._read = len(stores) - 1 if has_read else None
-        self._rows = torch.arange(len(places.slots), device=ops.device)
-        self._of_text = len(self._rows) // self._num_texts
-        self._texts = (self._rows // self._of_text).to(torch.int32)
-        self._parents = self._rows.to(torch.int32) % self._of_text - 1
+        self._of_text = rows // self._num_texts
+        self._rows = torch.arange(rows, device=device)
+        self._texts = torch.arange(rows, dtype=torch.int32, device=device) // self._of_text
+        self._parents = torch.arange(rows, dtype=torch.int32, device=device) % self._of_text - 1
         self._work: dict[int, AttentionWorkspace] = {}  # by the store's index
         self._stores = stores
         self.buffers: ForwardBuffers | None = None
         if (own := layers.decoder_layers) and all(has_fixed_launches(layer, own[1]) for layer in own[0]):
             self._decoder = CudaDecoder(ops, *own)
-            room = min(places.rooms) if places.rooms else None
-            buffers = self.buffers = ForwardBuffers(self._decoder, len(self._rows), stores, False,
-                                                    texts=self._num_texts, room=room)
-            buffers.parents.copy_(self._parents)
-            buffers.where = places.where
+            buffers = self.buffers = ForwardBuffers(self._decoder, rows, stores, False, texts=self._num_texts,
+                                                    room=min(places.rooms) if places.rooms else None)
+            buffers.parents, buffers.where = self._parents, places.where
             buffers.table = None if places.tables is None else places.tables.transpose(0, 1)
         self.has_layers = self.buffers is not None
 
@@ -208,8 +206,9 @@ class _Reader:
         self._states = torch.zeros(states.shape[0], rows, states.shape[2], dtype=states.dtype, device=device)
         self._held = torch.zeros(texts + rows, part.row.shape[1], dtype=part.row.dtype, device=device)
 
-    def inputs(self, parts: Sequence[TextLayers]) -> Tensor:
-        """What `load` uploads. A text that has read all its rows goes on from the given one."""
+    def inputs(self, parts: Sequence[TextLayers]) -> Iterator[Tensor]:
+        """What `load` uploads, and what it uploads again after a capture, which has moved the rows. A text that has
+        read all its rows goes on from the given one."""
         staged = np.zeros(len(self._staged), dtype=np.int32)
         given = [staged[each] for each in self._parts]
         where, read, slots, moves, last = (each.view(np.int64) for each in given[:5])
@@ -229,14 +228,16 @@ class _Reader:
                 moves[text, : len(unread.moves)] = unread.moves
             for turn, all_turns in zip(unread.rotations, (cos, sin), strict=True):
                 all_turns.reshape(len(slots), -1)[own] = turn.numpy()
-            turns.reshape(self._texts, 2, -1)[text] = torch.cat(unread.turn).numpy()
-        return torch.from_numpy(staged)
+            for place, turn in enumerate(unread.turn):
+                turns.reshape(self._texts, 2, -1)[text, place] = turn[0].numpy()
+        yield torch.from_numpy(staged)
+        staged = staged.copy()
+        staged[self._parts[3]] = -1
+        yield torch.from_numpy(staged)
 
-    def load(self, inputs: list[Tensor], parts: Sequence[TextLayers]) -> None:
-        """Set what the graph reads: a copy, and one for each text. inputs: what is uploaded, and the next time."""
-        self._staged.copy_(inputs[0], non_blocking=True)
-        inputs[0] = inputs[0].clone()
-        inputs[0][self._parts[3]] = -1  # a capture has moved the rows: new ones are where they were
+    def load(self, inputs: Iterator[Tensor], parts: Sequence[TextLayers]) -> None:
+        """Set what the graph reads: a copy, and one for each text."""
+        self._staged.copy_(next(inputs), non_blocking=True)
         for text, part in enumerate(parts):
             if part.unread is None:
                 self._held[text : text + 1].copy_(part.row)
@@ -308,7 +309,7 @@ class _Buffers:
         if size not in self.readers:
             self.readers[size] = _Reader(size, parts, self._places)
         reader = self.readers[size]
-        return partial(reader.load, [reader.inputs(parts)], parts)
+        return partial(reader.load, reader.inputs(parts), parts)
 
     def load(self, placed: Tensor, staged: Tensor, load_rows: Callable[[], object], needs: TextNeeds) -> None:
         """Set the state from which the chains begin: some copies, and a launch or two."""
