@@ -307,6 +307,6 @@ def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model,
     # Rotation, remainder, attention, four products, activation, sum and norm twice; more than four rows have their
     # splits of attention merged by a kernel of its own.
     layer = 10 + (num > 4)
-    # Begin; paths, norm; head; penalty; largest logits; ranking; end. A text of the five may not end yet: bans.
-    kernels = 1 + 2 + 2 * layer + 3 + 2 + 1 + 2 + 1 + (num == 5) + more
+    # Begin; norm; head; penalty; largest logits; ranking; end. A text of the five may not end yet: bans.
+    kernels = 1 + 1 + 2 * layer + 3 + 2 + 1 + 2 + 1 + (num == 5) + more
     assert [len(each) for each in inside] == [size * kernels for size in ran]
