@@ -27,8 +27,8 @@ from longdraft.kernels.cuda.forward_buffers import (
 )
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
-from longdraft.kernels.cuda.launch import RecentlyUsed, can_fetch, ceil_div, chained, on_device, padded_size, require
-from longdraft.kernels.cuda.linear import Ahead, CudaLinear, PartialSums, ahead_options
+from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
+from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.model_chain import MAX_HEADS, ModelChains
 from longdraft.kernels.cuda.operations import MAP_BLOCK, MAP_COLUMNS, CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
@@ -159,9 +159,8 @@ class CudaDecoder:
                                             buffers.normed)
         for index, layer in enumerate(self.layers):
             qkv, out, gate_up, down = weights_of(layer)
-            early, late = self._ahead(buffers, stores[index], gate_up)
-            self._finish_qkv(buffers, stores[index], index, layer, self._product(buffers, source, qkv), early)
-            self._attention(buffers, stores[index], index, layer.window, late)
+            self._finish_qkv(buffers, stores[index], index, layer, self._product(buffers, source, qkv))
+            self._attention(buffers, stores[index], index, layer.window)
             projected = self._product(buffers, buffers.output[index].view(buffers.rows, -1), out)
             self._add_and_norm(buffers, x, projected, layer.attention_norm, layer.mlp_norm, buffers.x)
             inner = self._swiglu(buffers, buffers.x if post_norm else buffers.normed, gate_up)
@@ -175,14 +174,6 @@ class CudaDecoder:
             if entered in buffers.taps:
                 buffers.tap(entered).copy_(rows)
 
-    def _ahead(self, buffers: ForwardBuffers, store: CudaStore,
-               gate_up: CudaLinear) -> tuple[Ahead | None, Ahead | None]:
-        """What the launches of rotation and of attention fetch of gate and up; nothing for several texts, whose caches
-        need the second-level cache."""
-        if buffers.table is not None or not can_fetch(self.ops.device):
-            return None, None
-        return gate_up.ahead(2 * store.heads * store.dim * store.element.itemsize)
-
     def _embed(self, buffers: ForwardBuffers, table: CudaLinear, factor: float) -> None:
         with on_device(buffers.x.device):
             jit_rows.embed_rows_kernel[(buffers.rows, ceil_div(self.hidden, EMBED_BLOCK))](
@@ -194,7 +185,7 @@ class CudaDecoder:
         return weight.partial_sums(x, self.ops.tile, buffers.sums)
 
     def _finish_qkv(self, buffers: ForwardBuffers, store: CudaStore, index: int, layer: LayerWeights,
-                    parts: PartialSums, ahead: Ahead | None) -> None:
+                    parts: PartialSums) -> None:
         """Norms and rotation of queries and keys; keys and values are also written to the store's draft slots."""
         heads, kv_heads, dim, eps = self.geometry[:4]
         half = dim // 2
@@ -202,20 +193,16 @@ class CudaDecoder:
         norms = 0 if layer.q_norm is None else 1 if layer.q_norm.shape == (dim,) else 2
         q_norm, k_norm = (parts.sums if norm is None else norm for norm in (layer.q_norm, layer.k_norm))
         with on_device(buffers.x.device):
-            units = heads + 2 * kv_heads + (0 if ahead is None else ceil_div(ahead.programs, buffers.rows))
-            jit_rows.finish_qkv_kernel[(buffers.rows, units)](
+            jit_rows.finish_qkv_kernel[(buffers.rows, heads + 2 * kv_heads)](
                 *parts.arguments(), q_norm, k_norm, buffers.cos, buffers.sin, buffers.where, buffers.content[index],
                 buffers.q[index], buffers.k[index], buffers.v[index], store.k, store.v, store.k_scale, store.v_scale,
-                buffers.where if table is None else table, buffers.x if ahead is None else ahead.weight, buffers.rows,
-                store.capacity, buffers.text_rows,
+                buffers.where if table is None else table, buffers.rows, store.capacity, buffers.text_rows,
                 0 if table is None else table.stride(0), eps, self.geometry.query_factor, HEADS=heads,
                 KV_HEADS=kv_heads, HALF=half, PADDED=padded_size(half), ALL_PADDED=padded_size(heads * dim),
                 NORMS=norms, ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once, IS_SCALED=store.is_scaled,
-                HAS_TABLE=table is not None, **parts.options(), **ahead_options(ahead), num_warps=1,
-                **chained(buffers.x.device))
+                HAS_TABLE=table is not None, **parts.options(), num_warps=1, **chained(buffers.x.device))
 
-    def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int,
-                   ahead: Ahead | None) -> None:
+    def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
         row_remainder = buffers.row_remainder
         if row_remainder is not None:
@@ -228,7 +215,7 @@ class CudaDecoder:
                     **chained(buffers.x.device))
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
                        row_remainder, buffers.output[index], buffers.lse[index],
-                       None if buffers.table is None else buffers.table[:, index], ahead)
+                       None if buffers.table is None else buffers.table[:, index])
 
     def _swiglu(self, buffers: ForwardBuffers, source: Tensor, gate_up: CudaLinear) -> Tensor:
         width = gate_up.out_features // 2

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_int4
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device
-from longdraft.kernels.cuda.linear import Ahead, CudaLinear, Tiling, splits_of
+from longdraft.kernels.cuda.linear import CudaLinear, Tiling, splits_of
 from longdraft.kernels.formats import int4
 from longdraft.kernels.formats.int4 import GROUP, Int4Weight
 
@@ -55,10 +55,6 @@ class CudaInt4Linear(CudaLinear):
                          for part in (scale, zero))
         bits = scales.half().view(torch.int16).int() & 0xFFFF
         return words.contiguous(), bits + zeros.int() * _ZERO
-
-    def ahead(self, position_bytes: int) -> tuple[Ahead | None, Ahead | None]:
-        """Nothing: the words of an output are not next to each other."""
-        return None, None
 
     @property
     def fuses_gate(self) -> bool:

@@ -56,12 +56,6 @@ def chained(device: torch.device) -> dict[str, bool]:
     return UNFUSED | ({"IS_CHAINED": True, "launch_pdl": True} if _can_chain(device) else {"IS_CHAINED": False})
 
 
-def can_fetch(device: torch.device) -> bool:
-    """Whether kernels may fetch what later ones read (jit_chain). In Triton's interpreter the programs for it do
-    nothing."""
-    return device.type != "cuda" or _can_chain(device)
-
-
 _unchained: set[torch.device] = set()  # devices whose driver cannot capture chained launches
 
 
@@ -90,12 +84,6 @@ def shared_bytes(device: torch.device) -> int:
         return 227 << 10
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
-@functools.cache
-def cache_bytes(device: torch.device) -> int:
-    """Bytes of the second-level cache. Of the CPU, in Triton's interpreter, those of Hopper."""
-    return 50 << 20 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def padded_size(size: int, minimum: int = 16) -> int:
