@@ -3,9 +3,10 @@
 For many rows these are much faster than our kernels, but their bits depend on the number of rows. Results are still
 reproducible, because every run cuts a prompt into the same chunks.
 
-The attention of a chunk has two parts, merged by their log-sum-exps: the positions before the chunk, which all rows
-see, and the chunk itself, a causal square. In the first part the rows of all query heads of a KV head are rows of one
-attention without a mask, so that keys and values are read where they are.
+The attention of a chunk has several parts, merged by their log-sum-exps: the chunk itself, a causal square, and the
+positions before it in pieces, which all rows see. In these the rows of all query heads of a KV head are rows of one
+attention without a mask, so that keys and values are read where they are. Pieces of equal length have one plan of the
+library, which takes a tenth of a second to make.
 
 Drafters read the attention of a chunk's last rows only. Those rows go through our attention kernels.
 """
@@ -30,6 +31,7 @@ from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 _EXPLICIT_ROWS = 128  # whose scores are in memory at a time
+_PIECE = 16384  # positions before a chunk that one attention reads
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
@@ -91,14 +93,17 @@ def _flash_attention(attend: Attend, q: Tensor, store: CudaStore, length: int) -
     queries = q.view(rows, store.heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, group, T, D]
     k, v = (part.repeat_interleave(group, 0)[None] for part in _read_range(store, length, end))
     output, lse = attend(queries.reshape(1, heads, rows, dim), k, v, True)
+    lse = lse.reshape(heads, rows)
     if length:
-        k, v = (part[None] for part in _read_range(store, 0, length))
-        earlier, earlier_lse = attend(queries.reshape(1, store.heads, group * rows, dim), k, v, False)
-        lse, earlier_lse = lse.reshape(heads, rows), earlier_lse.reshape(heads, rows)
-        share = torch.sigmoid(lse - earlier_lse)[..., None]  # of the chunk
-        output = torch.lerp(earlier.reshape(output.shape).float(), output.float(), share).to(q.dtype)
+        output, together = output.float(), queries.reshape(1, store.heads, group * rows, dim)
+    for start in range(0, length, _PIECE):
+        k, v = (part[None] for part in _read_range(store, start, min(start + _PIECE, length)))
+        earlier, earlier_lse = attend(together, k, v, False)
+        earlier_lse = earlier_lse.reshape(heads, rows)
+        share = torch.sigmoid(earlier_lse - lse)[..., None]  # of the piece
+        output = torch.lerp(output, earlier.reshape(output.shape).float(), share)
         lse = torch.logaddexp(lse, earlier_lse)
-    return output[0].transpose(0, 1).contiguous(), lse.reshape(heads, rows).T
+    return output[0].transpose(0, 1).to(q.dtype).contiguous(), lse.T
 
 
 def _explicit_attention(q: Tensor, store: CudaStore, length: int, window: int) -> tuple[Tensor, Tensor]:
