@@ -36,6 +36,7 @@ from longdraft.kernels.cuda.shared_forward import SharedForwards, TextResults, c
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
+_NORM_WARPS = 8  # of the program that adds a row and norms it
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 # Bucket of rows; where the remainder's maps are; taps; serials of the stores; id of the embedding table
 Key = tuple[int, int | None, tuple[int, ...], tuple[int, ...], int | None]
@@ -233,7 +234,7 @@ class CudaDecoder:
                 x, *parts.arguments(), own_norm, next_norm if norms_next else own_norm, out, buffers.normed,
                 buffers.rows, factor, self.geometry.eps, WIDTH=self.hidden, PADDED=padded_size(self.hidden),
                 HAS_FACTOR=factor != 1, NORMS_OWN=post_norm, NORMS_NEXT=norms_next,
-                ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=8, **chained(buffers.x.device))
+                ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=_NORM_WARPS, **chained(buffers.x.device))
 
 
 def has_fixed_launches(layer: LayerWeights, geometry: Geometry) -> bool:
