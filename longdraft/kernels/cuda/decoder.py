@@ -234,7 +234,8 @@ class CudaDecoder:
                 x, *parts.arguments(), own_norm, next_norm if norms_next else own_norm, out, buffers.normed,
                 buffers.rows, factor, self.geometry.eps, WIDTH=self.hidden, PADDED=padded_size(self.hidden),
                 HAS_FACTOR=factor != 1, NORMS_OWN=post_norm, NORMS_NEXT=norms_next,
-                ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=_NORM_WARPS, **chained(buffers.x.device))
+                ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=_NORM_WARPS,
+                **chained(buffers.x.device))
 
 
 def has_fixed_launches(layer: LayerWeights, geometry: Geometry) -> bool:

@@ -8,7 +8,8 @@ positions before it in pieces, which all rows see. In these the rows of all quer
 attention without a mask, so that keys and values are read where they are. Pieces of equal length have one plan of the
 library, which takes a tenth of a second to make.
 
-Drafters read the attention of a chunk's last rows only. Those rows go through our attention kernels.
+Drafters read the attention of a chunk's last rows only. Chunks that have no others, and those rows of attentions that
+the library computes without log-sum-exps, go through our attention kernels.
 """
 
 from __future__ import annotations
@@ -55,21 +56,25 @@ class PrefillOperations:
         store, length, rows = kv.store, kv.length, len(q)
         assert isinstance(store, CudaStore)
         store.write(length, kv.k, kv.v)
-        reported = min(REPORTED_ROWS, rows)
-        first = rows - reported
+        first = max(0, rows - REPORTED_ROWS)
         remainder = kv.remainder  # of sinks
+        found = _attention(q, store, length, window, remainder) if first else None
+        if found is not None:
+            output, lse = found
+            return AttentionOutput(q, output, lse[first:], q)
         tail = KV(store, length + first, kv.k[first:], kv.v[first:], None if remainder is None else remainder[first:])
-        chain = torch.arange(-1, reported - 1, dtype=torch.int32)
+        chain = torch.arange(-1, rows - first - 1, dtype=torch.int32)
         last = self._ops.attention(q[first:].contiguous(), tail, chain, window)
         if not first:
             return last
-        earlier = None if remainder is None else remainder[:first]
-        output = torch.cat([_attention(q[:first], store, length, window, earlier), last.output])
+        output = torch.cat([_masked_attention(q[:first], store, length, window), last.output])
         return AttentionOutput(q, output, last.lse, q)
 
 
-def _attention(q: Tensor, store: CudaStore, length: int, window: int, remainder: Tensor | None) -> Tensor:
-    """Rows q [T, H, D] at positions length, length + 1, ..., whose keys and values are in the store: [T, H, D].
+def _attention(q: Tensor, store: CudaStore, length: int, window: int,
+               remainder: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Rows q [T, H, D] at positions length, length + 1, ..., whose keys and values are in the store: output [T, H, D]
+    and log-sum-exp [T, H]. None for dtypes and heads, or a window, that the library's fast kernels lack.
 
     remainder  [T, H, D + 1]: see `KV`
     """
@@ -79,11 +84,12 @@ def _attention(q: Tensor, store: CudaStore, length: int, window: int, remainder:
     elif store.score_cap or remainder is not None:
         output, lse = _explicit_attention(q, store, length, window)
     else:
-        return _masked_attention(q, store, length, window)
+        return None
     if remainder is not None:
         share = torch.sigmoid(lse - remainder[..., -1])[..., None]  # of the keys
         output = torch.lerp(remainder[..., :-1], output.float(), share).to(q.dtype)
-    return output
+        lse = torch.logaddexp(lse, remainder[..., -1])
+    return output, lse
 
 
 def _flash_attention(attend: Attend, q: Tensor, store: CudaStore, length: int) -> tuple[Tensor, Tensor]:
@@ -162,7 +168,8 @@ def _library_attention(device: torch.device, dtype: torch.dtype, dim: int) -> At
 
 
 def _masked_attention(q: Tensor, store: CudaStore, length: int, window: int) -> Tensor:
-    """As `_flash_attention`, in one part: with a window, and for dtypes and heads that the fast kernels lack."""
+    """As `_flash_attention`, in one part and without log-sum-exps: with a window, and for dtypes and heads that the
+    fast kernels lack."""
     rows, heads, _ = q.shape
     end = length + rows
     first = max(0, length + 1 - window) if window else 0
