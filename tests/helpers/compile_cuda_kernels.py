@@ -275,9 +275,9 @@ def compile_for(architecture: int, only: list[str]) -> None:
     if only:
         forms = [next(form for form in forms if form[0].__name__ == name) for name in only]
     for kernel, types, constants, options, *allowed in forms:
-        has_fp8 = FP8 in types.values() or tl.float8e4nv in constants.values()
-        if has_fp8 and architecture < 89:  # where such caches are refused
-            continue
+        if architecture < 89:  # where an 8-bit cache is one of bytes
+            types = {name: "*u8" if type == FP8 else type for name, type in types.items()}
+            constants = {name: tl.uint8 if value == tl.float8e4nv else value for name, value in constants.items()}
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+from longdraft.kernels.cuda.jit_float8 import from_store
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -56,7 +57,7 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     queries  [LANES, PADDED]; keys [PADDED, BLOCK]; values [BLOCK, PADDED]; scales [BLOCK], of 8-bit rows
     is_seen  [LANES, BLOCK]: the keys that a lane sees, where IS_MASKED; otherwise every lane sees all
     """
-    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * factor
+    scores = tl.dot(queries, from_store(keys, queries), input_precision="ieee") * factor
     if IS_SCALED:
         scores = scores * key_scale[None, :]
     if HAS_CAP:  # cap tanh(score / cap)
@@ -70,7 +71,7 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     weight_sum = weight_sum * rescale + tl.sum(weights, 1)
     if IS_SCALED:
         weights = weights * value_scale[None, :]
-    value_sum = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), value_sum * rescale[:, None],
+    value_sum = tl.dot(weights.to(queries.dtype), from_store(values, queries), value_sum * rescale[:, None],
                        input_precision="ieee")
     return new_max, weight_sum, value_sum
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+from longdraft.kernels.cuda.jit_float8 import to_store
 
 
 @triton.jit
@@ -153,9 +154,12 @@ def store_row(first, second, mask, at, scale_at, store, scales, HALF: tl.constex
         scale = tl.div_rn(largest, 448.0)
         divisor = tl.where(scale > 0, scale, 1.0)
         first, second = tl.div_rn(first, divisor), tl.div_rn(second, divisor)
+        if store.dtype.element_ty == tl.uint8:  # bytes have no NaN: the scale has it
+            is_nan = (first != first) | (second != second)
+            scale = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), scale)
         tl.store(scales + scale_at, scale)
-    tl.store(store + at + half, first.to(store.dtype.element_ty), mask=mask)
-    tl.store(store + at + HALF + half, second.to(store.dtype.element_ty), mask=mask)
+    tl.store(store + at + half, to_store(first, store), mask=mask)
+    tl.store(store + at + HALF + half, to_store(second, store), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "text_rows", "text_stride"])

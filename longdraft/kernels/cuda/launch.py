@@ -16,7 +16,7 @@ UNFUSED = {"enable_fp_fusion": False}
 ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
 _TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
                   torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv,
-                  torch.int8: triton.language.int8}
+                  torch.int8: triton.language.int8, torch.uint8: triton.language.uint8}
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -84,6 +84,13 @@ def shared_bytes(device: torch.device) -> int:
         return 227 << 10
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@functools.cache
+def has_float8(device: torch.device) -> bool:
+    """Whether the device converts numbers of 8 bits (float8 e4m3). Others are given their bits (`jit_float8`)."""
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+    return not is_old and torch.version.hip is None  # AMD's have another form
 
 
 def padded_size(size: int, minimum: int = 16) -> int:

@@ -187,7 +187,7 @@ def _masked_attention(q: Tensor, store: CudaStore, length: int, window: int) -> 
 
 def _read_range(store: CudaStore, first: int, end: int) -> tuple[Tensor, Tensor]:
     """Keys and values [Hkv, end - first, D] of positions first .. end - 1, in the model's dtype."""
-    k, v = (part[:, first:end].to(store.dtype) for part in (store.k, store.v))
+    k, v = (part.view(store.element)[:, first:end] for part in (store.k, store.v))
     if store.is_scaled:
         k, v = ((part.float() * scale[:, first:end, None]).to(store.dtype)
                 for part, scale in ((k, store.k_scale), (v, store.v_scale)))
