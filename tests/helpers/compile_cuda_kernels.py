@@ -110,6 +110,8 @@ def kernels(shared):
         for has_texts in (False, True):
             yield (jit_kv_store.scatter_rows_kernel, scatter,
                    dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, TARGET_STRIDE=1, **scaled), dict(num_warps=1))
+        yield (jit_kv_store.move_rows_kernel, dict(table=I64, moves=I64, turns=F32),
+               dict(HALF=64, PADDED=64, DTYPE=tl.bfloat16, TEXTS=1, **scaled), dict(num_warps=1))
         for is_run in (False, True):
             yield (jit_kv_store.copy_rows_kernel,
                    dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32", run_start="i32"),

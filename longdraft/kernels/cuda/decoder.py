@@ -18,7 +18,6 @@ from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import tree_attention
 from longdraft.kernels.cuda.chain_forward import FixedForward
 from longdraft.kernels.cuda.forward_buffers import (
-    EMBED_BLOCK,
     EmbeddedRows,
     Embedding,
     ForwardBuffers,
@@ -148,16 +147,20 @@ class CudaDecoder:
     def model_chains(self, weights: DraftWeights, has_remainder: bool) -> ModelChains:
         return self._chains.get(id(weights.head), lambda: ModelChains(weights))
 
-    def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
-        """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""
+    def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore], source: Tensor | None = None) -> None:
+        """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires.
+
+        source  [R, K], the input of the first layer's queries, keys and values; None: its residual after its norm
+        """
         geometry, post_norm = self.geometry, self.geometry.post_norm
         if buffers.embedding:
-            self._embed(buffers, *buffers.embedding)
-        buffers.work.set_tree(buffers.parents)
-        x, source = buffers.x_in, buffers.x_in
-        if not post_norm:
-            source = self.ops.rms_norm_into(x, self.layers[0].attention_norm, geometry.eps, geometry.rounds_once,
-                                            buffers.normed)
+            buffers.embedding.of_tokens(buffers.tokens, buffers.x_in)
+        if buffers.text_rows > 1:  # a row by itself is its own path
+            buffers.work.set_tree(buffers.parents)
+        x = buffers.x_in
+        if source is None:
+            source = x if post_norm else self.ops.rms_norm_into(x, self.layers[0].attention_norm, geometry.eps,
+                                                                geometry.rounds_once, buffers.normed)
         for index, layer in enumerate(self.layers):
             qkv, out, gate_up, down = weights_of(layer)
             self._finish_qkv(buffers, stores[index], index, layer, self._product(buffers, source, qkv))
@@ -174,13 +177,6 @@ class CudaDecoder:
         for entered, rows in ((0, buffers.x_in), (len(self.layers), buffers.x)):
             if entered in buffers.taps:
                 buffers.tap(entered).copy_(rows)
-
-    def _embed(self, buffers: ForwardBuffers, table: CudaLinear, factor: float) -> None:
-        with on_device(buffers.x.device):
-            jit_rows.embed_rows_kernel[(buffers.rows, ceil_div(self.hidden, EMBED_BLOCK))](
-                buffers.tokens, table.weight, buffers.sums if table.scale is None else table.scale, buffers.x_in,
-                factor, HIDDEN=self.hidden, BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None,
-                HAS_FACTOR=factor != 1, **chained(buffers.x.device))
 
     def _product(self, buffers: ForwardBuffers, x: Tensor, weight: CudaLinear) -> PartialSums:
         return weight.partial_sums(x, self.ops.tile, buffers.sums)

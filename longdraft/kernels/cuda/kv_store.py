@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_key_weights, jit_kv_store
 from longdraft.kernels.cuda.launch import (
+    TRITON_DTYPES,
     UNFUSED,
     ceil_div,
     chained,
@@ -221,6 +222,19 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
             k.stride(1), v.stride(1), k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half),
             ELEMENT=triton_dtype(first.k), IS_SCALED=first.is_scaled, HAS_TEXTS=shared is not None,
             TARGET_STRIDE=targets.stride(0), num_warps=1, **UNFUSED)
+
+
+def move_rows(stores: Sequence[CudaStore], moves: Tensor, turns: Tensor, tables: Tensor | None) -> None:
+    """Move rows of stores: see `move_rows_kernel`.
+
+    tables  int64 [L, T, 5]: the stores of several texts, which have the form of `stores`; None: these
+    """
+    first, half = stores[0], stores[0].dim // 2
+    with on_device(first.k.device):
+        jit_kv_store.move_rows_kernel[(moves.shape[1], first.heads, len(moves) * len(stores))](
+            address_table(stores) if tables is None else tables, moves, turns, HALF=half, PADDED=padded_size(half),
+            ELEMENT=triton_dtype(first.k), DTYPE=TRITON_DTYPES[first.dtype], IS_SCALED=first.is_scaled,
+            TEXTS=len(moves), num_warps=1, **UNFUSED)
 
 
 def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Positions, start: int) -> None:

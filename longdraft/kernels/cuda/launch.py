@@ -14,7 +14,7 @@ from torch import Tensor
 # Of every launch: a * b + c is rounded twice, whatever code surrounds it, and whatever Triton does by default.
 UNFUSED = {"enable_fp_fusion": False}
 ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
-_TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
+TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
                   torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv,
                   torch.int8: triton.language.int8, torch.uint8: triton.language.uint8}
 
@@ -113,7 +113,7 @@ def staged_parts(*sizes: int) -> list[slice]:
 
 def triton_dtype(tensor: Tensor) -> Any:
     """Triton's name for the tensor's dtype."""
-    return _TRITON_DTYPES[tensor.dtype]
+    return TRITON_DTYPES[tensor.dtype]
 
 
 @contextlib.contextmanager
