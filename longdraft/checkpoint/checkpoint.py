@@ -91,9 +91,6 @@ def load_transformer(files: TensorSource, config: ModelConfig, kernels: Kernels,
               and the head in int8; file keeps the numbers of quantised matrices and changes no others
     packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
-    if kernels.is_device and quantize == FILE:
-        raise ModelError("the numbers of a quantised file (--quantize file) run on the CPU only so far; use "
-                         "--device cpu")
     config = with_own_head(files, config)
     require_tensors(files, config)
     return Loader(files, config, kernels, quantize, packed).transformer()

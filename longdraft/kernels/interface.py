@@ -258,8 +258,7 @@ class Kernels(HybridOperations, Protocol):
     def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
         """Convert a weight [N, K] and bias [N] to the kernels' layout.
 
-        weight    numbers, or a weight that is quantised already, whose numbers are kept. CUDA kernels quantise an int4
-                  weight with an order anew
+        weight    numbers, or a weight that is quantised already, whose numbers are kept
 
         quantize  none | int8 | int4: see kernels/int8.py and kernels/int4.py
 

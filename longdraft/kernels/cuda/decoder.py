@@ -188,7 +188,7 @@ class CudaDecoder:
             jit_rows.embed_rows_kernel[(buffers.rows, ceil_div(self.hidden, EMBED_BLOCK))](
                 buffers.tokens, table.weight, buffers.sums if table.scale is None else table.scale, buffers.x_in,
                 factor, HIDDEN=self.hidden, BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None,
-                HAS_FACTOR=factor != 1, **chained(buffers.x.device))
+                HAS_FACTOR=factor != 1, **table.options(), **chained(buffers.x.device))
 
     def _product(self, buffers: ForwardBuffers, x: Tensor, weight: CudaLinear) -> PartialSums:
         return weight.partial_sums(x, self.ops.tile, buffers.sums)

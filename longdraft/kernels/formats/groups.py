@@ -92,7 +92,12 @@ class GroupedWeight(NamedTuple):
             return None if self.least is None else self.least.float()
         return self.least.float() * self.common[..., 1].float().repeat_interleave(COMMON_GROUPS, 1)
 
-    def rows(self, which: Tensor) -> GroupedWeight:
+    def to(self, device: torch.device) -> GroupedWeight:
+        """The weight on a device."""
+        least, common = (None if part is None else part.to(device) for part in (self.least, self.common))
+        return GroupedWeight(self.values.to(device), self.scale.to(device), least, self.bits, common)
+
+    def rows(self, which: Tensor | slice) -> GroupedWeight:
         """Some rows of the weight."""
         least, common = (None if part is None else part[which] for part in (self.least, self.common))
         return GroupedWeight(self.values[which], self.scale[which], least, self.bits, common)
