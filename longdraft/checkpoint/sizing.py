@@ -118,7 +118,10 @@ def kept_sizes(path: Path, config: ModelConfig, *, is_on_device: bool = False) -
     for name, entries in stacks.items():
         types = {entry.type.name for entry in entries}
         width = max(widths.get(kind, _BYTES["bfloat16"]) for kind in types)
-        if len(types) > 1 and types <= KEPT_BYTES.keys() - {"MXFP4"}:
+        if is_on_device and types <= KEPT_BYTES.keys() - {"MXFP4"}:  # unlike parts keep their own forms
+            sizes = [prod(entry.shape) for entry in entries]
+            width = sum(size * widths[entry.type.name] for size, entry in zip(sizes, entries, strict=True)) / sum(sizes)
+        elif len(types) > 1 and types <= KEPT_BYTES.keys() - {"MXFP4"}:
             width = widths["Q8_0" if types <= _ONE_SCALE else "Q5_1"]
         elif len(types) > 1:
             width = _BYTES["bfloat16"]

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.formats.groups import GroupedWeight
+from longdraft.kernels.formats.int4 import Int4Weight
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight, Routing
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
@@ -177,6 +179,17 @@ class TokenRows(NamedTuple):
     def cut(self, rows: slice) -> TokenRows:
         """Some of the rows."""
         return self._replace(tokens=self.tokens[rows], cos=self.cos[rows], sin=self.sin[rows])
+
+
+PartOfWeight = Int4Weight | GroupedWeight
+
+
+@runtime_checkable
+class PacksParts(Protocol):
+    """Kernels that multiply weights of unlike kinds together, each with its own numbers."""
+
+    def pack_parts(self, parts: Sequence[PartOfWeight], bias: Tensor | None = None) -> Linear:
+        """`Kernels.pack` of weights [N, K] one below another, of as many inputs; bias [all N]."""
 
 
 @runtime_checkable

@@ -65,8 +65,8 @@ def compile_kernel(job: Job) -> None:
     if job.quantize == "int4":
         form = few_bits.Form(4, few_bits.ZERO, 0).options()
         jit_few_bits.few_bits_kernel.warmup(torch.bfloat16, torch.int32, torch.float32, 5,
-                                            BLOCKS=ceil_div(job.inner, 128), STAGES=job.tiling.stages, **form, **sizes,
-                                            **options)
+                                            BLOCKS=ceil_div(job.inner, 128), STAGES=job.tiling.stages, STRIDE=job.out,
+                                            **form, **sizes, **options)
     else:
         jit_linear.few_rows_kernel.warmup(torch.bfloat16, _DTYPES[job.quantize], torch.float32, 5,
                                           BLOCK=job.tiling.block, PREFETCHED=256, num_stages=job.tiling.stages, **sizes,

@@ -72,7 +72,7 @@ def kernels(shared):
     sizes = dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128)
     for form in FORMS:
         yield (jit_few_bits.few_bits_kernel, dict(x=BF16, weight=I32, parts=F32, num_rows="i32"),
-               form | sizes | dict(ROWS=16, SPLITS=8, STAGES=3), dict(num_warps=4, **UNFUSED))
+               form | sizes | dict(ROWS=16, SPLITS=8, STAGES=3, STRIDE=4096), dict(num_warps=4, **UNFUSED))
         yield jit_few_bits.dequantise_kernel, dict(weight=I32, out=BF16), form | sizes | dict(ROWS=8), UNFUSED
     yield (jit_few_bits.table_rows_kernel, dict(ids=I64, weight=I32, out=BF16),
            FORMS[-1] | dict(INNER=4096, BLOCKS=32, COLUMNS=128, BLOCK=1024), UNFUSED)

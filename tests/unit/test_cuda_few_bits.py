@@ -18,8 +18,9 @@ from helpers.cuda_texts import load
 from helpers.equality import prompt_of
 from helpers.gguf_files import convert
 from helpers.grouped_weights import KINDS, WIDTH, numbers
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.kernels.cuda import few_bits
-from longdraft.kernels.cuda.few_bits import CudaFewBits
+from longdraft.kernels.cuda.few_bits import CudaFewBits, CudaStacked
 from longdraft.kernels.formats import groups, int4
 from longdraft.kernels.formats.int4 import Int4Weight
 from longdraft.model.transformer import Transformer, chain_rows
@@ -175,6 +176,20 @@ def test_a_gguf_file_keeps_its_numbers_by_default_and_drafts_change_no_text(tmp_
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 6
     logits = {quantize: logits_of(load(path, quantize=quantize)) for quantize in ("none", "file")}
     torch.testing.assert_close(logits["file"], logits["none"], atol=1e-4, rtol=1e-4)
+
+
+def test_parts_of_unlike_kinds_are_multiplied_together_each_with_its_own_numbers(tmp_path, model):
+    path, layer = tmp_path / "model.gguf", "model.layers.0."
+    convert(*model, path, "Q4_1", kinds={"attn_v": "Q8_0", "attn_k": "Q4_0"})
+    loaded, files = load(path, quantize="file"), TensorFiles(path)
+    weight, kernel = loaded.weights.layers[0].qkv, loaded.kernels
+    assert isinstance(weight, CudaStacked) and isinstance(loaded.weights.layers[0].gate_up, CudaFewBits)
+    table = torch.cat([files.read(f"{layer}self_attn.{part}_proj.weight").clone() for part in "qkv"])
+    x = rows_of(18, table.shape[1])
+    together = kernel.linear(x, weight)
+    for found in (together, weight.matmul(x)):
+        torch.testing.assert_close(found.cpu(), x.cpu() @ table.T, atol=1e-4, rtol=1e-4)
+    assert torch.equal(kernel.linear(x[17:], weight), together[17:])
 
 
 def logits_of(model: Transformer) -> torch.Tensor:

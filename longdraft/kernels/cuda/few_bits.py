@@ -6,6 +6,7 @@ they are quantised to int8), so a product differs from the CPU's in its last bit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,11 @@ class Form(NamedTuple):
         return {"BITS": self.bits, "FORM": self.scales, "OFFSET": self.offset}
 
 
+def tiling_of(tiles: int, blocks: int) -> Tiling:
+    """The tiling of a weight of so many tiles, each of so many blocks."""
+    return Tiling(_COLUMNS, _BLOCK, _STAGES, splits_of(tiles, blocks, _PROGRAMS, _SPLIT_BLOCKS))
+
+
 class CudaFewBits(CudaLinear):
     """A weight [N, K] of few bits in groups of 32 inputs; bias [N] float32."""
 
@@ -84,19 +90,18 @@ class CudaFewBits(CudaLinear):
         self._order = None if order is None else order.to(device, torch.int32)
         self.form = Form.of(weight)
         self.blocks = ceil_div(self.in_features, _BLOCK)
-        self._tiles = ceil_div(self.out_features, _COLUMNS)
+        self.tiles = ceil_div(self.out_features, _COLUMNS)
         self.weight = self._packed(weight, device)
-        splits = splits_of(self._tiles, self.blocks, _PROGRAMS, _SPLIT_BLOCKS)
-        self.tiling = Tiling(_COLUMNS, _BLOCK, _STAGES, splits)
+        self.tiling = tiling_of(self.tiles, self.blocks)
 
     def _packed(self, weight: Int4Weight | GroupedWeight, device: torch.device) -> Tensor:
         """The tiles, int32 [tiles, size]. Padded inputs meet rows of 0, and padded groups have the scale 0."""
         size = self.blocks * self.form.record(_COLUMNS)
         if self.form.scales in _COMMON:
             size += ceil_div(self.blocks, 2) * _COLUMNS
-        tiles = torch.empty(self._tiles, size, dtype=torch.int32, device=device)
+        tiles = torch.empty(self.tiles, size, dtype=torch.int32, device=device)
         step = max(1, _CHUNK // (_COLUMNS * self.blocks * _BLOCK))
-        for start in range(0, self._tiles, step):
+        for start in range(0, self.tiles, step):
             chosen = slice(start * _COLUMNS, (start + step) * _COLUMNS)
             tiles[start : start + step] = self._packed_tiles(weight.rows(chosen).to(device))
         return tiles
@@ -185,10 +190,10 @@ class CudaFewBits(CudaLinear):
 
     def _multiply(self, x: Tensor, tile: int, sums: Tensor) -> None:
         rows, tile = len(x), self.rows_of(tile)
-        jit_few_bits.few_bits_kernel[(ceil_div(rows, tile), self._tiles, self.splits)](
+        jit_few_bits.few_bits_kernel[(ceil_div(rows, tile), self.tiles, self.splits)](
             self._ordered(x), self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features,
             BLOCKS=self.blocks, ROWS=tile, COLUMNS=_COLUMNS, SPLITS=self.splits, STAGES=self.tiling.stages,
-            num_warps=_WARPS, **self.options(), **chained(x.device))
+            STRIDE=sums.stride(1), num_warps=_WARPS, **self.options(), **chained(x.device))
 
     def matmul(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -223,6 +228,44 @@ class CudaFewBits(CudaLinear):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.weight, self.bias, self._order) if part is not None)
+
+
+class CudaStacked(CudaLinear):
+    """Weights of unlike forms, one below another [N, K]: a launch for each. bias [N] float32."""
+
+    def __init__(self, weights: Sequence[CudaFewBits], bias: Tensor | None) -> None:
+        first = weights[0]
+        require(len({weight.in_features for weight in weights}) == 1, "weights of as many inputs", first.in_features)
+        self._weights, self.dtype, self.scale = tuple(weights), first.dtype, None
+        self.bias = None if bias is None else bias.to(first.weight.device, first.dtype).float().contiguous()
+        self.out_features, self.in_features = sum(weight.out_features for weight in weights), first.in_features
+        self.tiling = tiling_of(sum(weight.tiles for weight in weights), first.blocks)
+        for weight in weights:
+            weight.tiling = self.tiling
+
+    def ahead(self, position_bytes: int) -> tuple[Ahead | None, Ahead | None]:
+        return None, None
+
+    @property
+    def fuses_gate(self) -> bool:
+        return False
+
+    def rows_of(self, tile: int) -> int:
+        return self._weights[0].rows_of(tile)
+
+    def _multiply(self, x: Tensor, tile: int, sums: Tensor) -> None:
+        start = 0
+        for weight in self._weights:
+            weight._multiply(x, tile, sums[..., start : start + weight.out_features])
+            start += weight.out_features
+
+    def matmul(self, x: Tensor) -> Tensor:
+        product = torch.cat([weight.matmul(x) for weight in self._weights], 1)
+        return product if self.bias is None else product + self.bias.to(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self._weights) + (0 if self.bias is None else self.bias.nbytes)
 
 
 def _joined(values: Tensor, shifts: tuple[tuple[int, int], ...]) -> Tensor:

@@ -201,12 +201,14 @@ def sums_of_blocks(x, weight, tile, row, is_row, first, end, BITS: tl.constexpr,
 @triton.jit(do_not_specialize=["num_rows"])
 def few_bits_kernel(x, weight, parts, num_rows, BITS: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr,
                     OUT: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-                    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, IS_CHAINED: tl.constexpr):
+                    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, STRIDE: tl.constexpr,
+                    IS_CHAINED: tl.constexpr):
     """Multiply x [R, INNER] with a weight [OUT, INNER] of few bits: parts [SPLITS, R, OUT] float32.
 
     weight              int32: OUT / COLUMNS tiles, see above
     BITS, FORM, OFFSET  of values, of groups, and what values are more than their numbers
     BLOCKS              number of blocks of 128 inputs; the last may be padded with zeros
+    STRIDE              from one row of the parts to the next
 
     A program's order of sums depends on the weight's shape alone. Grid (R / ROWS, OUT / COLUMNS, SPLITS), rounded up.
     """
@@ -226,7 +228,7 @@ def few_bits_kernel(x, weight, parts, num_rows, BITS: tl.constexpr, FORM: tl.con
     total = sums_of_blocks(x, weight, tile, row.to(tl.int64), is_row, first, tl.minimum(first + EACH, BLOCKS),
                            BITS, FORM, OFFSET, INNER, BLOCKS, ROWS, COLUMNS, STAGES)
     out = tile * COLUMNS + tl.arange(0, COLUMNS)
-    at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * OUT + out[:, None]
+    at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * STRIDE + out[:, None]
     tl.store(at, total, mask=is_row[None, :] & (out < OUT)[:, None])
 
 

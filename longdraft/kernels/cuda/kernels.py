@@ -17,7 +17,7 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
-from longdraft.kernels.cuda.few_bits import CudaFewBits
+from longdraft.kernels.cuda.few_bits import CudaFewBits, CudaStacked
 from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
@@ -27,7 +27,7 @@ from longdraft.kernels.cuda.remainder import CudaRemainder, PartialAttentions, n
 from longdraft.kernels.cuda.row_invariance import delta_is_row_invariant, is_row_invariant
 from longdraft.kernels.delta import DeltaState, DeltaWeights
 from longdraft.kernels.formats.int8 import Quantised
-from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, KVStore, LayersKV, Positions
+from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, KVStore, LayersKV, PartOfWeight, Positions
 from longdraft.kernels.native_remainder import FitRules
 from longdraft.kernels.reference import remainder_of
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear, QuantisedWeight
@@ -59,6 +59,12 @@ class CudaKernels(CudaOperations):
         if not isinstance(weight, Tensor | Quantised) or (isinstance(weight, Tensor) and quantize == "int4"):
             return CudaFewBits(weight, bias, self.device, self.dtype)
         return CudaLinear(weight, bias, self.device, self.dtype, is_int8=quantize == "int8")
+
+    def pack_parts(self, parts: Sequence[PartOfWeight], bias: Tensor | None = None) -> CudaLinear:
+        """See `longdraft.kernels.interface.PacksParts`."""
+        if len(parts) == 1:
+            return self.pack(parts[0], bias)
+        return CudaStacked([CudaFewBits(part, None, self.device, self.dtype) for part in parts], bias)
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CudaLinear)

@@ -59,7 +59,7 @@ class GroupedWeight(NamedTuple):
     @staticmethod
     def stacked(parts: Sequence[GroupedWeight]) -> GroupedWeight:
         """Weights one below another: of their kind, else with 8 bits, else of the general kind."""
-        kinds = {(part.bits, part.has_halves, part.least is None, part.common is None) for part in parts}
+        kinds = {part.kind for part in parts}
         if len(kinds) > 1:
             is_simple = all(kind[1:] == (False, True, True) for kind in kinds)
             parts = [part.in_bytes() if is_simple else part.general() for part in parts]
@@ -67,6 +67,11 @@ class GroupedWeight(NamedTuple):
         common = [part.common for part in parts if part.common is not None]
         return GroupedWeight(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]),
                              torch.cat(least) if least else None, parts[0].bits, torch.cat(common) if common else None)
+
+    @property
+    def kind(self) -> tuple[int, bool, bool, bool]:
+        """Equal for weights that can be stacked as they are."""
+        return self.bits, self.has_halves, self.least is None, self.common is None
 
     @property
     def has_halves(self) -> bool:
