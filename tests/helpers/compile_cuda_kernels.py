@@ -33,7 +33,7 @@ from longdraft.kernels.cuda import (
     jit_delta,
     jit_drafting,
     jit_experts,
-    jit_int4,
+    jit_few_bits,
     jit_kv_store,
     jit_linear,
     jit_remainder,
@@ -48,6 +48,10 @@ PARTS = dict(PARTS=4, HAS_SCALE=True, HAS_BIAS=True)
 SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
 VOCABULARY = dict(vocabulary="i32")
 LIMITS = dict(settings=F64, cuts=I64, floors=I64, leasts=F64, bests=F32, num_blocks="i32")
+PLAIN = dict(BITS=0, FORM=0, OFFSET=0)  # of an embedding table
+# Weights of few bits: Int4Weight, with zero points and without, then the kinds of GroupedWeight; last Q6_K.
+FORMS = [dict(BITS=bits, FORM=form, OFFSET=offset) for bits, form, offset in (
+    (4, 3, 0), (4, 0, 8), (4, 4, 0), (5, 0, 16), (8, 0, 128), (8, 5, 128), (4, 1, 0), (5, 1, 0), (6, 2, 32))]
 FILTERS = dict(HAS_CUT=True, HAS_MIN_P=True, HAS_ETA=True, HAS_FLOOR=True)
 IN_BLOCKS = dict(BLOCK=1024, BLOCKS=128)
 
@@ -65,14 +69,18 @@ def kernels(shared):
     yield (jit_linear.gated_rows_kernel, dict(x=BF16, weight=BF16, bias=F32, out=BF16, num_rows="i32") | clamp,
            dict(WIDTH=14336, INNER=4096, ROWS=16, COLUMNS=64, BLOCK=128, HAS_BIAS=True, PREFETCHED=256, ACTIVATION=0),
            dict(num_warps=4, num_stages=3 if shared > 110 << 10 else 2))
-    int4 = dict(x=BF16, words=I32, scales=I32, parts=F32, num_rows="i32")
-    yield (jit_int4.few_rows_int4_kernel, int4,
-           dict(OUT=4096, INNER=4096, BLOCKS=32, ROWS=16, COLUMNS=128, SPLITS=8, STAGES=4),
-           dict(num_warps=4, **UNFUSED))
-    yield (jit_int4.dequantise_kernel, dict(words=I32, scales=I32, out=BF16),
-           dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128), UNFUSED)
-    yield (jit_rows.embed_rows_kernel, dict(tokens=I32, table="*i8", scale=F32, x=BF16, factor="fp32"),
-           dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
+    sizes = dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128)
+    for form in FORMS:
+        yield (jit_few_bits.few_bits_kernel, dict(x=BF16, weight=I32, parts=F32, num_rows="i32"),
+               form | sizes | dict(ROWS=16, SPLITS=8, STAGES=3, STRIDE=4096), dict(num_warps=4, **UNFUSED))
+        yield jit_few_bits.dequantise_kernel, dict(weight=I32, out=BF16), form | sizes | dict(ROWS=8), UNFUSED
+    yield (jit_few_bits.table_rows_kernel, dict(ids=I64, weight=I32, out=BF16),
+           FORMS[-1] | dict(INNER=4096, BLOCKS=32, COLUMNS=128, BLOCK=1024), UNFUSED)
+    embed = dict(tokens=I32, table="*i8", scale=F32, x=BF16, factor="fp32")
+    yield (jit_rows.embed_rows_kernel, embed,
+           dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True, **PLAIN), UNFUSED)
+    yield (jit_rows.embed_rows_kernel, embed | dict(table=I32),
+           dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=False, HAS_FACTOR=True, **FORMS[-1]), UNFUSED)
     yield jit_rows.sum_parts_kernel, SUMS | dict(out=F32), dict(WIDTH=4096, BLOCK=1024, **PARTS), {}
     yield (jit_rows.rms_norm_kernel, dict(x=BF16, weight=BF16, out=BF16, eps="fp32"),
            dict(WIDTH=4096, PADDED=4096, ROUNDS_ONCE=False), dict(num_warps=8))
@@ -144,7 +152,7 @@ def drafting():
            dict(BLOCKS=128, CANDIDATES=256, WIDTH=2), UNFUSED)
     yield (jit_drafting.begin_place_kernel,
            dict(entries=I64, table="*i8", scale=F32, rotations=F32, x=BF16, cos=F32, sin=F32, factor="fp32"),
-           dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
+           dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True, **PLAIN), UNFUSED)
     yield jit_drafting.end_place_kernel, dict(entries=I64, where=I64, outcome=I64), {}, dict(num_warps=1)
 
 
@@ -216,7 +224,7 @@ def mixtures():
                packed | dict(WIDTH=2048, INNER=768, CHOSEN=1, HAS_GATE=False), dict(num_warps=4, num_stages=3))
     few = dict(x=BF16, table=I64, parts=F32, num_pairs="i32") | tiles
     for out, inner, splits in ((1536, 2048, 8), (2048, 768, 2), (5760, 2880, 8)):  # the last one of gpt-oss
-        yield (jit_experts.grouped_int4_kernel, few,
+        yield (jit_experts.grouped_few_bits_kernel, few, FORMS[0] |
                dict(OUT=out, INNER=inner, BLOCKS=-(-inner // 128), CHOSEN=1 if splits == 2 else 8, ROWS=16,
                     COLUMNS=128, SPLITS=splits, STAGES=3), dict(num_warps=4))
     yield (jit_experts.gated_pairs_kernel, dict(parts=F32, table=I64, experts=I64, out=BF16, num_pairs="i32",

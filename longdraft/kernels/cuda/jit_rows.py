@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+from longdraft.kernels.cuda.jit_few_bits import numbers_at
 from longdraft.kernels.cuda.jit_float8 import to_store
 
 
@@ -102,12 +103,16 @@ def add_and_norm_kernel(x, parts, scale, bias, own_norm, next_norm, x_out, out, 
 
 @triton.jit
 def embedding_of(token, table, scale, column, mask, factor, like, HIDDEN: tl.constexpr, HAS_SCALE: tl.constexpr,
-                 HAS_FACTOR: tl.constexpr):
+                 HAS_FACTOR: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr):
     """Columns of a token's embedding in the element type of the pointer `like`.
 
-    table  [V, HIDDEN] in the model's dtype, or int8 with a scale [V] float32
+    table               [V, HIDDEN] in the model's dtype, or int8 with a scale [V] float32, or of few bits
+    BITS, FORM, OFFSET  of a table of few bits (jit_few_bits); 0: of another one
     """
-    value = tl.load(table + token.to(tl.int64) * HIDDEN + column, mask=mask, other=0).to(tl.float32)
+    if BITS == 0:
+        value = tl.load(table + token.to(tl.int64) * HIDDEN + column, mask=mask, other=0).to(tl.float32)
+    else:
+        value = numbers_at(table, token + column * 0, column, mask, BITS, FORM, OFFSET, (HIDDEN + 127) // 128, 128)
     if HAS_SCALE:
         value = value * tl.load(scale + token)
     value = rounded(value, like)
@@ -118,13 +123,15 @@ def embedding_of(token, table, scale, column, mask, factor, like, HIDDEN: tl.con
 
 @triton.jit
 def embed_rows_kernel(tokens, table, scale, x, factor, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-                      HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_CHAINED: tl.constexpr):
+                      HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr,
+                      OFFSET: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The embeddings x [R, HIDDEN] of tokens [R] int32. Grid (R, HIDDEN / BLOCK)."""
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < HIDDEN
-    value = embedding_of(tl.load(tokens + row), table, scale, column, mask, factor, x, HIDDEN, HAS_SCALE, HAS_FACTOR)
+    value = embedding_of(tl.load(tokens + row), table, scale, column, mask, factor, x, HIDDEN, HAS_SCALE, HAS_FACTOR,
+                         BITS, FORM, OFFSET)
     tl.store(x + row * HIDDEN + column, value, mask=mask)
 
 

@@ -130,6 +130,15 @@ class CudaLinear:
         """What the kernels read: the weight, its scale and its bias."""
         return self.weight, self.scale, self.bias
 
+    def options(self) -> dict[str, int]:
+        """Compile-time arguments of kernels that read rows of the weight: it is not of few bits."""
+        return {"BITS": 0, "FORM": 0, "OFFSET": 0}
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows [R, K] of an embedding table, of these ids [R] int64."""
+        rows = self.weight[ids]
+        return rows if self.scale is None else (rows.float() * self.scale[ids, None]).to(self.dtype)
+
     def rows_of(self, tile: int) -> int:
         """Rows that one program multiplies, of `tile` at most."""
         return tile
