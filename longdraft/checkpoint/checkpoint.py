@@ -25,6 +25,7 @@ from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.formats import groups
 from longdraft.kernels.formats.int4 import GROUP
+from longdraft.kernels.interface import PacksParts
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, LayerHeads, Mlp, QuantisedWeight
 from longdraft.model import hybrid, rope
@@ -91,9 +92,6 @@ def load_transformer(files: TensorSource, config: ModelConfig, kernels: Kernels,
               and the head in int8; file keeps the numbers of quantised matrices and changes no others
     packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
-    if kernels.is_device and quantize == FILE:
-        raise ModelError("the numbers of a quantised file (--quantize file) run on the CPU only so far; use "
-                         "--device cpu")
     config = with_own_head(files, config)
     require_tensors(files, config)
     return Loader(files, config, kernels, quantize, packed).transformer()
@@ -275,6 +273,10 @@ class Loader:
             names = [f"{layer}{name}.weight" for name, _ in stacked.parts]
             if not is_fine and (kept := self._packed_blocks(names, self._quantize, order, bias)):
                 return kept
+            if not is_fine and order is None and isinstance(self._kernels, PacksParts):
+                parts = self._files.exact_parts(names, self._quantize)
+                if parts:
+                    return self._kernels.pack_parts(parts, bias)
             if self._format == "none" and order is None and isinstance(self._kernels, CpuKernels):
                 packed = self._files.mxfp4(names)
                 if packed is not None:

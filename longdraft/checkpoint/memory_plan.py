@@ -16,6 +16,7 @@ from longdraft.cache.full import FullCache
 from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, model_sizes, quantized_bytes
 from longdraft.errors import translate_memory_errors
 from longdraft.kernels import VARIABLE, Kernels, available
+from longdraft.kernels.weights import FILE
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 
@@ -74,8 +75,10 @@ def plan(model: Transformer, draft_bytes: int = 0) -> MemoryPlan | None:
     free, kernels = model.kernels.free_bytes(), model.kernels
     if free is None:
         return None
-    now = MemoryPlan(str(kernels.device), weights_of(model.config, kernels, model.weights.quantize), draft_bytes, free,
-                     model.cache_bytes_per_token, model.config.max_positions)
+    quantize = model.weights.quantize
+    weights = model.weights.nbytes if quantize == FILE else weights_of(model.config, kernels, quantize)
+    now = MemoryPlan(str(kernels.device), weights, draft_bytes, free, model.cache_bytes_per_token,
+                     model.config.max_positions)
     if now.tokens == now.limit:
         return now
     cures = {Cure(setting, each.tokens) for setting, each in _alternatives(now, model) if each.tokens > now.tokens}
@@ -125,8 +128,11 @@ def weights_of(config: ModelConfig, kernels: Kernels, quantize: str) -> int:
 
 def report(model: Transformer, draft: Transformer | None) -> None:
     """Log the plan, as a warning where the model allows longer texts than fit."""
-    copied = 0 if draft is None else quantized_bytes(model.config, draft.weights.quantize, is_draft_copy=True,
-                                                     is_on_device=True)
+    copied = 0
+    if draft is not None and draft.weights.quantize == FILE:
+        copied = draft.weights.nbytes - draft.weights.embedding.nbytes  # which is the model's
+    elif draft is not None:
+        copied = quantized_bytes(model.config, draft.weights.quantize, is_draft_copy=True, is_on_device=True)
     if found := plan(model, copied):
         log.log(logging.WARNING if found.tokens < found.limit else logging.INFO, "%s", found)
 

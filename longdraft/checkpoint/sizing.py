@@ -16,10 +16,12 @@ from pathlib import Path
 from longdraft.checkpoint import gpt_oss
 from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.container import open_gguf
-from longdraft.checkpoint.gguf.types import KEPT_BYTES
+from longdraft.checkpoint.gguf.types import DEVICE_BYTES, KEPT_BYTES
 from longdraft.checkpoint.tensor_names import layer_shapes, outer_shapes
+from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels
+from longdraft.kernels.weights import FILE
 from longdraft.model.config import ModelConfig
 
 USABLE = 0.9  # share of the memory that weights and cache may take; the rest is for the system and buffers
@@ -102,8 +104,9 @@ def has_mxfp4(path: Path, config: ModelConfig) -> bool:
     return isinstance(quantized, dict) and quantized.get("quant_method") == gpt_oss.METHOD
 
 
-def kept_sizes(path: Path, config: ModelConfig) -> Sizes | None:
+def kept_sizes(path: Path, config: ModelConfig, *, is_on_device: bool = False) -> Sizes | None:
     """Sizes of a GGUF file whose quantised numbers are kept (`--quantize file`); None: it has none."""
+    widths = KEPT_BYTES | (DEVICE_BYTES if is_on_device else {})
     if not path.is_file():
         return None
     stacks = defaultdict(list)
@@ -114,9 +117,12 @@ def kept_sizes(path: Path, config: ModelConfig) -> Sizes | None:
     weights = read = 0.0
     for name, entries in stacks.items():
         types = {entry.type.name for entry in entries}
-        width = max(KEPT_BYTES.get(kind, _BYTES["bfloat16"]) for kind in types)
-        if len(types) > 1 and types <= KEPT_BYTES.keys() - {"MXFP4"}:
-            width = KEPT_BYTES["Q8_0" if types <= _ONE_SCALE else "Q5_1"]
+        width = max(widths.get(kind, _BYTES["bfloat16"]) for kind in types)
+        if is_on_device and types <= KEPT_BYTES.keys() - {"MXFP4"}:  # unlike parts keep their own forms
+            sizes = [prod(entry.shape) for entry in entries]
+            width = sum(size * widths[entry.type.name] for size, entry in zip(sizes, entries, strict=True)) / sum(sizes)
+        elif len(types) > 1 and types <= KEPT_BYTES.keys() - {"MXFP4"}:
+            width = widths["Q8_0" if types <= _ONE_SCALE else "Q5_1"]
         elif len(types) > 1:
             width = _BYTES["bfloat16"]
         nbytes = width * sum(prod(entry.shape) for entry in entries)
@@ -158,17 +164,23 @@ def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool =
     return int(layers + tables * config.vocab_size * (config.hidden_size + 4))
 
 
-def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int) -> None:
+def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int, files: TensorSource) -> None:
     """Raise MemoryError if the weights do not fit in the device's free memory. The message says what would fit.
 
     parts  number of ranks that share the weights
+    files  the tensors, of which `file` keeps the numbers
     """
     free = chosen.free_bytes()
     if free is None:
         return
     share = model_sizes(config).parameters / parts
-    needed = share * chosen.dtype.itemsize if quantize == "none" else quantized_bytes(
-        config, quantize, is_on_device=True) / parts
+    if quantize == FILE:
+        kept = kept_sizes(files.folder, config, is_on_device=True)
+        needed: float = kept.weights_bytes if kept else min(files.nbytes, share * chosen.dtype.itemsize)
+    elif quantize == "none":
+        needed = share * chosen.dtype.itemsize
+    else:
+        needed = quantized_bytes(config, quantize, is_on_device=True) / parts
     if needed > free * USABLE:
         smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
                    for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))

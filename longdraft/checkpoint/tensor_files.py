@@ -27,6 +27,7 @@ from longdraft.kernels.formats.groups import BlockRows, GroupedWeight
 from longdraft.kernels.formats.int4 import Int4Weight
 from longdraft.kernels.formats.int8 import Quantised
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
+from longdraft.kernels.interface import PartOfWeight
 from longdraft.kernels.weights import QuantisedWeight
 from longdraft.parallel import Pick
 
@@ -132,6 +133,19 @@ class TensorFiles(TensorSource):
 
     def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
         """See `TensorSource`. Raises ModelError for scales that are NaN or infinite."""
+        parts = self._exact(names, quantize)
+        return None if parts is None else _stacked(parts)
+
+    def exact_parts(self, names: Sequence[str], quantize: str) -> Sequence[PartOfWeight] | None:
+        joined: list[PartOfWeight] = []
+        for part in self._exact(names, quantize) or ():
+            if isinstance(part, Quantised):
+                return None
+            both = _joined(joined[-1], part) if joined else None
+            joined[-1:] = [both] if both else [*joined[-1:], part]
+        return joined or None
+
+    def _exact(self, names: Sequence[str], quantize: str) -> list[QuantisedWeight] | None:
         parts: list[QuantisedWeight] = []
         for name in names:
             part = self._file_of[name].exact(name, quantize) if quantize != "none" else None
@@ -143,7 +157,7 @@ class TensorFiles(TensorSource):
             parts.append(part)
             self._file_of[name].forget(name)  # what it holds are copies, or is small
         self._report(*names)
-        return _stacked(parts)
+        return parts
 
     def pack_blocks(self, names: Sequence[str], quantize: str,
                     pack: Callable[[BlockRows], tuple[Packed, int | None]]) -> Packed | None:
@@ -219,6 +233,15 @@ def _stacked(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
     grouped = [GroupedWeight.of_int4(part) if isinstance(part, Int4Weight) else part for part in parts]
     known = [part for part in grouped if isinstance(part, GroupedWeight)]
     return GroupedWeight.stacked(known) if len(known) == len(parts) else None
+
+
+def _joined(upper: PartOfWeight, lower: PartOfWeight) -> PartOfWeight | None:
+    """Two weights of one kind one below another; None for others."""
+    if isinstance(upper, Int4Weight) and isinstance(lower, Int4Weight):
+        return Int4Weight.stacked([upper, lower])
+    if isinstance(upper, GroupedWeight) and isinstance(lower, GroupedWeight) and upper.kind == lower.kind:
+        return GroupedWeight.stacked([upper, lower])
+    return None
 
 
 def _picked(shape: tuple[int, ...], pick: Pick | None) -> tuple[int, ...]:

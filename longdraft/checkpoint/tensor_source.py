@@ -15,6 +15,7 @@ from longdraft.checkpoint.tensor_file import StoredTensors
 from longdraft.errors import ModelError
 from longdraft.kernels.formats.groups import BlockRows
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
+from longdraft.kernels.interface import PartOfWeight
 from longdraft.kernels.weights import QuantisedWeight
 from longdraft.parallel import Pick
 
@@ -66,6 +67,10 @@ class TensorSource(Protocol):
 
         None if it cannot hold one of them, or if the tensors are not quantised, as in memory.
         """
+        return None
+
+    def exact_parts(self, names: Sequence[str], quantize: str) -> Sequence[PartOfWeight] | None:
+        """As `exact`, but only parts of one kind are joined, so that every number is kept. None also for int8."""
         return None
 
     def pack_blocks(self, names: Sequence[str], quantize: str,

@@ -104,8 +104,8 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     heads = chosen_heads(heads, model, config, choice.needs, replace(hub_options, revision=None))
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
     files = TensorFiles(folder, on_read=on_load)
-    quantize = _resolved_quantize(quantize, model, files, is_on_cpu=not chosen.is_device and not group)
-    sizing.require_room(config, chosen, quantize, tensor_parallel)
+    quantize = _resolved_quantize(quantize, model, files, is_whole=not group)
+    sizing.require_room(config, chosen, quantize, tensor_parallel, files)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
     require_ids_in_vocabulary(words.vocabulary(), config.vocab_size, folder)
@@ -137,10 +137,10 @@ def _prefix_tree(cache_ram: int | None, chosen: kernels.Kernels) -> PrefixTree |
     return PrefixTree(cache_ram << 20) if cache_ram else None
 
 
-def _resolved_quantize(quantize: str, model: str, files: TensorFiles, *, is_on_cpu: bool) -> str:
-    """What `auto` means for these files: `file` on the CPU of one process, whose kernels multiply whole numbers."""
+def _resolved_quantize(quantize: str, model: str, files: TensorFiles, *, is_whole: bool) -> str:
+    """What `auto` means for these files: `file` in one process, whose kernels multiply whole numbers."""
     if quantize == AUTO:
-        quantize = FILE if is_on_cpu and files.has_own_numbers else "none"
+        quantize = FILE if is_whole and files.has_own_numbers else "none"
         if quantize == FILE:
             log.warning("%s: computed with the file's own quantised numbers; --quantize none turns them into "
                         "floating-point numbers first, which takes more memory and time", model)

@@ -31,7 +31,7 @@ LOADING = (
             "auto (the checkpoint's; float16 becomes bfloat16 on the CPU), float32, bfloat16, or on CUDA float16."),
     Setting("quantize", str, "auto",
             "none, int8 or int4: weights in half or a third of the memory; file: keep the numbers of a quantised file; "
-            "auto: file for quantised files on the CPU, else none. The text differs from the unquantised model's."),
+            "auto: file for quantised files, else none. The text differs from the unquantised model's."),
     Setting("quantized_cache", str, None, "Folder that keeps quantised weights for the next start, or none.",
             has_env=True, shown="the user's cache folder"),
     Setting("threads", int, None, "CPU threads.", shown="PyTorch's choice"),

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.formats.groups import GroupedWeight
+from longdraft.kernels.formats.int4 import Int4Weight
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight, Routing
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
@@ -179,6 +181,17 @@ class TokenRows(NamedTuple):
         return self._replace(tokens=self.tokens[rows], cos=self.cos[rows], sin=self.sin[rows])
 
 
+PartOfWeight = Int4Weight | GroupedWeight
+
+
+@runtime_checkable
+class PacksParts(Protocol):
+    """Kernels that multiply weights of unlike kinds together, each with its own numbers."""
+
+    def pack_parts(self, parts: Sequence[PartOfWeight], bias: Tensor | None = None) -> Linear:
+        """`Kernels.pack` of weights [N, K] one below another, of as many inputs; bias [all N]."""
+
+
 @runtime_checkable
 class TokenDecoder(Protocol):
     """A decoder that embeds tokens together with its layers. A device then gets the inputs of a forward in one copy."""
@@ -258,8 +271,7 @@ class Kernels(HybridOperations, Protocol):
     def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
         """Convert a weight [N, K] and bias [N] to the kernels' layout.
 
-        weight    numbers, or a weight that is quantised already, whose numbers are kept. CUDA kernels quantise an int4
-                  weight with an order anew
+        weight    numbers, or a weight that is quantised already, whose numbers are kept
 
         quantize  none | int8 | int4: see kernels/int8.py and kernels/int4.py
 

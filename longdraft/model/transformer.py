@@ -76,6 +76,15 @@ class ModelWeights(NamedTuple):
     quantize: str = "none"  # or "int8", which holds for matrices, never for norms and biases
     layer_inputs: LayerInputs | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all matrices, those of each expert and the tables among them."""
+        experts = [weight for layer in self.layers if layer.experts for mlp in layer.experts.mlps for weight in mlp]
+        linears = [weight for layer in self.layers for weight in layer.linears] + experts + [self.embedding, self.head]
+        if self.layer_inputs:
+            linears += [self.layer_inputs.table, self.layer_inputs.projection]
+        return sum(weight.nbytes for weight in {id(weight): weight for weight in linears}.values())
+
 
 class ForwardRequest(NamedTuple):
     """One text's part of a forward: rows over its cache, and logits of the last `num_logits` of them.

@@ -72,7 +72,7 @@ def outweighs_cache(model: Transformer) -> bool:
 
 def _is_smaller(quantize: str, target: Transformer) -> bool:
     """Whether a copy is so much smaller than a target with the numbers of a quantised file that it can pay."""
-    copied = quantized_bytes(target.whole, quantize, is_draft_copy=True)
+    copied = quantized_bytes(target.whole, quantize, is_draft_copy=True, is_on_device=target.kernels.is_device)
     return target.weights.quantize != FILE or copied < _SMALLER * target.weights_bytes
 
 
@@ -90,8 +90,9 @@ def resolve(asked: str, target: Transformer, files: TensorSource) -> str:
     """The format of the copy that drafts for `target`: "file", "int8", "int4", or "same" for no copy.
 
     asked  one of CHOICES; "auto" is, on the compiled CPU kernels, "file" for a target that was expanded from much
-           smaller files, else that of `auto_format`; on a device int4 for a large model, where such a copy drafted
-           faster than the target's own weights (docs/cuda.md); else no copy
+           smaller files, else that of `auto_format`; on a device the same for a large model, with int4, where such a
+           copy drafted faster than the target's own weights (docs/cuda.md); else, and for a target that is hardly
+           larger than the copy, no copy
 
     UsageError if a format is asked for by name and cannot be had.
     """
@@ -104,12 +105,16 @@ def resolve(asked: str, target: Transformer, files: TensorSource) -> str:
                 return FILE
             quantize = auto_format(target.weights_bytes, target.weights_in_tokens)
             return quantize if quantize == SAME or _is_smaller(quantize, target) else SAME
-        return "int4" if target.kernels.is_device and outweighs_cache(target) else SAME
+        if not target.kernels.is_device or not outweighs_cache(target):
+            return SAME
+        if _was_expanded(target, files):
+            return FILE
+        return "int4" if _is_smaller("int4", target) else SAME
     if asked != SAME and is_divided:
         raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")
-    if asked == FILE and (target.kernels.is_device or not _has_own_numbers(files)):
-        raise UsageError("draft_weights is 'file', which copies the numbers of a quantised file on a CPU; allowed "
-                         "here: auto, same, int8, int4")
+    if asked == FILE and not _has_own_numbers(files):
+        raise UsageError("draft_weights is 'file', which copies the numbers of a quantised file; allowed here: auto, "
+                         "same, int8, int4")
     return asked
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from longdraft.kernels.cuda import int4_linear, jit_int4, jit_linear
+from longdraft.kernels.cuda import few_bits, jit_few_bits, jit_linear
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.launch import ceil_div, chained
@@ -63,9 +63,10 @@ def compile_kernel(job: Job) -> None:
     sizes = {"OUT": job.out, "INNER": job.inner, "ROWS": job.rows, "COLUMNS": job.tiling.columns,
              "SPLITS": job.tiling.splits}
     if job.quantize == "int4":
-        jit_int4.few_rows_int4_kernel.warmup(torch.bfloat16, torch.int32, torch.int32, torch.float32, 5,
-                                             BLOCKS=ceil_div(job.inner, 128), STAGES=job.tiling.stages, **sizes,
-                                             **options)
+        form = few_bits.Form(4, few_bits.ZERO, 0).options()
+        jit_few_bits.few_bits_kernel.warmup(torch.bfloat16, torch.int32, torch.float32, 5,
+                                            BLOCKS=ceil_div(job.inner, 128), STAGES=job.tiling.stages, STRIDE=job.out,
+                                            **form, **sizes, **options)
     else:
         jit_linear.few_rows_kernel.warmup(torch.bfloat16, _DTYPES[job.quantize], torch.float32, 5,
                                           BLOCK=job.tiling.block, PREFETCHED=256, num_stages=job.tiling.stages, **sizes,
@@ -94,7 +95,7 @@ def measure() -> None:
 def timed(chosen: CudaKernels, rate: float, tried: list[Job]) -> list[str]:
     """The floor, and the fastest of some tilings of one weight."""
     weights = speed.weight_copies(plan.ON_DEVICE, chosen, tried[0].out, tried[0].inner, tried[0].quantize)
-    assert all(isinstance(weight, int4_linear.CudaInt4Linear) == (tried[0].quantize == "int4") for weight in weights)
+    assert all(isinstance(weight, few_bits.CudaFewBits) == (tried[0].quantize == "int4") for weight in weights)
     results = []
     for job in tried:
         us = []

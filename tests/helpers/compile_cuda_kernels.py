@@ -5,7 +5,7 @@
 
 It prints an object of JSON for each form of a kernel: its name and form, bytes of shared memory, fused multiply-adds,
 bytes of stack and how many the form may have, registers, whether products and reductions come in pairs, a checksum of
-these, and requests for cache lines. The bytes of stack are those that the assembler spills.
+these. The bytes of stack are those that the assembler spills.
 PTX does not show them, so they are read from the machine code. Pairs are for attention, whose two loops must compute a
 block alike; checksums for its two forms, for one text and for several.
 
@@ -22,7 +22,7 @@ import zlib
 
 import triton
 import triton.language as tl
-from cuda_attention_forms import AHEAD, BF16, F32, FP8, I32, I64, NOTHING_AHEAD, UNFUSED, attention, selections
+from cuda_attention_forms import BF16, F32, FP8, I32, I64, UNFUSED, attention, selections
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -33,7 +33,7 @@ from longdraft.kernels.cuda import (
     jit_delta,
     jit_drafting,
     jit_experts,
-    jit_int4,
+    jit_few_bits,
     jit_kv_store,
     jit_linear,
     jit_remainder,
@@ -48,6 +48,10 @@ PARTS = dict(PARTS=4, HAS_SCALE=True, HAS_BIAS=True)
 SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
 VOCABULARY = dict(vocabulary="i32")
 LIMITS = dict(settings=F64, cuts=I64, floors=I64, leasts=F64, bests=F32, num_blocks="i32")
+PLAIN = dict(BITS=0, FORM=0, OFFSET=0)  # of an embedding table
+# Weights of few bits: Int4Weight, with zero points and without, then the kinds of GroupedWeight; last Q6_K.
+FORMS = [dict(BITS=bits, FORM=form, OFFSET=offset) for bits, form, offset in (
+    (4, 3, 0), (4, 0, 8), (4, 4, 0), (5, 0, 16), (8, 0, 128), (8, 5, 128), (4, 1, 0), (5, 1, 0), (6, 2, 32))]
 FILTERS = dict(HAS_CUT=True, HAS_MIN_P=True, HAS_ETA=True, HAS_FLOOR=True)
 IN_BLOCKS = dict(BLOCK=1024, BLOCKS=128)
 
@@ -63,16 +67,20 @@ def kernels(shared):
            dict(num_warps=4, num_stages=4))
     clamp = dict(alpha="fp32", limit="fp32")
     yield (jit_linear.gated_rows_kernel, dict(x=BF16, weight=BF16, bias=F32, out=BF16, num_rows="i32") | clamp,
-           dict(WIDTH=14336, INNER=4096, ROWS=16, COLUMNS=64, BLOCK=64, HAS_BIAS=True, PREFETCHED=256, ACTIVATION=0),
-           dict(num_warps=4, num_stages=4))
-    int4 = dict(x=BF16, words=I32, scales=I32, parts=F32, num_rows="i32")
-    yield (jit_int4.few_rows_int4_kernel, int4,
-           dict(OUT=4096, INNER=4096, BLOCKS=32, ROWS=16, COLUMNS=128, SPLITS=8, STAGES=4),
-           dict(num_warps=4, **UNFUSED))
-    yield (jit_int4.dequantise_kernel, dict(words=I32, scales=I32, out=BF16),
-           dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128), UNFUSED)
-    yield (jit_rows.embed_rows_kernel, dict(tokens=I32, table="*i8", scale=F32, x=BF16, factor="fp32"),
-           dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
+           dict(WIDTH=14336, INNER=4096, ROWS=16, COLUMNS=64, BLOCK=128, HAS_BIAS=True, PREFETCHED=256, ACTIVATION=0),
+           dict(num_warps=4, num_stages=3 if shared > 110 << 10 else 2))
+    sizes = dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128)
+    for form in FORMS:
+        yield (jit_few_bits.few_bits_kernel, dict(x=BF16, weight=I32, parts=F32, num_rows="i32"),
+               form | sizes | dict(ROWS=16, SPLITS=8, STAGES=3, STRIDE=4096), dict(num_warps=4, **UNFUSED))
+        yield jit_few_bits.dequantise_kernel, dict(weight=I32, out=BF16), form | sizes | dict(ROWS=8), UNFUSED
+    yield (jit_few_bits.table_rows_kernel, dict(ids=I64, weight=I32, out=BF16),
+           FORMS[-1] | dict(INNER=4096, BLOCKS=32, COLUMNS=128, BLOCK=1024), UNFUSED)
+    embed = dict(tokens=I32, table="*i8", scale=F32, x=BF16, factor="fp32")
+    yield (jit_rows.embed_rows_kernel, embed,
+           dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True, **PLAIN), UNFUSED)
+    yield (jit_rows.embed_rows_kernel, embed | dict(table=I32),
+           dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=False, HAS_FACTOR=True, **FORMS[-1]), UNFUSED)
     yield jit_rows.sum_parts_kernel, SUMS | dict(out=F32), dict(WIDTH=4096, BLOCK=1024, **PARTS), {}
     yield (jit_rows.rms_norm_kernel, dict(x=BF16, weight=BF16, out=BF16, eps="fp32"),
            dict(WIDTH=4096, PADDED=4096, ROUNDS_ONCE=False), dict(num_warps=8))
@@ -91,12 +99,11 @@ def kernels(shared):
     yield (jit_rows.rope_kernel, dict(x=BF16, cos=F32, sin=F32, out=BF16), dict(HEADS=32, HALF=64, PADDED=64),
            dict(num_warps=1))
     rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16, k=BF16, v=BF16,
-                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, ahead=BF16, capacity="i32",
+                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, capacity="i32",
                          text_rows="i32", text_stride="i32", eps="fp32", factor="fp32")
     form = dict(HEADS=32, KV_HEADS=8, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, ROTATES=True, ROUNDS_ONCE=False,
-                IS_SCALED=False, HAS_TABLE=False, **PARTS, **NOTHING_AHEAD)
+                IS_SCALED=False, HAS_TABLE=False, **PARTS)
     yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
-    yield jit_rows.finish_qkv_kernel, rotate, form | AHEAD, dict(num_warps=1)
     yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8),
            form | dict(NORMS=1, IS_SCALED=True, HAS_TABLE=True), dict(num_warps=1))
     for has_table in (False, True):
@@ -145,7 +152,7 @@ def drafting():
            dict(BLOCKS=128, CANDIDATES=256, WIDTH=2), UNFUSED)
     yield (jit_drafting.begin_place_kernel,
            dict(entries=I64, table="*i8", scale=F32, rotations=F32, x=BF16, cos=F32, sin=F32, factor="fp32"),
-           dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
+           dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True, **PLAIN), UNFUSED)
     yield jit_drafting.end_place_kernel, dict(entries=I64, where=I64, outcome=I64), {}, dict(num_warps=1)
 
 
@@ -217,7 +224,7 @@ def mixtures():
                packed | dict(WIDTH=2048, INNER=768, CHOSEN=1, HAS_GATE=False), dict(num_warps=4, num_stages=3))
     few = dict(x=BF16, table=I64, parts=F32, num_pairs="i32") | tiles
     for out, inner, splits in ((1536, 2048, 8), (2048, 768, 2), (5760, 2880, 8)):  # the last one of gpt-oss
-        yield (jit_experts.grouped_int4_kernel, few,
+        yield (jit_experts.grouped_few_bits_kernel, few, FORMS[0] |
                dict(OUT=out, INNER=inner, BLOCKS=-(-inner // 128), CHOSEN=1 if splits == 2 else 8, ROWS=16,
                     COLUMNS=128, SPLITS=splits, STAGES=3), dict(num_warps=4))
     yield (jit_experts.gated_pairs_kernel, dict(parts=F32, table=I64, experts=I64, out=BF16, num_pairs="i32",
@@ -278,9 +285,9 @@ def compile_for(architecture: int, only: list[str]) -> None:
     if only:
         forms = [next(form for form in forms if form[0].__name__ == name) for name in only]
     for kernel, types, constants, options, *allowed in forms:
-        has_fp8 = FP8 in types.values() or tl.float8e4nv in constants.values()
-        if has_fp8 and architecture < 89:  # where such caches are refused
-            continue
+        if architecture < 89:  # where an 8-bit cache is one of bytes
+            types = {name: "*u8" if type == FP8 else type for name, type in types.items()}
+            constants = {name: tl.uint8 if value == tl.float8e4nv else value for name, value in constants.items()}
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}
@@ -299,9 +306,8 @@ def compile_for(architecture: int, only: list[str]) -> None:
         print(json.dumps(dict(
             triton=triton.__version__, architecture=architecture, kernel=kernel.__name__, form=form,
             shared=done.metadata.shared, fused=fused, stack=stack, allowed=sum(allowed), registers=registers,
-            is_paired=is_paired, merges=constants.get("MERGES", False), limit=SHARED[architecture],
-            products=computed, computed=zlib.crc32("\n".join(computed).encode()),
-            fetches=code.count("prefetch.global.L2"))), flush=True)
+            is_paired=is_paired, limit=SHARED[architecture],
+            computed=zlib.crc32("\n".join(computed).encode()))), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ import re
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE
+from helpers.gguf_files import convert
 from longdraft.checkpoint import memory_plan
 from longdraft.checkpoint.memory_plan import plan, weights_of
-from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, quantized_bytes
+from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, kept_sizes, quantized_bytes
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.request.sampling_params import SamplingParams
 
@@ -60,6 +62,22 @@ def test_the_bytes_of_the_weights_are_those_that_a_load_allocates(folder, quanti
     engine = engine_of(folder, quantize)
     planned = weights_of(engine.model.config, engine.model.kernels, quantize)
     assert planned == pytest.approx(held_bytes() - before, rel=0.02)
+
+
+@pytest.mark.parametrize("kinds", [{}, {"attn_v": "Q8_0", "ffn_down": "Q4_0", "token_embd": "Q8_0"}])
+def test_the_bytes_of_a_files_own_numbers_are_those_that_a_load_allocates(folder, tmp_path, monkeypatch, kinds):
+    """Also before the load, from the file's types."""
+    network, path = transformers.AutoModelForCausalLM.from_pretrained(folder), tmp_path / "model.gguf"
+    convert(folder, network, path, "Q4_1", kinds=kinds)
+    del network
+    before = held_bytes()
+    engine = engine_of(path, "file")
+    held = held_bytes() - before
+    have_free(monkeypatch, 1 << 30)
+    found = plan(engine.model)
+    assert found and found.weights_bytes == pytest.approx(held, rel=0.03)
+    kept = kept_sizes(path, engine.model.config, is_on_device=True)
+    assert kept and kept.weights_bytes == pytest.approx(held, rel=0.03)
 
 
 def test_the_bytes_of_a_draft_copy_are_those_that_a_load_allocates(folder):

@@ -4,7 +4,7 @@ The `jit_*` modules hold the Triton kernels, the other modules launch them. Each
 
     launch  graph_cache           sizes, launch options, argument checks; captured CUDA graphs
     linear  kv_store              weights; keys and values
-    int4_linear                   weights of 4 bits
+    few_bits                      weights of 4 to 8 bits in groups
     attention                     of the rows of trees
     device_text  text_rows        the tokens and rules of texts; their rows, edited and filtered
     choices                       logits, and the choice of tokens

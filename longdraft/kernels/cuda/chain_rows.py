@@ -177,7 +177,7 @@ class ChainRows:
         jit_drafting.begin_place_kernel[(ceil_div(hidden, EMBED_BLOCK), rows)](
             self._entries, table.weight, cos if scale is None else scale, self._rotations, x, cos, sin, factor,
             HIDDEN=hidden, HALF=half, PADDED=padded_size(half), BLOCK=EMBED_BLOCK, HAS_SCALE=scale is not None,
-            HAS_FACTOR=factor != 1, **chained(x.device))
+            HAS_FACTOR=factor != 1, **table.options(), **chained(x.device))
 
     def rank(self, logits: Tensor, needs: TextNeeds, ahead: int = 0) -> None:
         """Rank the guesses of logits [T, V], which are overwritten; the result goes to `outcome`.

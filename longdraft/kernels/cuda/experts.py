@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_experts
-from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
+from longdraft.kernels.cuda.few_bits import CudaFewBits
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require, triton_dtype
 from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear
 from longdraft.kernels.switches import is_on
@@ -43,10 +43,12 @@ class _Stack(NamedTuple):
     @classmethod
     def of(cls, weights: list[Linear]) -> _Stack | None:
         """None for weights of unlike forms, which no kernel reads together."""
-        kinds = (CudaLinear, CudaInt4Linear) if GROUPS_INT4 else (CudaLinear,)
+        kinds = (CudaLinear, CudaFewBits) if GROUPS_INT4 else (CudaLinear,)
         linears = [weight for weight in weights if isinstance(weight, CudaLinear) and type(weight) in kinds]
-        if len(linears) < len(weights) or len({(type(each), each.out_features, each.in_features, each.scale is None,
-                                                each.bias is None) for each in linears}) > 1:
+        forms = {(type(each), each.out_features, each.in_features, each.scale is None, each.bias is None,
+                  *each.options().values()) for each in linears}
+        if len(linears) < len(weights) or len(forms) > 1 or any(each.is_ordered for each in linears
+                                                                if isinstance(each, CudaFewBits)):
             return None
         rows = [[0 if part is None else part.data_ptr() for part in each.parts] for each in linears]
         return cls(torch.tensor(rows, dtype=torch.int64, device=linears[0].parts[0].device), linears[0])
@@ -99,7 +101,7 @@ class GroupedExperts:
             inner = self._gated(stacks.gate_up, x, tiles, routing.experts, activation)
             given = self._products(stacks.down, inner, tiles, 1)
             # A product of one part has its bias already.
-            has_bias = isinstance(stacks.down.first, CudaInt4Linear) and stacks.down.first.bias is not None
+            has_bias = isinstance(stacks.down.first, CudaFewBits) and stacks.down.first.bias is not None
             of_shared, weight = shared or (given, given)
             out = torch.empty_like(x)
             block = SUM_BLOCK if len(given) == 1 else _FEW_COLUMNS
@@ -124,7 +126,7 @@ class GroupedExperts:
         """The activation of each pair: [pairs, W], gate and up being the halves of its product with the weight."""
         pairs, width, (kind, *numbers) = chosen.numel(), stack.first.out_features // 2, activation
         out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-        if not isinstance(stack.first, CudaInt4Linear):
+        if not isinstance(stack.first, CudaFewBits):
             self._multiply(stack, x, tiles, chosen.shape[1], out, activation)
             return out
         parts = self._products(stack, x, tiles, chosen.shape[1])
@@ -136,16 +138,16 @@ class GroupedExperts:
     def _products(self, stack: _Stack, x: Tensor, tiles: _Tiles, chosen: int) -> Tensor:
         """The parts of each pair's product [P, pairs, N] float32, of x [pairs / chosen, K]."""
         (table, first), pairs = stack, len(x) * chosen
-        splits = first.splits if isinstance(first, CudaInt4Linear) else 1
+        splits = first.splits if isinstance(first, CudaFewBits) else 1
         parts = torch.empty(splits, pairs, first.out_features, device=x.device)
-        if not isinstance(first, CudaInt4Linear):
+        if not isinstance(first, CudaFewBits):
             self._multiply(stack, x, tiles, chosen, parts[0], None)
             return parts
         columns, _, stages, _ = first.tiling
-        jit_experts.grouped_int4_kernel[(len(tiles.experts), ceil_div(first.out_features, columns), splits)](
+        jit_experts.grouped_few_bits_kernel[(len(tiles.experts), ceil_div(first.out_features, columns), splits)](
             x, table, *tiles[1:], parts, pairs, OUT=first.out_features, INNER=first.in_features, BLOCKS=first.blocks,
             CHOSEN=chosen, ROWS=tiles.rows, COLUMNS=columns, SPLITS=splits, STAGES=stages, num_warps=4,
-            **chained(x.device))
+            **first.options(), **chained(x.device))
         return parts
 
     def _multiply(self, stack: _Stack, x: Tensor, tiles: _Tiles, chosen: int, out: Tensor,

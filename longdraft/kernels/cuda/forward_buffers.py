@@ -73,7 +73,8 @@ class Embedding(NamedTuple):
         with on_device(x.device):
             jit_rows.embed_rows_kernel[(rows, ceil_div(hidden, EMBED_BLOCK))](
                 tokens, table.weight, x if table.scale is None else table.scale, x, factor, HIDDEN=hidden,
-                BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None, HAS_FACTOR=factor != 1, **chained(x.device))
+                BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None, HAS_FACTOR=factor != 1, **table.options(),
+                **chained(x.device))
 
 
 class ForwardBuffers:

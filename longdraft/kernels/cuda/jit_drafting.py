@@ -93,7 +93,8 @@ def rank_kernel(bests, scores, ids, entries, numbers, outcome, num_blocks, BLOCK
 @triton.jit
 def begin_place_kernel(entries, table, scale, rotations, x, cos, sin, factor, HIDDEN: tl.constexpr,
                        HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALE: tl.constexpr,
-                       HAS_FACTOR: tl.constexpr, IS_CHAINED: tl.constexpr):
+                       HAS_FACTOR: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr,
+                       IS_CHAINED: tl.constexpr):
     """The first layer's input for the text's last token: its embedding, and the rotation of its place in the chain.
 
     table      see `embedding_of`
@@ -108,7 +109,8 @@ def begin_place_kernel(entries, table, scale, rotations, x, cos, sin, factor, HI
     token = tl.load(tokens_at(entry, 0) + tl.load(entry + 1) - 1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < HIDDEN
-    value = embedding_of(token, table, scale, column, mask, factor, x, HIDDEN, HAS_SCALE, HAS_FACTOR)
+    value = embedding_of(token, table, scale, column, mask, factor, x, HIDDEN, HAS_SCALE, HAS_FACTOR,
+                         BITS, FORM, OFFSET)
     tl.store(x + row * HIDDEN + column, value, mask=mask)
     if tl.program_id(0) == 0:
         half = tl.arange(0, PADDED)

@@ -5,10 +5,10 @@
     grouped_kernel  the products of a tile's pairs with its expert
     combine_kernel  a row's experts, in ascending order, and the shared expert
 
-Products with experts of 4 bits are cut into parts along their inputs, as those of any such weight are:
+Products with experts of few bits are cut into parts along their inputs, as those of any such weight are:
 
-    grouped_int4_kernel  the parts of the products of a tile's pairs
-    gated_pairs_kernel   the activation, from the parts of gate and up
+    grouped_few_bits_kernel  the parts of the products of a tile's pairs
+    gated_pairs_kernel       the activation, from the parts of gate and up
 
 A pair is row * CHOSEN + choice. An expert's tiles begin at `first_tile`; its pairs are `members` from first_tile * ROWS
 on. A program always multiplies ROWS rows with one expert, so other pairs change where a pair is computed and never how.
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from longdraft.kernels.cuda.jit_activations import gated, gated_sums
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
-from longdraft.kernels.cuda.jit_int4 import sums_of_blocks
+from longdraft.kernels.cuda.jit_few_bits import sums_of_blocks
 from longdraft.kernels.cuda.jit_rows import rounded, sum_of_parts
 
 
@@ -170,15 +170,16 @@ def grouped_kernel(x, table, members, tile_experts, first_tile, counts, num_tile
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def grouped_int4_kernel(x, table, members, tile_experts, first_tile, counts, num_tiles, parts, num_pairs,
-                        OUT: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr, CHOSEN: tl.constexpr,
-                        ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-                        IS_CHAINED: tl.constexpr):
-    """The product of each pair with its expert of 4 bits: parts [SPLITS, pairs, OUT] float32.
+def grouped_few_bits_kernel(x, table, members, tile_experts, first_tile, counts, num_tiles, parts, num_pairs,
+                            BITS: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr, OUT: tl.constexpr,
+                            INNER: tl.constexpr, BLOCKS: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
+                            COLUMNS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+                            IS_CHAINED: tl.constexpr):
+    """The product of each pair with its expert of few bits: parts [SPLITS, pairs, OUT] float32.
 
     x      [pairs / CHOSEN, INNER]: a pair reads the row pair // CHOSEN
-    table  int64 [experts, 3]: addresses of the words and of the scales (`few_rows_int4_kernel`, whose sums these are)
-           and of the bias, which is added later
+    table  int64 [experts, 3]: addresses of the weight (`few_bits_kernel`, whose sums these are) and of the bias,
+           which is added later
 
     Grid (tiles, OUT / COLUMNS, SPLITS), rounded up.
     """
@@ -187,11 +188,11 @@ def grouped_int4_kernel(x, table, members, tile_experts, first_tile, counts, num
     tile, of_weight, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tile < tl.load(num_tiles):
         expert, pair, is_pair = pairs_of_tile(tile, members, tile_experts, first_tile, counts, ROWS)
-        words = tl.multiple_of(pointer_of(table, expert, 0, tl.int32), 16)
-        scales = tl.multiple_of(pointer_of(table, expert, 1, tl.int32), 16)
+        weight = tl.multiple_of(pointer_of(table, expert, 0, tl.int32), 16)
         first = part * EACH
-        total = sums_of_blocks(x, words, scales, of_weight, pair // CHOSEN, is_pair, first,
-                               tl.minimum(first + EACH, BLOCKS), INNER, BLOCKS, ROWS, COLUMNS, STAGES)
+        total = sums_of_blocks(x, weight, of_weight, pair // CHOSEN, is_pair, first,
+                               tl.minimum(first + EACH, BLOCKS), BITS, FORM, OFFSET, INNER, BLOCKS, ROWS, COLUMNS,
+                               STAGES)
         column = of_weight * COLUMNS + tl.arange(0, COLUMNS)
         at = parts + (part.to(tl.int64) * num_pairs + pair[None, :]) * OUT + column[:, None]
         tl.store(at, total, mask=is_pair[None, :] & (column < OUT)[:, None])
@@ -203,7 +204,7 @@ def gated_pairs_kernel(parts, table, experts, out, num_pairs, alpha, limit, WIDT
                        IS_CHAINED: tl.constexpr):
     """The activation of each pair, from the parts of its product [pairs, 2 WIDTH]: out [pairs, WIDTH].
 
-    table, experts  as in `grouped_int4_kernel`; the expert of each pair. Grid (pairs, WIDTH / BLOCK).
+    table, experts  as in `grouped_few_bits_kernel`; the expert of each pair. Grid (pairs, WIDTH / BLOCK).
     """
     wait_for_inputs(IS_CHAINED)
     pair = tl.program_id(0).to(tl.int64)

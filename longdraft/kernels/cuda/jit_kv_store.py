@@ -6,6 +6,7 @@ Stores are passed as tables int64 [L, 5]: the addresses of keys, values and thei
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_float8 import from_store
 from longdraft.kernels.cuda.jit_rows import store_row
 
 
@@ -71,13 +72,13 @@ def move_rows_kernel(table, moves, turns, HALF: tl.constexpr, PADDED: tl.constex
             low = tl.load(store + source * 2 * HALF + half, mask=mask, other=0.0)
             high = tl.load(store + source * 2 * HALF + HALF + half, mask=mask, other=0.0)
             if (kind == 0) & (tl.load(move + 2) > 0):
-                first, second = low.to(tl.float32), high.to(tl.float32)
+                c = tl.load(turns + text * 2 * HALF + half, mask=mask, other=0.0)
+                s = tl.load(turns + (text * 2 + 1) * HALF + half, mask=mask, other=0.0)
+                first, second = from_store(low, c), from_store(high, c)
                 if IS_SCALED:
                     scale = tl.load(scales + source)
                     first = (first * scale).to(DTYPE).to(tl.float32)
                     second = (second * scale).to(DTYPE).to(tl.float32)
-                c = tl.load(turns + text * 2 * HALF + half, mask=mask, other=0.0)
-                s = tl.load(turns + (text * 2 + 1) * HALF + half, mask=mask, other=0.0)
                 turned = (first * c - second * s).to(DTYPE).to(tl.float32)
                 second = (second * c + first * s).to(DTYPE).to(tl.float32)
                 store_row(turned, second, mask, target * 2 * HALF, target, store, scales, HALF, half, IS_SCALED)

@@ -17,7 +17,7 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
-from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
+from longdraft.kernels.cuda.few_bits import CudaFewBits, CudaStacked
 from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
@@ -26,10 +26,8 @@ from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.remainder import CudaRemainder, PartialAttentions, new_fit
 from longdraft.kernels.cuda.row_invariance import delta_is_row_invariant, is_row_invariant
 from longdraft.kernels.delta import DeltaState, DeltaWeights
-from longdraft.kernels.formats import groups, int4
-from longdraft.kernels.formats.groups import GroupedWeight
-from longdraft.kernels.formats.int4 import Int4Weight
-from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, KVStore, LayersKV, Positions
+from longdraft.kernels.formats.int8 import Quantised
+from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, KVStore, LayersKV, PartOfWeight, Positions
 from longdraft.kernels.native_remainder import FitRules
 from longdraft.kernels.reference import remainder_of
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear, QuantisedWeight
@@ -58,21 +56,22 @@ class CudaKernels(CudaOperations):
 
     def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *,
              quantize: str = "none") -> CudaLinear:
-        if isinstance(weight, Int4Weight) and weight.order is not None:
-            weight = int4.dequantise(weight)
-        if isinstance(weight, GroupedWeight):
-            weight = groups.dequantise(weight)
-        if isinstance(weight, Int4Weight) or (isinstance(weight, Tensor) and quantize == "int4"):
-            return CudaInt4Linear(weight, bias, self.device, self.dtype)
+        if not isinstance(weight, Tensor | Quantised) or (isinstance(weight, Tensor) and quantize == "int4"):
+            return CudaFewBits(weight, bias, self.device, self.dtype)
         return CudaLinear(weight, bias, self.device, self.dtype, is_int8=quantize == "int8")
 
+    def pack_parts(self, parts: Sequence[PartOfWeight], bias: Tensor | None = None) -> CudaLinear:
+        """See `longdraft.kernels.interface.PacksParts`."""
+        if len(parts) == 1:
+            return self.pack(parts[0], bias)
+        return CudaStacked([CudaFewBits(part, None, self.device, self.dtype) for part in parts], bias)
+
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
-        assert isinstance(table, CudaLinear) and not isinstance(table, CudaInt4Linear)
+        assert isinstance(table, CudaLinear)
         require(len(tokens) > 0 and min(tokens) >= 0 and max(tokens) < table.out_features,
                 f"token ids below {table.out_features}", tokens)
         ids = torch.tensor(tokens).to(self.device, non_blocking=True)  # `device=` would wait for the device
-        rows = table.weight[ids]
-        return rows if table.scale is None else (rows.float() * table.scale[ids, None]).to(self.dtype)
+        return table.rows(ids)
 
     def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
         return CudaStore(self.device, self.dtype, self.element, num_kv_heads, head_dim, score_cap)

@@ -22,6 +22,7 @@ from longdraft.kernels.cuda.launch import (
     UNFUSED,
     ceil_div,
     chained,
+    has_float8,
     on_device,
     padded_size,
     require,
@@ -40,7 +41,7 @@ class CudaStore:
     """See :class:`longdraft.kernels.interface.KVStore`. Growing moves the store: `reserve` the full length beforehand.
 
     dtype    of the rows that are written and read
-    element  dtype in memory: `dtype`, or float8_e4m3fn
+    element  dtype in memory: `dtype`, or float8_e4m3fn, whose bits are in bytes where the device does not convert them
     score_cap  see `Kernels.new_store`
     serial   changes with each allocation. CUDA graphs and address tables are valid for one serial only
     addresses  where keys, values and their scales are, and the number of slots, as `jit_kv_store` reads them
@@ -72,7 +73,8 @@ class CudaStore:
     def _empty(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values [Hkv, slots, D] and their scales [Hkv, slots]; unread [1, 1] without 8 bits."""
         shape = (self.heads, slots, self.dim)
-        k, v = (torch.zeros(shape, dtype=self.element, device=self._device) for _ in range(2))
+        held = torch.uint8 if self.is_scaled and not has_float8(self._device) else self.element
+        k, v = (torch.zeros(shape, dtype=held, device=self._device) for _ in range(2))
         scales = shape[:2] if self.is_scaled else (1, 1)
         return k, v, torch.zeros(scales, device=self._device), torch.zeros(scales, device=self._device)
 

@@ -59,7 +59,7 @@ class GroupedWeight(NamedTuple):
     @staticmethod
     def stacked(parts: Sequence[GroupedWeight]) -> GroupedWeight:
         """Weights one below another: of their kind, else with 8 bits, else of the general kind."""
-        kinds = {(part.bits, part.has_halves, part.least is None, part.common is None) for part in parts}
+        kinds = {part.kind for part in parts}
         if len(kinds) > 1:
             is_simple = all(kind[1:] == (False, True, True) for kind in kinds)
             parts = [part.in_bytes() if is_simple else part.general() for part in parts]
@@ -67,6 +67,11 @@ class GroupedWeight(NamedTuple):
         common = [part.common for part in parts if part.common is not None]
         return GroupedWeight(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]),
                              torch.cat(least) if least else None, parts[0].bits, torch.cat(common) if common else None)
+
+    @property
+    def kind(self) -> tuple[int, bool, bool, bool]:
+        """Equal for weights that can be stacked as they are."""
+        return self.bits, self.has_halves, self.least is None, self.common is None
 
     @property
     def has_halves(self) -> bool:
@@ -92,7 +97,12 @@ class GroupedWeight(NamedTuple):
             return None if self.least is None else self.least.float()
         return self.least.float() * self.common[..., 1].float().repeat_interleave(COMMON_GROUPS, 1)
 
-    def rows(self, which: Tensor) -> GroupedWeight:
+    def to(self, device: torch.device) -> GroupedWeight:
+        """The weight on a device."""
+        least, common = (None if part is None else part.to(device) for part in (self.least, self.common))
+        return GroupedWeight(self.values.to(device), self.scale.to(device), least, self.bits, common)
+
+    def rows(self, which: Tensor | slice) -> GroupedWeight:
         """Some rows of the weight."""
         least, common = (None if part is None else part[which] for part in (self.least, self.common))
         return GroupedWeight(self.values[which], self.scale[which], least, self.bits, common)

@@ -48,7 +48,7 @@ class Int4Weight(NamedTuple):
         order = None if self.order is None else self.order.to(device)
         return Int4Weight(self.values.to(device), self.scale.to(device), self.zero.to(device), order)
 
-    def rows(self, which: Tensor) -> Int4Weight:
+    def rows(self, which: Tensor | slice) -> Int4Weight:
         """Some rows of the weight."""
         return Int4Weight(self.values[which], self.scale[which], self.zero[which], self.order)
 

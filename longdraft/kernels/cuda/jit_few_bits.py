@@ -1,0 +1,289 @@
+"""The Triton kernels of weights of 4, 5, 6 or 8 bits (longdraft/kernels/formats: int4.py, groups.py).
+
+A weight is cut into tiles of COLUMNS output features and blocks of 128 inputs. A tile is one piece of memory, int32: a
+record for each block and, of kinds with common scales, those of its pairs of blocks. A record has
+
+    words   [COLUMNS, 16], of 8 bits [2, COLUMNS, 16]: four bits of each value, or all eight
+    upper   [COLUMNS, 16] of int8 or int16: the fifth bits, or the fifth and sixth ones
+    scales  [2, 4 or 6, COLUMNS]: two numbers of 16 bits in each word, see `scale_and_least`
+
+The weight is the first operand of the product and the rows are the second: numbers that are unpacked in registers can
+feed Hopper's tensor cores only there. The order makes unpacking cheap. Of 128 inputs of one output feature, word j has
+
+    nibble      0     4  |   1     5  |   2     6  |   3     7
+    input      2j  2j+1  |  32+2j ..  |  64+2j ..  |  96+2j ..         j = 0 .. 15
+
+so that one shift and one mask leave two neighbouring inputs of group i = 0 .. 3 in the halves of a word. Bytes lie in
+the same way: those of groups 0 and 1 in the first 16 words, those of 2 and 3 in the second. Upper bits: the lower half
+of a number has those of input 2j of all groups, its upper half those of 2j+1.
+
+With the bits of a 16-bit number whose last place is 1 above them, the halves are the floats 128 + value (bfloat16) or
+1024 + value (float16), and the subtraction that follows is exact. bfloat16 has seven bits for that: of eight, which
+are two's complements, the highest is subtracted by itself.
+"""
+
+import triton
+import triton.language as tl
+
+from longdraft.kernels.cuda.jit_chain import prefetch, wait_for_inputs
+
+GROUP: tl.constexpr = tl.constexpr(32)  # inputs with a scale
+WIDTH: tl.constexpr = tl.constexpr(128)  # inputs of a block
+# What a group has besides its values; `scale_and_least` has the layouts. The ones below `ZERO` take half the memory.
+SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES = (tl.constexpr(form) for form in range(6))
+
+
+@triton.jit
+def spread(upper, BITS: tl.constexpr):
+    """The upper bits of the values of a word: of input 2j from bit 0 on, and of input 2j + 1 from bit 16 on."""
+    if BITS == 5:
+        wide = upper.to(tl.int32)
+        result = (wide & 0xF) | ((wide & 0xF0) << 12)
+    elif BITS == 6:
+        wide = upper.to(tl.int32)
+        result = (wide & 0xFF) | ((wide & 0xFF00) << 8)
+    else:
+        result = upper
+    return result
+
+
+@triton.jit
+def unpacked(packed, upper, held, group: tl.constexpr, like, BITS: tl.constexpr, FORM: tl.constexpr,
+             OFFSET: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """Inputs of one group, less their offset or zero points: [COLUMNS, PART] in the element type of the pointer `like`.
+
+    packed, upper  [COLUMNS, PART / 2]: words, and what `spread` makes of upper bits
+    held           [COLUMNS]: words of scales, with zero points where FORM is ZERO
+    """
+    IS_BF16: tl.constexpr = like.dtype.element_ty == tl.bfloat16
+    FLOAT: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
+    ONE: tl.constexpr = 128.0 if IS_BF16 else 1024.0
+    if BITS == 8:
+        pair = (packed >> (8 * (group % 2))) & 0x00FF00FF
+    else:
+        pair = (packed >> (4 * group)) & 0x000F000F
+    if BITS == 5:
+        pair = pair | ((upper << (4 - group)) & 0x00100010)
+    if BITS == 6:
+        if group == 3:
+            pair = pair | ((upper >> 2) & 0x00300030)
+        else:
+            pair = pair | ((upper << (4 - 2 * group)) & 0x00300030)
+    if like.dtype.element_ty == tl.float32:
+        if BITS == 8:
+            pair = pair ^ 0x00800080
+        low, high = (pair & 0xFF).to(tl.float32), (pair >> 16).to(tl.float32)
+        value = tl.join(low, high).reshape(COLUMNS, PART)
+        if FORM == ZERO:
+            value = value - (held >> 16).to(tl.float32)[:, None]
+        else:
+            value = value - OFFSET
+    elif BITS == 8:
+        value = halves_of((pair & 0x007F007F) | FLOAT, like, COLUMNS, PART) - halves_of((pair & 0x00800080) | FLOAT,
+                                                                                        like, COLUMNS, PART)
+    elif FORM == ZERO:
+        # Halves of 16 + value - zero, 1 to 31: no bit is carried from one to the other.
+        pair = pair + (FLOAT + 0x00100010 - (held >> 16) * 0x00010001)[:, None]
+        value = halves_of(pair, like, COLUMNS, PART) - (ONE + 16.0)
+    else:
+        value = halves_of(pair | FLOAT, like, COLUMNS, PART) - (ONE + OFFSET)
+    return value
+
+
+@triton.jit
+def halves_of(pair, like, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """The halves of words [COLUMNS, PART / 2] as 16-bit floats [COLUMNS, PART]."""
+    low = (pair & 0xFFFF).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+    return tl.join(low, high).reshape(COLUMNS, PART)
+
+
+@triton.jit
+def float_of(held):
+    """The float16 in the lower half of a word, float32."""
+    return (held & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def scale_and_least(scales, common, column, group, half, FORM: tl.constexpr, COLUMNS: tl.constexpr):
+    """The scale of a half of a group, the group's least value, both float32, and the word that has the zero point.
+
+    Words of each output feature, with the lower half first:
+
+        SCALE          scales of the groups 0 and 1; of 2 and 3
+        COMMON_LEAST   as SCALE, each an int8 scale and an int8 least value; common: float16 factors of both
+        COMMON_HALVES  as SCALE, each with int8 scales of both halves; common: their float16 factor
+        ZERO           of each group, scale and zero point
+        LEAST          of each group, scale and least value
+        HALVES         of each group, scales of both halves; then as SCALE least values
+    """
+    least = 0.0
+    if FORM < ZERO:
+        held = tl.load(scales + group // 2 * COLUMNS + column)
+        entry = held >> (16 * (group % 2))
+        if FORM == SCALE:
+            scale = float_of(entry)
+        elif FORM == COMMON_LEAST:
+            scale = ((entry << 24) >> 24).to(tl.float32) * float_of(common)
+            least = ((entry << 16) >> 24).to(tl.float32) * float_of(common >> 16)
+        else:
+            scale = ((entry << (24 - 8 * half)) >> 24).to(tl.float32) * float_of(common)
+    else:
+        held = tl.load(scales + group * COLUMNS + column)
+        if FORM == HALVES:
+            scale = float_of(held >> (16 * half))
+            least = float_of(tl.load(scales + (4 + group // 2) * COLUMNS + column) >> (16 * (group % 2)))
+        else:
+            scale = float_of(held)
+            if FORM == LEAST:
+                least = float_of(held >> 16)
+    return scale, least, held
+
+
+@triton.jit
+def sums_of_blocks(x, weight, tile, row, is_row, first, end, BITS: tl.constexpr, FORM: tl.constexpr,
+                   OFFSET: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """The products of these rows with inputs of the blocks first .. end of one tile: [COLUMNS, ROWS] float32.
+
+    row, is_row  [ROWS] int64 and bool: the rows of x [..., INNER]. Others are as in `few_bits_kernel`
+
+    The sum of each group, or half of one, is multiplied by its scale and added, rounded once, in float32; then the sum
+    of its rows, multiplied by its least value.
+    """
+    UPPER_AT: tl.constexpr = (2 if BITS == 8 else 1) * COLUMNS * 16
+    SCALES_AT: tl.constexpr = UPPER_AT + (BITS % 4) * 4 * COLUMNS
+    RECORD: tl.constexpr = SCALES_AT + (2 if FORM < ZERO else 6 if FORM == HALVES else 4) * COLUMNS
+    IS_COMMON: tl.constexpr = FORM == COMMON_LEAST or FORM == COMMON_HALVES
+    TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * IS_COMMON
+    PARTS: tl.constexpr = 2 if FORM == COMMON_HALVES or FORM == HALVES else 1
+    PART: tl.constexpr = GROUP // PARTS
+    HAS_LEAST: tl.constexpr = FORM == LEAST or FORM == COMMON_LEAST or FORM == HALVES
+    column = tl.arange(0, COLUMNS)
+    word = tl.arange(0, PART // 2)
+    inner = tl.arange(0, PART)
+    of_tile = weight + tile.to(tl.int64) * TILE
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in tl.range(first, end, num_stages=STAGES):
+        record = of_tile + block * RECORD
+        common = column
+        if IS_COMMON:
+            common = tl.load(of_tile + BLOCKS * RECORD + block // 2 * COLUMNS + column)
+        for half in tl.static_range(PARTS):
+            at = column[:, None] * 16 + half * (PART // 2) + word[None, :]
+            packed = tl.load(record + at)
+            upper = packed
+            if BITS == 5:
+                upper = tl.load((record + UPPER_AT).to(tl.pointer_type(tl.int8), bitcast=True) + at)
+            if BITS == 6:
+                upper = tl.load((record + UPPER_AT).to(tl.pointer_type(tl.int16), bitcast=True) + at)
+            upper = spread(upper, BITS)
+            for group in tl.static_range(4):
+                if BITS == 8 and group == 2:
+                    packed = tl.load(record + COLUMNS * 16 + at)
+                place = block * WIDTH + group * GROUP + half * PART + inner
+                if INNER % 128 == 0:
+                    rows = tl.load(x + row[None, :] * INNER + place[:, None], mask=is_row[None, :], other=0.0)
+                else:
+                    rows = tl.load(x + row[None, :] * INNER + place[:, None],
+                                   mask=is_row[None, :] & (place < INNER)[:, None], other=0.0)
+                scale, least, held = scale_and_least(record + SCALES_AT, common, column, group, half, FORM, COLUMNS)
+                numbers = unpacked(packed, upper, held, group, x, BITS, FORM, OFFSET, COLUMNS, PART)
+                sums = tl.dot(numbers, rows, input_precision="ieee")
+                total = tl.fma(sums, scale[:, None].broadcast_to(COLUMNS, ROWS), total)
+                if HAS_LEAST:
+                    ones = tl.full([COLUMNS, PART], 1.0, x.dtype.element_ty)
+                    sums = tl.dot(ones, rows, input_precision="ieee")
+                    total = tl.fma(sums, least[:, None].broadcast_to(COLUMNS, ROWS), total)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def few_bits_kernel(x, weight, parts, num_rows, BITS: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr,
+                    OUT: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+                    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, STRIDE: tl.constexpr,
+                    IS_CHAINED: tl.constexpr):
+    """Multiply x [R, INNER] with a weight [OUT, INNER] of few bits: parts [SPLITS, R, OUT] float32.
+
+    weight              int32: OUT / COLUMNS tiles, see above
+    BITS, FORM, OFFSET  of values, of groups, and what values are more than their numbers
+    BLOCKS              number of blocks of 128 inputs; the last may be padded with zeros
+    STRIDE              from one row of the parts to the next
+
+    A program's order of sums depends on the weight's shape alone. Grid (R / ROWS, OUT / COLUMNS, SPLITS), rounded up.
+    """
+    EACH: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    RECORD: tl.constexpr = ((2 if BITS == 8 else 1) * 16 + BITS % 4 * 4
+                            + (2 if FORM < ZERO else 6 if FORM == HALVES else 4)) * COLUMNS
+    TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * (FORM == COMMON_LEAST or FORM == COMMON_HALVES)
+    tile, part = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    first = part * EACH
+    if IS_CHAINED:
+        line = tl.arange(0, COLUMNS)  # of the first two blocks: 64 bytes of words for each column
+        ahead = tile.to(tl.int64) * TILE + tl.minimum(first, BLOCKS - 2 if BLOCKS > 1 else 0) * RECORD
+        prefetch(weight + ahead + line * 32)
+    wait_for_inputs(IS_CHAINED)
+    total = sums_of_blocks(x, weight, tile, row.to(tl.int64), is_row, first, tl.minimum(first + EACH, BLOCKS),
+                           BITS, FORM, OFFSET, INNER, BLOCKS, ROWS, COLUMNS, STAGES)
+    out = tile * COLUMNS + tl.arange(0, COLUMNS)
+    at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * STRIDE + out[:, None]
+    tl.store(at, total, mask=is_row[None, :] & (out < OUT)[:, None])
+
+
+@triton.jit
+def numbers_at(weight, feature, place, mask, BITS: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr,
+               BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The numbers that a weight stands for at output features and inputs of one shape, float32."""
+    feature, place = tl.where(mask, feature, 0), tl.where(mask, place, 0)
+    UPPER_AT: tl.constexpr = (2 if BITS == 8 else 1) * COLUMNS * 16
+    SCALES_AT: tl.constexpr = UPPER_AT + (BITS % 4) * 4 * COLUMNS
+    RECORD: tl.constexpr = SCALES_AT + (2 if FORM < ZERO else 6 if FORM == HALVES else 4) * COLUMNS
+    IS_COMMON: tl.constexpr = FORM == COMMON_LEAST or FORM == COMMON_HALVES
+    TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * IS_COMMON
+    of_tile = weight + (feature // COLUMNS).to(tl.int64) * TILE
+    block, group, inside, column = place // WIDTH, place % WIDTH // GROUP, place % GROUP, feature % COLUMNS
+    record, word, upper_half = of_tile + block * RECORD, column * 16 + inside // 2, inside % 2
+    if BITS == 8:
+        words = tl.load(record + group // 2 * COLUMNS * 16 + word)
+        value = (words >> (8 * (group % 2) + 16 * upper_half)) & 0xFF ^ 0x80
+    else:
+        value = (tl.load(record + word) >> (4 * group + 16 * upper_half)) & 0xF
+    if BITS == 5:
+        upper = tl.load((record + UPPER_AT).to(tl.pointer_type(tl.int8), bitcast=True) + word)
+        value |= ((upper.to(tl.int32) >> (group + 4 * upper_half)) & 1) << 4
+    if BITS == 6:
+        upper = tl.load((record + UPPER_AT).to(tl.pointer_type(tl.int16), bitcast=True) + word)
+        value |= ((upper.to(tl.int32) >> (2 * group + 8 * upper_half)) & 3) << 4
+    common = column
+    if IS_COMMON:
+        common = tl.load(of_tile + BLOCKS * RECORD + block // 2 * COLUMNS + column)
+    scale, least, held = scale_and_least(record + SCALES_AT, common, column, group, inside // 16, FORM, COLUMNS)
+    number = value.to(tl.float32) - OFFSET
+    if FORM == ZERO:
+        number = value.to(tl.float32) - (held >> 16).to(tl.float32)
+    return number * scale + least
+
+
+@triton.jit
+def dequantise_kernel(weight, out, BITS: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr, OUT: tl.constexpr,
+                      INNER: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """The numbers that a weight stands for, rounded to the dtype of out [OUT, INNER]. Grid (OUT / ROWS, BLOCKS)."""
+    feature = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    place = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
+    mask = (feature < OUT) & (place < INNER)
+    feature, place = tl.broadcast(feature, place)
+    number = numbers_at(weight, feature, place, mask, BITS, FORM, OFFSET, BLOCKS, COLUMNS)
+    tl.store(out + feature.to(tl.int64) * INNER + place, number.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def table_rows_kernel(ids, weight, out, BITS: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr,
+                      INNER: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Output features ids [R] int64 of a weight, as rows of out [R, INNER]. Grid (R, INNER / BLOCK)."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    number = numbers_at(weight, tl.load(ids + row) + place * 0, place, place < INNER, BITS, FORM, OFFSET, BLOCKS,
+                        COLUMNS)
+    tl.store(out + row * INNER + place, number.to(out.dtype.element_ty), mask=place < INNER)
