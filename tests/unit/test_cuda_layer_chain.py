@@ -24,6 +24,7 @@ from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
 from longdraft.kernels import launched
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
+from longdraft.kernels.cuda.kv_store import move_rows
 from longdraft.kernels.cuda.layer_chain import LayerChains
 from longdraft.kernels.launched import LaunchedWork, read_together
 from longdraft.model.transformer import Transformer, chain_rows
@@ -214,6 +215,31 @@ def test_new_rows_of_several_texts_are_read_together_with_the_bits_of_each_alone
     read_together([next(routine) for routine in routines])
     assert [[launched.finished(routine), text.chain_rows(0)] for routine, text in
             zip(routines, together, strict=True)] == alone
+
+
+@pytest.mark.parametrize("name", ["triton-16", "triton-16-fp8"])
+def test_rows_are_moved_and_turned_as_the_host_does_it_in_stores_with_and_without_scales(name):
+    """Rows that make room, and first rows that turn, in two layers; moves without a target do nothing."""
+    chosen = kernels.choose(DEVICE, "float32", name)
+    moved, expected = ([chosen.new_store(2, 16) for _ in range(2)] for _ in range(2))
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 9, 2, 16, device=DEVICE)
+    for stores in (moved, expected):
+        for store, keys, values in zip(stores, k, v, strict=True):
+            store.write(0, keys, values)
+    angles = torch.arange(8, device=DEVICE)[None] / 7
+    turn = torch.stack([angles.cos(), angles.sin()], 1)
+    moves = torch.tensor([[[7, 0, 1], [8, 2, 0], [-1, -1, -1]]], device=DEVICE)
+    move_rows(moved, moves, turn, None)
+    for store in expected:
+        every = torch.tensor([[7, 8]], device=DEVICE).expand(2, -1)
+        keys, values = (part.transpose(0, 1).contiguous() for part in store.read(every))
+        store.write(0, chosen.rope(keys[:1], *turn.unbind(1)), values[:1])
+        store.write(2, keys[1:], values[1:])
+    rows = torch.arange(9, device=DEVICE).expand(2, -1)
+    for ours, theirs in zip(moved, expected, strict=True):
+        for a, b in zip(ours.read(rows), theirs.read(rows), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_that_no_device_reads_after_all_are_read_by_the_host(folder):
