@@ -82,9 +82,10 @@ class TapLog:
         if not len(rows):
             return
         states = taps.rows
-        count = states.shape[1]
-        if len(rows) != count or (count > 1 and list(rows) != list(range(count))):  # selecting takes long
+        if list(rows) != list(range(len(rows))):  # the list would be uploaded, and a device waited for
             states = states[:, list(rows)]
+        elif len(rows) != states.shape[1]:
+            states = states[:, : len(rows)].clone()  # of a large tree, so that its other rows are freed
         self._runs.append(TappedRows(start, states))
         end = start + len(rows)
         if end - self._runs[0].start > LATEST:
@@ -104,7 +105,8 @@ class TapLog:
             else:
                 joined.append([run])
         self._first, self._runs = [], []
-        return [TappedRows(runs[0].start, torch.cat([run.states for run in runs], 1)) for runs in joined]
+        return [runs[0] if len(runs) == 1 else TappedRows(runs[0].start, torch.cat([run.states for run in runs], 1))
+                for runs in joined]
 
     def _forget_before(self, position: int) -> None:
         """Drop the runs before this position. Of the run at the text's beginning, the first rows stay."""

@@ -22,7 +22,15 @@ from longdraft.cache.window import RowWindow
 from longdraft.drafters.layer_drafter import LayerDrafter, rotations_after
 from longdraft.drafters.options import ChainOptions
 from longdraft.errors import check
-from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked, TrainedLayers
+from longdraft.kernels.chain_plan import (
+    MOST_UNREAD,
+    ChainPlan,
+    DraftStores,
+    Move,
+    Ranked,
+    TrainedLayers,
+    UnreadRows,
+)
 from longdraft.parts.eagle import Eagle
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -69,6 +77,8 @@ class EagleDraftModel:
         self._head, self._taps, self._window, self._sinks = head, cache.taps, window, sinks
         self.rows = RowWindow(head.kernels, layer.num_layers, layer.num_kv_heads, layer.head_dim, window, longest,
                               sinks)
+        self._unread: TappedRows | None = None  # a device may read them with the next chain; the window has their room
+        self._moves: list[Move] = []  # of rows, before they are read
         self._drafts: list[int] = []  # tokens of the drafts in `rows`
         self._outputs: list[Tensor] = []  # [1, hidden] of the text's last row and of each draft
 
@@ -99,16 +109,42 @@ class EagleDraftModel:
         """See `DraftModel`. Only after the text itself."""
         if len(path) != 1 or not self._head.shares_kernels:
             return None
-        self._read_text(context)
+        rows, unread = self.rows, self._unread_rows(context)
+        if unread is None:
+            self._read_text(context)
         if not self._outputs:
             return None
         self._forget_drafts(0)
-        layers = TrainedLayers(self._head, self._head.kernels, self._outputs[0])
-        return ChainPlan(layers, path, length, DraftStores(self.rows.stores, self.rows.length),
-                         rotations_after(self._head.rotations, self.rows.end, length))
+        layers = TrainedLayers(self._head, self._head.kernels, self._outputs[0], unread=unread)
+        end = len(context) - 1
+        return ChainPlan(layers, path, length, DraftStores(rows.stores, rows.length + end - rows.end),
+                         rotations_after(self._head.rotations, end, length))
 
     def has_drafted(self, context: Context, path: Sequence[int], drafted: Sequence[Ranked]) -> None:
         """The rows of the drafts are forgotten: the next step computes them from the target's states."""
+        self.rows.add_read(len(context) - 1 - self.rows.end)
+        self._unread = None
+
+    def _unread_rows(self, context: Context) -> UnreadRows | None:
+        """The new rows of the text, if a device may read them: they are few and follow those that are read."""
+        rows, taken = self.rows, self._taps.take()
+        if taken and self._unread:
+            self._read_unread(context)
+        if taken:
+            count = taken[0].states.shape[1]
+            is_next = len(taken) == 1 and taken[0].start == rows.end and rows.end + count == len(context) - 1
+            if not (is_next and rows.has_sinks and count <= min(MOST_UNREAD, self._window)):
+                self._read_runs(context, taken)
+                return None
+            self._forget_drafts(0)
+            self._unread, self._moves = taken[0], rows.room_for(count)
+            self._outputs = [taken[0].states.new_empty(1, self._head.width)]
+        if self._unread is None or self.rows.end + self._unread.states.shape[1] != len(context) - 1:
+            return None
+        rotations = self._head.rotations
+        return UnreadRows(self._tokens_after(context, self._unread), self._unread.states,
+                          rotations(range(rows.end, len(context) - 1), on_host=True),
+                          [*rows.sink_moves, *self._moves], rotations([rows.sinks_shift], on_host=True))
 
     def _forget_drafts(self, kept: int) -> None:
         """Keep the first `kept` drafts and drop the others."""
@@ -117,7 +153,11 @@ class EagleDraftModel:
 
     def _read_text(self, context: Context) -> None:
         """Read the rows whose states are new: of many, the first and the latest ones that the head can see."""
-        runs = self._taps.take()
+        if self._unread:
+            self._read_unread(context)
+        self._read_runs(context, self._taps.take())
+
+    def _read_runs(self, context: Context, runs: Sequence[TappedRows]) -> None:
         if runs:
             self.rows.num_drafts, self._drafts = 0, []
         first_seen, chunk = len(context) - 1 - self._window, min(READ_CHUNK, self._window)
@@ -129,15 +169,25 @@ class EagleDraftModel:
         if self.rows.end != len(context) - 1:  # the state of the text's last row is not known
             self._outputs = []
 
+    def _read_unread(self, context: Context) -> None:
+        """Read the rows that no device has read."""
+        assert self._unread is not None
+        run, self._unread = self._unread, None
+        self.rows.move(self._moves)
+        self._read(context, run)
+
     def _read(self, context: Context, run: TappedRows) -> None:
-        count = run.states.shape[1]
         if run.start != self.rows.end:
             self.rows.restart(run.start)
-        self.rows.make_room(count)
+        self.rows.make_room(run.states.shape[1])
         self.rows.turn_sinks(self._head.rotations)
-        tokens = context.slice(run.start + 1, run.start + 1 + count).tolist()
         self._outputs = []
-        self._forward(self._head.fuse(run.states), tokens, run.start, is_text=True)
+        self._forward(self._head.fuse(run.states), self._tokens_after(context, run), run.start, is_text=True)
+
+    @staticmethod
+    def _tokens_after(context: Context, run: TappedRows) -> list[int]:
+        tokens: list[int] = context.slice(run.start + 1, run.start + 1 + run.states.shape[1]).tolist()
+        return tokens
 
     def _forward(self, y: Tensor, tokens: Sequence[int], start: int, is_text: bool = False) -> None:
         rows, positions = self.rows, range(start, start + len(tokens))

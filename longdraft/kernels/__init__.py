@@ -80,11 +80,9 @@ def _on_cuda(device: str, dtype: str, name: str) -> Kernels:
 
     if device != "cpu":
         capability = torch.cuda.get_device_capability(device)
-        required = (8, 9) if name.endswith("-fp8") else (8, 0)
-        if capability < required:
-            cure = "leave -fp8 out" if required == (8, 9) else "use --device cpu"
-            raise UsageError(f"{VARIABLE} {name!r} needs a device of compute capability {required[0]}.{required[1]} or "
-                             f"more, this one has {capability[0]}.{capability[1]}; {cure}")
+        if capability < (8, 0):
+            raise UsageError(f"{VARIABLE} {name!r} needs a device of compute capability 8.0 or more, this one has "
+                             f"{capability[0]}.{capability[1]}; use --device cpu")
     return CudaKernels(device, dtype, name)
 
 

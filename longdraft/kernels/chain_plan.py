@@ -25,7 +25,7 @@ from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import Decoder, Kernels, KVStore, LayerOperations, RemainderMaps
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.layer_inputs import LayerInputs
-from longdraft.kernels.weights import Linear
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 
 class DraftWeights(NamedTuple):
@@ -55,6 +55,17 @@ class ModelLayers:
     weights: DraftWeights
 
 
+class Move(NamedTuple):
+    """A row of stores that goes from one slot to another. is_turned: its key is rotated on the way."""
+
+    source: int
+    target: int
+    is_turned: bool = False
+
+
+MOST_UNREAD = 64  # rows of a text that a device reads in one graph with the first token after them
+
+
 class DraftLayers(Protocol):
     """Trained layers that draft (`Eagle`, `Glide`), without the text that they have read."""
 
@@ -66,6 +77,10 @@ class DraftLayers(Protocol):
     def vocabulary(self) -> int:
         """Number of logits."""
 
+    @property
+    def decoder_layers(self) -> tuple[Sequence[LayerWeights], Geometry] | None:
+        """What `RunsLayers` may run; None: not layers of a decoder alone."""
+
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:
         """The layers' output [T, hidden] for a drafted token of each text, from the row before it and its embedding.
@@ -76,22 +91,49 @@ class DraftLayers(Protocol):
         stores     of one text
         """
 
+    def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
+                  stores: Sequence[KVStore]) -> Tensor:
+        """The layers' output [R, hidden] for rows of the text, of each text as many, as `next_row`.
+
+        states  [K, R, W], see `UnreadRows`
+        """
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, V] float32 of the layers' output [T, hidden]."""
+
+
+class UnreadRows(NamedTuple):
+    """The last rows of a text, which the layers read before they draft. Their keys and values go to the last ones of
+    the visible slots.
+
+    tokens     [T], at most `MOST_UNREAD`
+    states     [K, T, W], what the layers read besides
+    rotations  cos, sin [T, D / 2] float32 in the host's memory
+    moves      of rows of the stores, before; no target is another one's source
+    turn       cos, sin [1, D / 2] float32 in the host's memory, by which moves turn keys
+    """
+
+    tokens: Sequence[int]
+    states: Tensor
+    rotations: tuple[Tensor, Tensor]
+    moves: Sequence[Move]
+    turn: tuple[Tensor, Tensor]
 
 
 class TrainedLayers(NamedTuple):
     """Trained layers after a text. The first token comes from the text's last row.
 
     kernels  of the layers
-    row      [1, hidden], the layers' output for the text's last token
+    row      [1, hidden], the layers' output for the text's last token; with `unread`, it is written there
     read     another store that they read, and its visible rows; None: they read their own alone
+    unread   rows of the text that are read before; None: all are read
     """
 
     layers: DraftLayers
     kernels: Kernels
     row: Tensor
     read: tuple[KVStore, int] | None = None
+    unread: UnreadRows | None = None
 
 
 class Heads(Protocol):

@@ -27,6 +27,16 @@ class MapsRemainders(Protocol):
         """
 
 
+@runtime_checkable
+class RunsLayers(Protocol):
+    """Operations that run some layers of their own with fused kernels, where these have a form that allows it."""
+
+    has_layers: bool
+
+    def layers_forward(self, x: Tensor, source: Tensor | None, rotations: tuple[Tensor, Tensor]) -> Tensor:
+        """The output [R, hidden] of the layers. source: as for `layer_forward`, of the first one."""
+
+
 class _Residuals:
     """The norms and the additions around the parts of a layer."""
 

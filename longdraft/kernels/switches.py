@@ -12,8 +12,6 @@ from longdraft.errors import UsageError
 VARIABLE = "LONGDRAFT_CUDA_OFF"
 SWITCHES = {
     "FUSES_GATE": "the product of gate and up, and the activation after it, are one launch",
-    "FETCHES_AHEAD": "the launches of rotation and attention fetch weights of gate and up",
-    "MERGES_SPLITS": "the last programs of attention merge its splits, for few rows",
     "DECIDES_SUMS": "the device decides top-k, top-p and eta",
     "DRAFTS_LAYERS": "trained layers, heads and small draft models draft in graphs",
     "SHARES_FORWARDS": "several texts run in one forward",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
 from longdraft.kernels.interface import LayerOperations
-from longdraft.kernels.layer import layer_forward
+from longdraft.kernels.layer import RunsLayers, layer_forward
 from longdraft.model.rope import RopeTable
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
@@ -112,7 +112,28 @@ class Eagle:
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:
         """See `longdraft.kernels.chain_plan.DraftLayers`."""
-        return self._run(ops, self.fed_back(row), embedded, rotations, stores, 0, self._first_row).hidden
+        return self._output(ops, self.fed_back(row), embedded, rotations, stores)
+
+    def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
+                  stores: Sequence[KVStore]) -> Tensor:
+        """See `longdraft.kernels.chain_plan.DraftLayers`."""
+        return self._output(ops, self.fuse(states), embedded, rotations, stores)
+
+    def _output(self, ops: LayerOperations, y: Tensor, e: Tensor, rotations: tuple[Tensor, Tensor],
+                stores: Sequence[KVStore]) -> Tensor:
+        if isinstance(ops, RunsLayers) and ops.has_layers:
+            return ops.layers_forward(*self._inputs(y, e), rotations)
+        return self._run(ops, y, e, rotations, stores, 0, self._first_row).hidden
+
+    @property
+    def decoder_layers(self) -> tuple[Sequence[LayerWeights], Geometry]:
+        """See `longdraft.kernels.chain_plan.DraftLayers`."""
+        return self._weights.layers, self._geometry
+
+    @property
+    def width(self) -> int:
+        """Of a row of the layers' output."""
+        return self.config.layer.hidden_size
 
     @property
     def embedding(self) -> tuple[Linear, float]:

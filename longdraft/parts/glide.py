@@ -92,9 +92,16 @@ class Glide:
                     for part in target.rotations(range(start, start + len(tokens))))
         return self._run(kernels, target.embed(tokens), (cos, sin), own, own_length, keys, num_keys)
 
+    decoder_layers = None
+
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:
         """See `longdraft.kernels.chain_plan.DraftLayers`. The last store is the target's."""
+        return self._run(ops, embedded, rotations, stores[0], 0, stores[1], None).hidden
+
+    def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
+                  stores: Sequence[KVStore]) -> Tensor:
+        """See `longdraft.kernels.chain_plan.DraftLayers`. The layer reads no states."""
         return self._run(ops, embedded, rotations, stores[0], 0, stores[1], None).hidden
 
     @property

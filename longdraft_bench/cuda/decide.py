@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longdraft import drafters, kernels
-from longdraft.kernels.cuda import attention, delta, experts, layerwise, linear, ranker, remainder, shared_forward
+from longdraft.kernels.cuda import delta, experts, layerwise, linear, ranker, remainder, shared_forward
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.forward_buffers import ForwardBuffers
 from longdraft.kernels.cuda.kernels import CudaKernels
@@ -64,8 +64,7 @@ class _Switched(NamedTuple):
 
 
 SWITCHED = {
-    "FUSES_GATE": _Switched(linear), "FETCHES_AHEAD": _Switched(linear), "MERGES_SPLITS": _Switched(attention),
-    "DECIDES_SUMS": _Switched(device, law="top-p"),
+    "FUSES_GATE": _Switched(linear), "DECIDES_SUMS": _Switched(device, law="top-p"),
     "WRITES_AHEAD": _Switched(ahead, is_ahead=True), "DRAFTS_LAYERS": _Switched(ranker, drafter="eagle"),
     "SHARES_FORWARDS": _Switched(shared_forward, texts=2), "SHARES_CHOICES": _Switched(shared_choice, texts=2),
     "SHARES_CHAINS": _Switched(ranker, drafter="magicdec", texts=2),

@@ -215,8 +215,6 @@ def _kernels(plan: CudaPlan) -> list[Part]:
                        18 if context == plan.contexts[0] else 4) for context in plan.contexts]
         parts += [Part(f"ahead {shape} {context}", "plain_ahead", {"shape": shape, "context": context}, 5)
                   for context in dict.fromkeys((plan.contexts[0], plan.contexts[-1]))]
-        parts += [Part(f"fetches {shape} {context}", "fetches", {"shape": shape, "context": context}, 4)
-                  for context in plan.contexts[:2]]
         parts += [Part(f"trace {shape}", "trace", near, 5),
                   Part(f"side by side {shape} {plan.contexts[0]}", "side_by_side", near, 18),
                   Part(f"filters {shape}", "laws", near, 12),
@@ -279,8 +277,7 @@ def _decisive(plan: CudaPlan) -> list[Part]:
         for context in dict.fromkeys((near, far)):
             options = {"shape": shape, "context": context}
             parts += [Part(f"steps {shape} {context}", "steps", options, 12 if context == near else 5),
-                      Part(f"ahead {shape} {context}", "plain_ahead", options, 4),
-                      Part(f"fetches {shape} {context}", "fetches", options, 4)]
+                      Part(f"ahead {shape} {context}", "plain_ahead", options, 4)]
         parts.append(Part(f"without {shape} {near}", "omissions", {"shape": shape, "context": near}, 6))
         if shape == first:  # while there is its model
             parts += [Part(f"prefill {first} {far}, {time}", "prefill", {"shape": first, "context": far}, 12)

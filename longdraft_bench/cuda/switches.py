@@ -23,7 +23,7 @@ from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.drafters.template import ranked_heads
 from longdraft.kernels import AttentionRows
 from longdraft.kernels.chain_plan import Ranked
-from longdraft.kernels.cuda import linear, ranker, remainder, shared_forward
+from longdraft.kernels.cuda import ranker, remainder, shared_forward
 from longdraft.kernels.launched import Launched, LaunchedWork, finished, read_together
 from longdraft.kernels.native_remainder import RemainderFit
 from longdraft.model import shared_choice
@@ -40,7 +40,7 @@ from longdraft.speculation.routine import Routine, run_alone, run_batched
 from longdraft.speculation.step import Step
 from longdraft_bench.cuda.models import Bench, device_ms, switched, synchronise
 from longdraft_bench.cuda.plan import CudaPlan
-from longdraft_bench.cuda.speed import SAMPLING, plain_ms, plain_step, plain_steps, rate_of
+from longdraft_bench.cuda.speed import SAMPLING, plain_step, rate_of
 
 _ROOM = 256  # positions after a context
 _AHEAD_TOKENS = 64
@@ -70,22 +70,6 @@ def plain_ahead(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[
                 run_alone(step.run(2 * count))
             synchronise(model.kernels.device)
         times["ahead" if is_on else "steps"] = (time.perf_counter() - began) / count * 1e3
-        texts.append(step.context.slice(context, len(step.context)).tolist())
-        bench.keep(times)
-    return times | {"is_equal": texts[0] == texts[1]}
-
-
-def fetches(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
-    """Milliseconds of a plain step and of its graphs, layers and choice, where launches of rotation and attention fetch
-    weights of gate and up, and where they do not."""
-    model, times, texts = bench.model(shape), dict[str, Any](), []
-    for is_on in (True, False):
-        with switched(linear, "FETCHES_AHEAD", is_on):
-            wall, graphs = plain_ms(model, context, plain_steps(plan))
-            step = plain_step(model, context)
-            for _ in range(_SAME):
-                run_alone(step.run(1))
-        times["fetched" if is_on else "not fetched"] = {"plain_ms": wall, "graphs_ms": graphs}
         texts.append(step.context.slice(context, len(step.context)).tolist())
         bench.keep(times)
     return times | {"is_equal": texts[0] == texts[1]}

@@ -5,7 +5,7 @@
 
 It prints an object of JSON for each form of a kernel: its name and form, bytes of shared memory, fused multiply-adds,
 bytes of stack and how many the form may have, registers, whether products and reductions come in pairs, a checksum of
-these, and requests for cache lines. The bytes of stack are those that the assembler spills.
+these. The bytes of stack are those that the assembler spills.
 PTX does not show them, so they are read from the machine code. Pairs are for attention, whose two loops must compute a
 block alike; checksums for its two forms, for one text and for several.
 
@@ -22,7 +22,7 @@ import zlib
 
 import triton
 import triton.language as tl
-from cuda_attention_forms import AHEAD, BF16, F32, FP8, I32, I64, NOTHING_AHEAD, UNFUSED, attention, selections
+from cuda_attention_forms import BF16, F32, FP8, I32, I64, UNFUSED, attention, selections
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -67,8 +67,8 @@ def kernels(shared):
            dict(num_warps=4, num_stages=4))
     clamp = dict(alpha="fp32", limit="fp32")
     yield (jit_linear.gated_rows_kernel, dict(x=BF16, weight=BF16, bias=F32, out=BF16, num_rows="i32") | clamp,
-           dict(WIDTH=14336, INNER=4096, ROWS=16, COLUMNS=64, BLOCK=64, HAS_BIAS=True, PREFETCHED=256, ACTIVATION=0),
-           dict(num_warps=4, num_stages=4))
+           dict(WIDTH=14336, INNER=4096, ROWS=16, COLUMNS=64, BLOCK=128, HAS_BIAS=True, PREFETCHED=256, ACTIVATION=0),
+           dict(num_warps=4, num_stages=3 if shared > 110 << 10 else 2))
     sizes = dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128)
     for form in FORMS:
         yield (jit_few_bits.few_bits_kernel, dict(x=BF16, weight=I32, parts=F32, num_rows="i32"),
@@ -99,12 +99,11 @@ def kernels(shared):
     yield (jit_rows.rope_kernel, dict(x=BF16, cos=F32, sin=F32, out=BF16), dict(HEADS=32, HALF=64, PADDED=64),
            dict(num_warps=1))
     rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16, k=BF16, v=BF16,
-                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, ahead=BF16, capacity="i32",
+                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, capacity="i32",
                          text_rows="i32", text_stride="i32", eps="fp32", factor="fp32")
     form = dict(HEADS=32, KV_HEADS=8, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, ROTATES=True, ROUNDS_ONCE=False,
-                IS_SCALED=False, HAS_TABLE=False, **PARTS, **NOTHING_AHEAD)
+                IS_SCALED=False, HAS_TABLE=False, **PARTS)
     yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
-    yield jit_rows.finish_qkv_kernel, rotate, form | AHEAD, dict(num_warps=1)
     yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8),
            form | dict(NORMS=1, IS_SCALED=True, HAS_TABLE=True), dict(num_warps=1))
     for has_table in (False, True):
@@ -119,6 +118,8 @@ def kernels(shared):
         for has_texts in (False, True):
             yield (jit_kv_store.scatter_rows_kernel, scatter,
                    dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, TARGET_STRIDE=1, **scaled), dict(num_warps=1))
+        yield (jit_kv_store.move_rows_kernel, dict(table=I64, moves=I64, turns=F32),
+               dict(HALF=64, PADDED=64, DTYPE=tl.bfloat16, TEXTS=1, **scaled), dict(num_warps=1))
         for is_run in (False, True):
             yield (jit_kv_store.copy_rows_kernel,
                    dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32", run_start="i32"),
@@ -284,9 +285,9 @@ def compile_for(architecture: int, only: list[str]) -> None:
     if only:
         forms = [next(form for form in forms if form[0].__name__ == name) for name in only]
     for kernel, types, constants, options, *allowed in forms:
-        has_fp8 = FP8 in types.values() or tl.float8e4nv in constants.values()
-        if has_fp8 and architecture < 89:  # where such caches are refused
-            continue
+        if architecture < 89:  # where an 8-bit cache is one of bytes
+            types = {name: "*u8" if type == FP8 else type for name, type in types.items()}
+            constants = {name: tl.uint8 if value == tl.float8e4nv else value for name, value in constants.items()}
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}
@@ -305,9 +306,8 @@ def compile_for(architecture: int, only: list[str]) -> None:
         print(json.dumps(dict(
             triton=triton.__version__, architecture=architecture, kernel=kernel.__name__, form=form,
             shared=done.metadata.shared, fused=fused, stack=stack, allowed=sum(allowed), registers=registers,
-            is_paired=is_paired, merges=constants.get("MERGES", False), limit=SHARED[architecture],
-            products=computed, computed=zlib.crc32("\n".join(computed).encode()),
-            fetches=code.count("prefetch.global.L2"))), flush=True)
+            is_paired=is_paired, limit=SHARED[architecture],
+            computed=zlib.crc32("\n".join(computed).encode()))), flush=True)
 
 
 if __name__ == "__main__":

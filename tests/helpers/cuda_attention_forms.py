@@ -10,20 +10,12 @@ from longdraft.kernels.cuda.attention import AttentionPlan, Splits
 from longdraft.kernels.cuda.launch import padded_size
 
 BF16, F32, I32, I64, FP8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv"
-SPLITS = Splits(256, 32, 1024)
+SPLITS = Splits.of_heads(8)
 CUT = {name.upper(): size for name, size in SPLITS._asdict().items()}
 UNFUSED = dict(enable_fp_fusion=False)
-AHEAD = dict(AHEAD_ROWS=28672, AHEAD_BYTES=8192, AHEAD_FIRST=3, AHEAD_LINES=2, AHEAD_UP_TO=6000, AHEAD_PROGRAMS=56)
-NOTHING_AHEAD = dict.fromkeys(AHEAD, 0)
-
-
 ATTEND = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
-              weight_sums=F32, value_sums=F32, table=I64, ahead=BF16, arrived=I32, remainder=F32, out=BF16, lse=F32,
-              text_stride="i32", end_splits="i32",
-              num_rows="i32", capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32",
-              cap="fp32")
-# Dims, elements of the model and of its cache whose splits attention merges itself
-MERGED = ((64, BF16, BF16), (80, BF16, BF16), (128, BF16, BF16), (128, BF16, FP8), (128, F32, F32))
+              weight_sums=F32, value_sums=F32, table=I64, text_stride="i32", end_splits="i32", num_rows="i32",
+              capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32", cap="fp32")
 
 
 def attend(shared, dim=128, model=BF16, cache=None, stack=0, **constants):
@@ -32,17 +24,15 @@ def attend(shared, dim=128, model=BF16, cache=None, stack=0, **constants):
     plan = AttentionPlan(32, 8, dim, SPLITS, model == F32, shared)
     cache = cache or model
     shape = dict(KV_HEADS=8, GROUP=4, DIM=dim, PADDED=padded_size(dim), LANES=plan.lanes, BLOCK=plan.block,
-                 IS_SCALED=cache == FP8, HAS_WINDOW=False, HAS_CAP=False, HAS_TABLE=False, STAGES=plan.stages,
-                 MERGES=False, SPLITS_PER_STEP=32, HAS_REMAINDER=True)
-    return (jit_attention.attend_split_kernel, ATTEND | dict(q=model, k=cache, v=cache, ahead=model, out=model),
-            shape | CUT | NOTHING_AHEAD | constants, dict(num_warps=plan.warps, **UNFUSED), stack)
+                 IS_SCALED=cache == FP8, HAS_WINDOW=False, HAS_CAP=False, HAS_TABLE=False, STAGES=plan.stages)
+    return (jit_attention.attend_split_kernel, ATTEND | dict(q=model, k=cache, v=cache), shape | CUT | constants,
+            dict(num_warps=plan.warps, **UNFUSED), stack)
 
 
 def attention(shared):
     """shared: bytes of shared memory that a program can have"""
     yield attend(shared)
     yield attend(shared, HAS_TABLE=True)
-    yield attend(shared, **AHEAD)
     for has_table in (False, True):
         yield attend(shared, cache=FP8, HAS_TABLE=has_table)
     for dim in (64, 80, 96, 256, 512):
@@ -54,15 +44,12 @@ def attention(shared):
     for dim in (80, 96, 128, 256):
         yield attend(shared, dim, F32, stack=256 if dim == 256 else 0)
     yield attend(shared, 128, F32, FP8)
-    for dim, model, cache in MERGED:
-        yield attend(shared, dim, model, cache, MERGES=True)
-        if cache == model:
-            plan = AttentionPlan(32, 8, dim, SPLITS, model == F32, shared)
-            yield (jit_attention.merge_splits_kernel,
-                   dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32,
-                        out=model, lse=F32, num_splits="i32", text_rows="i32"),
-                   dict(HEADS=32, DIM=dim, PADDED=padded_size(dim), SPLITS_PER_STEP=32, HAS_REMAINDER=True, **CUT),
-                   dict(num_warps=plan.warps, **UNFUSED))
+    for dim, model in ((64, BF16), (80, BF16), (128, BF16), (256, BF16), (128, F32)):
+        yield (jit_attention.merge_splits_kernel,
+               dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32,
+                    out=model, lse=F32, num_splits="i32", text_rows="i32"),
+               dict(HEADS=32, DIM=dim, PADDED=padded_size(dim), SPLITS_PER_STEP=32, HAS_REMAINDER=True, **CUT),
+               dict(num_warps=4, **UNFUSED))
     yield jit_attention.tree_paths_kernel, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
 
 

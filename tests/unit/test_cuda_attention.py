@@ -29,6 +29,7 @@ from helpers.cuda_kernels import (
 )
 from helpers.extents import extent
 from longdraft.kernels import KV, AttentionOutput, LayersKV
+from longdraft.kernels.cuda import kv_store
 from longdraft.kernels.cuda.kernels import NAMES
 
 SHAPES = [  # length, rows, KV heads, group, dim, window
@@ -145,6 +146,55 @@ def test_an_8_bit_cache_takes_half_the_memory_and_approximates_the_rows():
     is_near = (near - k).abs() <= k.abs() / 16 + k.abs().amax(-1, keepdim=True) / 448 / 512
     assert is_near.float().mean() >= (1 if HAS_CUDA else 0.95)
     assert stores[1].nbytes < 0.54 * stores[0].nbytes
+
+
+def float8_numbers() -> torch.Tensor:
+    """[N, 1, 128] float32: all numbers of 8 bits, what lies midway between two, and its neighbours; 448 in each row."""
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (exact[1:] + exact[:-1]) / 2
+    below, above = (torch.nextafter(middle, torch.full_like(middle, end)) for end in (0.0, 448.0))
+    sizes = torch.cat([exact, middle, below, above])
+    rows = torch.cat([sizes, -sizes]).split(127)
+    return torch.stack([torch.nn.functional.pad(row, (1, 127 - len(row)), value=448.0) for row in rows])[:, None]
+
+
+def test_a_device_without_float8_stores_its_bits_as_bytes(monkeypatch):
+    numbers = float8_numbers().to(DEVICE)
+    monkeypatch.setattr(kv_store, "has_float8", lambda device: False)
+    store = kernels("float32", "triton-16-fp8").new_store(1, 128)
+    fill(store, numbers, -numbers)
+    assert store.k.dtype == torch.uint8
+    every = torch.arange(len(numbers), device=DEVICE)[None]
+    for held, scale, read, written in zip((store.k, store.v), (store.k_scale, store.v_scale), store.read(every),
+                                          (numbers, -numbers), strict=True):
+        expected = written.transpose(0, 1).to(torch.float8_e4m3fn)
+        assert torch.equal(held[:, : len(numbers)], expected.view(torch.uint8))
+        assert (scale[:, : len(numbers)] == 1).all() and torch.equal(read, expected.float())
+
+
+@every_dtype
+def test_attention_over_bytes_has_the_bits_of_attention_over_float8(dtype, monkeypatch):
+    """Of a row, and of the keys' weights. A row that is not finite is NaN for all that see it."""
+    kernel = kernels(dtype, "triton-16-fp8")
+    k, v = (rows_of(300, 2, 80, seed=s, dtype=kernel.dtype) for s in (1, 2))
+    k[299], v[299] = 1, 1  # attention writes them again, and the interpreter of Triton 3.9 rounds others wrongly
+    q = rows_of(1, 4, 80, seed=3, dtype=kernel.dtype)
+    native = kernel.new_store(2, 80)
+    native.reserve(301)
+    monkeypatch.setattr(kv_store, "has_float8", lambda device: False)
+    store = kernel.new_store(2, 80)
+    store.reserve(301)
+    fill(store, k, v)
+    for name in ("k", "v"):
+        getattr(native, name)[:] = getattr(store, name).view(torch.float8_e4m3fn)
+        getattr(native, f"{name}_scale")[:] = getattr(store, f"{name}_scale")
+    found = [(*kernel.attention(q, KV(each, 299, k[299:], v[299:]), parents_of([-1])), each.weights(q, 300))
+             for each in (native, store)]
+    assert all(map(torch.equal, *found)) and all(part.isfinite().all() for part in found[0])
+    v[7, 1, 5] = math.nan
+    store.write(7, k[7:8], v[7:8])
+    output = kernel.attention(q, KV(store, 299, k[299:], v[299:]), parents_of([-1])).output
+    assert output[0, 2:].isnan().all() and output[0, :2].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype, length", [("float16", 300), ("float32", 2), ("bfloat16", 300)] if HAS_CUDA else [

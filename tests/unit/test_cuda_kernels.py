@@ -5,20 +5,17 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
-import triton
-import triton.language as tl
 
 from helpers.attention import parents_of
 from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, fill, kernels, reference, rows_of
 from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
-from longdraft.kernels.cuda import attention, jit_chain, linear, prefill
+from longdraft.kernels.cuda import linear, prefill
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.launch import RecentlyUsed
@@ -166,8 +163,10 @@ def test_layers_agree_with_the_reference_and_are_row_invariant(dtype, family, ha
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype, family", [("float16", "llama"), ("float32", "olmo2")])
-def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, monkeypatch):
+@pytest.mark.parametrize("dtype, family, piece", [("float16", "llama", 16), ("float32", "olmo2", 16384)])
+def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, piece, monkeypatch):
+    """The positions before the chunk are read in one piece or in three, the last one shorter."""
+    monkeypatch.setattr(prefill, "_PIECE", piece)
     geometry, norms, bias = FAMILIES[family]
     _, kv_heads, dim = geometry[:3]
     reported = prefill.REPORTED_ROWS
@@ -267,74 +266,10 @@ def test_the_row_invariance_check_names_the_operation_that_is_wrong(monkeypatch)
         assert found and stage in found and found.endswith("row 2 of 3")
 
 
-@triton.jit
-def fetch_kernel(weight, where, ROWS: tl.constexpr, BYTES: tl.constexpr, FIRST: tl.constexpr, LINES: tl.constexpr,
-                 UP_TO: tl.constexpr):
-    jit_chain.prefetch_ahead(weight, where, tl.program_id(0), tl.num_programs(0), ROWS, BYTES, FIRST, LINES, UP_TO, 16,
-                             True)
-
-
-@pytest.mark.skipif(HAS_CUDA, reason="reads the addresses that the interpreter computes")
-def test_two_launches_ask_for_the_first_lines_of_each_output_up_to_a_length(monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(jit_chain, "prefetch", lambda addresses: asked.extend(addresses.handle.data.tolist()))
-    monkeypatch.setattr(linear, "_FETCHED_AHEAD", 3 * 128 * 40 + 1)
-    monkeypatch.setattr(linear, "_LINES_OF_PROGRAM", 32)
-    weight = kernels().pack(rows_of(40, 160))  # five lines for each output
-    assert isinstance(weight, CudaLinear)
-    parts = weight.ahead(10**6)
-    assert parts[0] and parts[1] and [part.programs for part in parts if part] == [3, 2]
-    for length in (24, 25):
-        for part in parts:
-            assert part is not None and part.weight is weight.weight and part.up_to == 24
-            fetch_kernel[(part.programs,)](part.weight, torch.tensor([length, 0]), *part[1:6])
-    expected = {weight.weight.data_ptr() + 640 * row + 128 * line for row in range(40) for line in range(3)}
-    assert set(asked) == expected, "and nothing after 25 positions"
-    monkeypatch.setattr(linear, "FETCHES_AHEAD", False)
-    assert weight.ahead(10**6) == (None, None)
-
-
-@pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's programs")
-@pytest.mark.parametrize("rows", [1, 3])
-def test_programs_that_fetch_change_no_result(rows, monkeypatch):
-    from triton.runtime import interpreter
-
-    geometry, norms, bias = FAMILIES["llama"]
-    _, kv_heads, dim = geometry[:3]
-    x, angles = rows_of(rows, 48, seed=8), rows_of(rows, dim // 2, seed=7)
-    results, grids, launch = [], dict[str, int](), interpreter.GridExecutor.__call__
-
-    def count(executor: Any, *args: object, **named: object) -> None:
-        name = executor.fn.__name__
-        grids[name] = grids.get(name, 0) + math.prod(executor.grid)
-        launch(executor, *args, **named)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", count)
-    monkeypatch.setattr(linear, "_LINES_OF_PROGRAM", 16)
-    monkeypatch.setattr(linear, "_LINE", 64)  # so that the small weight has several
-    for is_on in (True, False):
-        monkeypatch.setattr(linear, "FETCHES_AHEAD", is_on)
-        kernel = kernels()
-        decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, norms, bias), geometry)
-        store = kernel.new_store(kv_heads, dim)
-        held = rows_of(200, kv_heads, dim, seed=5)
-        store.reserve(200 + rows)
-        fill(store, held, held)
-        k, v = (torch.empty(1, rows, kv_heads, dim) for _ in range(2))
-        grids.clear()
-        out, attended = decoder.forward(x, angles.cos(), angles.sin(), [LayersKV([store], 200, k, v)],
-                                        parents_of([-1, 0, 0][:rows]))
-        results.append(([out, k, v, *attended], dict(grids)))
-    (fetched, more), (plain, fewer) = results
-    assert all(map(torch.equal, fetched, plain))
-    further = {name: more[name] - fewer[name] for name in more if more[name] != fewer[name]}
-    assert set(further) == {"attend_split_kernel", "finish_qkv_kernel"} and min(further.values()) > 1
-
-
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
-@pytest.mark.parametrize("rows, count", [(1, 8), (4, 8), (5, 9)])
-def test_the_kernels_of_a_layer_are_counted_and_merging_splits_changes_no_bit(rows, count, monkeypatch):
-    """In 16 bits, as a Llama has them. Attention merges the splits of few rows itself."""
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_layer_has_nine_kernels(rows, monkeypatch):
+    """In 16 bits, as a Llama has them."""
     from triton.runtime import interpreter
 
     geometry, hidden, names, launch = Geometry(4, 2, 16, 1e-5), 64, list[str](), interpreter.GridExecutor.__call__
@@ -351,23 +286,17 @@ def test_the_kernels_of_a_layer_are_counted_and_merging_splits_changes_no_bit(ro
     x, angles = rows_of(rows, hidden, seed=8, dtype=torch.float16), rows_of(rows, 8, seed=7)
     held = rows_of(400, 2, 16, seed=5, dtype=torch.float16)
 
-    def forward(layers: int) -> tuple[int, list[torch.Tensor]]:
-        """The launches, and what they computed. The second time finds the counters as the first one left them."""
+    def launches(layers: int) -> int:
         decoder, stores = CudaDecoder(kernel, [layer] * layers, geometry), [kernel.new_store(2, 16)] * layers
         stores[0].reserve(400 + rows)
         fill(stores[0], held, held)
-        for _ in range(2):
-            names.clear()
-            k, v = (torch.empty(layers, rows, 2, 16, dtype=torch.float16) for _ in range(2))
-            out, attended = decoder.forward(x, angles.cos(), angles.sin(), [LayersKV(stores, 400, k, v)],
-                                            parents_of(range(-1, rows - 1)))
-        return len(names), [out, k, v, *attended]
+        names.clear()
+        k, v = (torch.empty(layers, rows, 2, 16, dtype=torch.float16) for _ in range(2))
+        decoder.forward(x, angles.cos(), angles.sin(), [LayersKV(stores, 400, k, v)], parents_of(range(-1, rows - 1)))
+        return len(names)
 
-    (one, results), (two, _) = forward(1), forward(2)
-    assert two - one == count, names
-    monkeypatch.setattr(attention, "MERGES_SPLITS", False)
-    launches, separate = forward(1)
-    assert launches - one == (rows <= attention.FEW_ROWS) and all(map(torch.equal, results, separate))
+    one = launches(1)
+    assert launches(2) - one == 9, names
 
 
 def test_arguments_that_do_not_fit_are_refused():

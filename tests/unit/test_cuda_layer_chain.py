@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from helpers.checkpoints import VOCAB, load_glide, make_checkpoint, make_glide
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.eagle import load_eagle, make_eagle
+from helpers.recorded_graphs import RecordedGraphs
 from longdraft import kernels
 from longdraft.checkpoint import checkpoint, config_file
 from longdraft.checkpoint.tensor_files import TensorFiles
@@ -69,25 +70,33 @@ class Drafting:
     """Chains of a head or a layer after the prompt: on the device, or step by step with the host's ranking."""
 
     def __init__(self, model: Transformer, head: Eagle | Glide, law: dict[str, float], on_host: bool,
-                 length: int = len(PROMPT)) -> None:
+                 length: int = len(PROMPT), window: int = 64, sinks: int = 4) -> None:
         cache, self.prompt = model.new_cache(), PROMPT[-length:]
         model.forward(chain_rows(self.prompt[:-1], 0), cache)
         cache.commit(range(length - 1))
+        self._model, self._cache = model, cache
         self.draft_model = (GlideDraftModel(head, model, cache, 8) if isinstance(head, Glide)
-                            else EagleDraftModel(head, cache, 64, 4, 8))
+                            else EagleDraftModel(head, cache, window, sinks, 8))
         params = SamplingParams(max_new_tokens=50, seed=3, **law)
         self.sampler = Sampler(params, [1], kernels=None if on_host else model.kernels, is_fast=False)
         self.context, self._on_host = Context(self.prompt), on_host
 
     def draft(self, length: int, width: int, end: ChainEnd) -> list[Ranked]:
         if self._on_host:
-            return run_alone(self.chain(width).step_by_step(self.context, PROMPT[-1:], length, end))
+            return run_alone(self.chain(width).step_by_step(self.context, [self.context.last], length, end))
         found = launched.finished(self.launch(length, width, end))
         assert found is not None
         return found
 
     def launch(self, length: int, width: int, end: ChainEnd) -> LaunchedWork[list[Ranked] | None]:
-        return self.chain(width).in_one_call(self.context, PROMPT[-1:], length, end)
+        return self.chain(width).in_one_call(self.context, [self.context.last], length, end)
+
+    def go_on(self, tokens: list[int]) -> None:
+        """The target reads the last token and `tokens`, but the last one of them."""
+        start = len(self.context) - 1
+        self._model.forward(chain_rows([self.context.last, *tokens[:-1]], start), self._cache)
+        self._cache.commit(range(len(tokens)))
+        self.context.extend(tokens)
 
     def chain(self, width: int) -> Chain:
         return Chain(self.draft_model, self.sampler, width, "eagle", 0.8)
@@ -128,6 +137,104 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law
     assert all(torch.equal(a, b) for a, b in zip(device.rows(drafted), host.rows(drafted), strict=True))
     assert device.draft_model.rows.num_drafts == (drafted if dialect == "glide" else 0), "true drafts stay as text"
     assert device.draft(length, width, end) == whole and len(set(ran)) == len({key[2] for key in ran})
+
+
+class CapturedGraphs(RecordedGraphs):
+    """As a device has them: a capture runs the work once, and the replay begins from the state before."""
+
+    def run_in_turn(self, pieces, begin):
+        if any(key not in self._graphs for key, _ in pieces):
+            super().run_in_turn(pieces, begin)
+        super().run_in_turn(pieces, begin)
+
+
+# Steps of a text: tokens that it gets, in windows that they fill and leave.
+STEPS = [[5], [7, 9, 5], [3, 8, 2, 6, 1], [4, 4], [11, 2, 3, 4, 5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("dialect, window, sinks",
+                         [("EAGLE-3", 64, 4), ("EAGLE-3", 10, 2), ("EAGLE 3.1, own table", 9, 0), ("EAGLE-1", 12, 3)])
+def test_new_rows_of_a_text_are_read_on_the_device_with_the_bits_of_the_host(
+        folder, dialect, window, sinks, is_captured, monkeypatch):
+    """Guesses and rows after each step, also where the window slides and its first rows turn, and where a graph is
+    recorded, which runs its work before. The host runs no layer and waits once; the graphs serve all steps."""
+    model, head = load(folder, dialect)
+    device, host = (Drafting(model, head, PAPER, on_host, window=window, sinks=sinks) for on_host in (False, True))
+    assert device.draft(3, 2, NEVER)[0].tokens[0] == host.draft(3, 2, NEVER)[0].tokens[0]
+    waits, keys, honest = [], set(), launched.copied_to_host
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
+    if is_captured:
+        model.kernels.graphs = CapturedGraphs(model.kernels.device)
+    graphs, run = model.kernels.graphs, model.kernels.graphs.run
+    for step, tokens in enumerate(STEPS):
+        for each in (device, host):
+            each.go_on(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(Eagle, "forward", lambda *given: pytest.fail("the host runs the layers"))
+            patch.setattr(graphs, "run", lambda key, work: (keys.add(key[2]), run(key, work)))
+            waits.clear()
+            whole = device.draft(3, 2, NEVER)
+        assert waits == [3]
+        steps = host.draft(3, 2, NEVER)
+        assert [place.lead for place in whole] == [place.lead for place in steps]
+        assert [place.tokens[0] for place in whole] == [place.tokens[0] for place in steps]
+        host.draft_model.rows.num_drafts = 0
+        assert device.draft_model.rows.num_text == host.draft_model.rows.num_text == min(
+            len(device.context) - 1, window + sinks)
+        assert all(torch.equal(a, b) for a, b in zip(device.rows(0), host.rows(0), strict=True)), step
+        host.draft_model._forget_drafts(0)
+        assert torch.equal(device.draft_model._outputs[0], host.draft_model._outputs[0])
+    assert is_captured or keys == {(8, 16), (16, 16), 1}
+    path = [device.context.last, 3]
+    found, wanted = (run_alone(each.draft_model.next_logits(each.context, path)) for each in (device, host))
+    assert torch.equal(found, wanted), "single steps go on from what the device has read"
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_new_rows_of_several_texts_are_read_together_with_the_bits_of_each_alone(folder, is_captured, monkeypatch):
+    """Unlike numbers of new rows and of moves, one text that has read all its rows already, and a padding text."""
+    model, head = load(folder, "EAGLE-3")
+    steps = [[5], [7, 9, 5, 4], []]
+    if is_captured:
+        model.kernels.graphs = CapturedGraphs(model.kernels.device)
+
+    def begun() -> list[Drafting]:
+        texts = [Drafting(model, head, PAPER, False, window=window, sinks=sinks)
+                 for window, sinks in ((10, 2), (64, 4), (11, 0))]
+        for text, tokens in zip(texts, steps, strict=True):
+            text.draft(1, 1, NEVER)
+            text.go_on(tokens) if tokens else None
+        return texts
+
+    alone = [[text.draft(3, 2, NEVER), text.chain_rows(0)] for text in begun()]
+    together = begun()
+    monkeypatch.setattr(Eagle, "forward", lambda *given: pytest.fail("the host runs the layers"))
+    routines = [text.launch(3, 2, NEVER) for text in together]
+    read_together([next(routine) for routine in routines])
+    assert [[launched.finished(routine), text.chain_rows(0)] for routine, text in
+            zip(routines, together, strict=True)] == alone
+
+
+def test_rows_that_no_device_reads_after_all_are_read_by_the_host(folder):
+    """A ranker declines a plan, single steps follow, and texts go on while rows are unread."""
+    model, head = load(folder, "EAGLE-3")
+    device, host = (Drafting(model, head, PAPER, on_host, window=10, sinks=2) for on_host in (False, True))
+    for each in (device, host):
+        each.draft(2, 1, NEVER)
+    for tokens in STEPS[:3]:
+        for each in (device, host):
+            each.go_on(tokens)
+        plan = device.draft_model.plan(device.context, [device.context.last], 2)
+        again = device.draft_model.plan(device.context, [device.context.last], 2)
+        assert plan.layers.unread.moves == again.layers.unread.moves and plan.stores == again.stores
+        if len(tokens) != 3:
+            found, wanted = (run_alone(each.draft_model.next_logits(each.context, [each.context.last, 3]))
+                             for each in (device, host))
+            assert torch.equal(found, wanted)
+        host.draft(1, 1, NEVER)
+    host.draft_model._forget_drafts(0)
+    assert all(torch.equal(a, b) for a, b in zip(device.rows(0), host.rows(0), strict=True))
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")

@@ -11,18 +11,15 @@ from torch import Tensor
 from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
-from longdraft.kernels.cuda.linear import Ahead, ahead_options
-from longdraft.kernels.switches import is_on
 
-MERGES_SPLITS = is_on("MERGES_SPLITS")  # False: splits are merged by a launch of their own
-FEW_ROWS = 4  # of a forward, whose splits the last programs of attention merge: of more rows they would take longer
 _SPLITS_PER_MERGE_STEP = 32
 # In one program: rows of a product on Hopper. Of float32, and of heads above 256, more do not fit in registers.
 _LANES, _FEW_LANES = 64, 16
 _SHORTEST = 128  # positions of a split: a multiple of every block
-_SHORT_BY_HEAD = 32  # positions of a short split for each KV head: 256 programs read 8,192 positions of 8 heads
+# Positions of a split for each KV head, of a short one and of a long one, and of a long one at least: 512 programs read
+# 8,192 positions of 8 heads, and 800 further ones 100,000. Timed on an H100 (notebook/2026-11.md).
+_SHORT_BY_HEAD, _LONG_BY_HEAD, _SHORTEST_LONG = 16, 128, 512
 _SHORT_UP_TO = 8192  # positions that short splits cover
-_LONG_TO_SHORT = 4
 _THREE_STAGES = 100 << 10  # bytes of shared memory of a program with heads of 256; GeForce cards have 99 KiB
 
 
@@ -40,7 +37,7 @@ class Splits(NamedTuple):
     def of_heads(cls, kv_heads: int) -> Splits:
         """The cut for a number of KV heads: few heads get short splits, so that enough programs read at a time."""
         short = max(_SHORTEST, ceil_div(_SHORT_BY_HEAD * kv_heads, _SHORTEST) * _SHORTEST)
-        return cls(short, max(1, _SHORT_UP_TO // short), _LONG_TO_SHORT * short)
+        return cls(short, max(1, _SHORT_UP_TO // short), max(_SHORTEST_LONG, _LONG_BY_HEAD * kv_heads))
 
     def of(self, position: int) -> int:
         """The split that contains `position`."""
@@ -81,12 +78,6 @@ class AttentionPlan(NamedTuple):
         return 8 if self.dim > 128 or self.is_float else 4
 
     @property
-    def can_merge(self) -> bool:
-        """Whether a program can merge its splits with the bits of a launch for it: of larger heads, the compiler lays
-        out their sums in another way (tests/product/test_cuda_compile.py)."""
-        return self.dim <= 128
-
-    @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
@@ -117,7 +108,6 @@ class AttentionWorkspace:
         self.value_sums = torch.empty(*shape, plan.dim, device=device)
         self.path = torch.zeros(rows, self.text_rows, dtype=torch.int32, device=device)
         self.depths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.arrived = torch.zeros(texts, plan.kv_heads, dtype=torch.int32, device=device)
 
     def set_tree(self, parents: Tensor) -> None:
         """Compute `path` and `depths` from parents [R], int32 on the device."""
@@ -129,7 +119,7 @@ class AttentionWorkspace:
 
 def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, store: CudaStore, where: Tensor,
                    length: int, window: int, remainder: Tensor | None, out: Tensor, lse: Tensor,
-                   table: Tensor | None = None, ahead: Ahead | None = None) -> None:
+                   table: Tensor | None = None) -> None:
     """Attention of q [R, H, D]: writes out [R, H, D] in q's dtype and lse [R, H] float32.
 
     The keys and values of the drafted rows must already be in their slots of the store.
@@ -140,7 +130,6 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     window     positions that a row sees, itself included; 0: all
     remainder  [R, H, D + 1] float32: see `longdraft.kernels.interface.KV`
     table      int64 [texts, 5], of any row stride: the stores of several texts, which have the form of `store`
-    ahead      what further programs fetch meanwhile
     """
     rows, heads, dim = q.shape
     require((heads, dim) == (plan.heads, plan.dim) and rows == work.rows, f"[{work.rows}, {plan.heads}, {plan.dim}]",
@@ -152,21 +141,17 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     ends = plan.end_splits(own) * plan.kv_heads * own * ceil_div(plan.group, plan.lanes)
     whole = plan.splits.of(length) * plan.kv_heads * ceil_div(own * plan.group, plan.lanes)
     require(work.texts == (1 if table is None else len(table)), f"stores of {work.texts} texts", table)
-    programs = ends + whole + (0 if ahead is None else ahead.programs)
-    merges = MERGES_SPLITS and plan.can_merge and rows <= FEW_ROWS
-    merging = {"SPLITS_PER_STEP": _SPLITS_PER_MERGE_STEP, "HAS_REMAINDER": remainder is not None}
     with on_device(q.device):
-        jit_attention.attend_split_kernel[(programs, work.texts)](
+        jit_attention.attend_split_kernel[(ends + whole, work.texts)](
             q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
-            work.weight_sums, work.value_sums, where if table is None else table, q if ahead is None else ahead.weight,
-            work.arrived, work.max_scores if remainder is None else remainder, out, lse, plan.end_splits(own), own,
+            work.weight_sums, work.value_sums, where if table is None else table, plan.end_splits(own), own,
             store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
             store.score_cap * math.log2(math.e), KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes,
             BLOCK=plan.block, IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
-            HAS_TABLE=table is not None, STAGES=plan.stages, MERGES=merges, **merging, **sizes, **ahead_options(ahead),
-            num_warps=plan.warps, **chained(q.device))
-        if not merges:
-            jit_attention.merge_splits_kernel[(rows, heads)](
-                work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
-                work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,
-                **merging, **sizes, num_warps=plan.warps if plan.can_merge else 4, **chained(q.device))
+            HAS_TABLE=table is not None, STAGES=plan.stages, **sizes, num_warps=plan.warps, **chained(q.device))
+        # By a launch of their own: the last program of a KV head would merge its lanes one after another.
+        jit_attention.merge_splits_kernel[(rows, heads)](
+            work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
+            work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,
+            SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP, HAS_REMAINDER=remainder is not None, **sizes, num_warps=4,
+            **chained(q.device))

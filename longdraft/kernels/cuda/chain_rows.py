@@ -276,20 +276,24 @@ class Chains(ABC, Generic[Part, Buffers]):
                   for size in self._sizes(parts)]
         with on_device(buffers.rows.order.device):
             graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(parts), needs))
+            self._end(buffers, parts)
         for draft in drafts:
             draft.text.has_appended(len(draft.fresh))
         return buffers.rows.outcome
+
+    def _end(self, buffers: Buffers, parts: Sequence[Part]) -> None:
+        """Is called when the graphs are launched."""
 
     @abstractmethod
     def _buffers_for(self, parts: Sequence[Part]) -> Buffers:
         """The memory of these chains, which is kept."""
 
     @abstractmethod
-    def _sizes(self, parts: Sequence[Part]) -> list[int]:
+    def _sizes(self, parts: Sequence[Part]) -> Sequence[Any]:
         """What the graphs are made for that draft these chains one after another."""
 
     @abstractmethod
-    def _run(self, buffers: Buffers, first: Part, size: int, needs: TextNeeds) -> None:
+    def _run(self, buffers: Buffers, first: Part, size: Any, needs: TextNeeds) -> None:
         """The launches of a graph, which do not depend on the buffers' contents. first: the part of any text."""
 
 

@@ -18,7 +18,6 @@ from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import tree_attention
 from longdraft.kernels.cuda.chain_forward import FixedForward
 from longdraft.kernels.cuda.forward_buffers import (
-    EMBED_BLOCK,
     EmbeddedRows,
     Embedding,
     ForwardBuffers,
@@ -27,8 +26,8 @@ from longdraft.kernels.cuda.forward_buffers import (
 )
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
-from longdraft.kernels.cuda.launch import RecentlyUsed, can_fetch, ceil_div, chained, on_device, padded_size, require
-from longdraft.kernels.cuda.linear import Ahead, CudaLinear, PartialSums, ahead_options
+from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
+from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.model_chain import MAX_HEADS, ModelChains
 from longdraft.kernels.cuda.operations import MAP_BLOCK, MAP_COLUMNS, CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
@@ -36,6 +35,7 @@ from longdraft.kernels.cuda.shared_forward import SharedForwards, TextResults, c
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
+_NORM_WARPS = 8  # of the program that adds a row and norms it
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 # Bucket of rows; where the remainder's maps are; taps; serials of the stores; id of the embedding table
 Key = tuple[int, int | None, tuple[int, ...], tuple[int, ...], int | None]
@@ -147,21 +147,24 @@ class CudaDecoder:
     def model_chains(self, weights: DraftWeights, has_remainder: bool) -> ModelChains:
         return self._chains.get(id(weights.head), lambda: ModelChains(weights))
 
-    def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
-        """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""
+    def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore], source: Tensor | None = None) -> None:
+        """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires.
+
+        source  [R, K], the input of the first layer's queries, keys and values; None: its residual after its norm
+        """
         geometry, post_norm = self.geometry, self.geometry.post_norm
         if buffers.embedding:
-            self._embed(buffers, *buffers.embedding)
-        buffers.work.set_tree(buffers.parents)
-        x, source = buffers.x_in, buffers.x_in
-        if not post_norm:
-            source = self.ops.rms_norm_into(x, self.layers[0].attention_norm, geometry.eps, geometry.rounds_once,
-                                            buffers.normed)
+            buffers.embedding.of_tokens(buffers.tokens, buffers.x_in)
+        if buffers.text_rows > 1:  # a row by itself is its own path
+            buffers.work.set_tree(buffers.parents)
+        x = buffers.x_in
+        if source is None:
+            source = x if post_norm else self.ops.rms_norm_into(x, self.layers[0].attention_norm, geometry.eps,
+                                                                geometry.rounds_once, buffers.normed)
         for index, layer in enumerate(self.layers):
             qkv, out, gate_up, down = weights_of(layer)
-            early, late = self._ahead(buffers, stores[index], gate_up)
-            self._finish_qkv(buffers, stores[index], index, layer, self._product(buffers, source, qkv), early)
-            self._attention(buffers, stores[index], index, layer.window, late)
+            self._finish_qkv(buffers, stores[index], index, layer, self._product(buffers, source, qkv))
+            self._attention(buffers, stores[index], index, layer.window)
             projected = self._product(buffers, buffers.output[index].view(buffers.rows, -1), out)
             self._add_and_norm(buffers, x, projected, layer.attention_norm, layer.mlp_norm, buffers.x)
             inner = self._swiglu(buffers, buffers.x if post_norm else buffers.normed, gate_up)
@@ -175,26 +178,11 @@ class CudaDecoder:
             if entered in buffers.taps:
                 buffers.tap(entered).copy_(rows)
 
-    def _ahead(self, buffers: ForwardBuffers, store: CudaStore,
-               gate_up: CudaLinear) -> tuple[Ahead | None, Ahead | None]:
-        """What the launches of rotation and of attention fetch of gate and up; nothing for several texts, whose caches
-        need the second-level cache."""
-        if buffers.table is not None or not can_fetch(self.ops.device):
-            return None, None
-        return gate_up.ahead(2 * store.heads * store.dim * store.element.itemsize)
-
-    def _embed(self, buffers: ForwardBuffers, table: CudaLinear, factor: float) -> None:
-        with on_device(buffers.x.device):
-            jit_rows.embed_rows_kernel[(buffers.rows, ceil_div(self.hidden, EMBED_BLOCK))](
-                buffers.tokens, table.weight, buffers.sums if table.scale is None else table.scale, buffers.x_in,
-                factor, HIDDEN=self.hidden, BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None,
-                HAS_FACTOR=factor != 1, **table.options(), **chained(buffers.x.device))
-
     def _product(self, buffers: ForwardBuffers, x: Tensor, weight: CudaLinear) -> PartialSums:
         return weight.partial_sums(x, self.ops.tile, buffers.sums)
 
     def _finish_qkv(self, buffers: ForwardBuffers, store: CudaStore, index: int, layer: LayerWeights,
-                    parts: PartialSums, ahead: Ahead | None) -> None:
+                    parts: PartialSums) -> None:
         """Norms and rotation of queries and keys; keys and values are also written to the store's draft slots."""
         heads, kv_heads, dim, eps = self.geometry[:4]
         half = dim // 2
@@ -202,20 +190,16 @@ class CudaDecoder:
         norms = 0 if layer.q_norm is None else 1 if layer.q_norm.shape == (dim,) else 2
         q_norm, k_norm = (parts.sums if norm is None else norm for norm in (layer.q_norm, layer.k_norm))
         with on_device(buffers.x.device):
-            units = heads + 2 * kv_heads + (0 if ahead is None else ceil_div(ahead.programs, buffers.rows))
-            jit_rows.finish_qkv_kernel[(buffers.rows, units)](
+            jit_rows.finish_qkv_kernel[(buffers.rows, heads + 2 * kv_heads)](
                 *parts.arguments(), q_norm, k_norm, buffers.cos, buffers.sin, buffers.where, buffers.content[index],
                 buffers.q[index], buffers.k[index], buffers.v[index], store.k, store.v, store.k_scale, store.v_scale,
-                buffers.where if table is None else table, buffers.x if ahead is None else ahead.weight, buffers.rows,
-                store.capacity, buffers.text_rows,
+                buffers.where if table is None else table, buffers.rows, store.capacity, buffers.text_rows,
                 0 if table is None else table.stride(0), eps, self.geometry.query_factor, HEADS=heads,
                 KV_HEADS=kv_heads, HALF=half, PADDED=padded_size(half), ALL_PADDED=padded_size(heads * dim),
                 NORMS=norms, ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once, IS_SCALED=store.is_scaled,
-                HAS_TABLE=table is not None, **parts.options(), **ahead_options(ahead), num_warps=1,
-                **chained(buffers.x.device))
+                HAS_TABLE=table is not None, **parts.options(), num_warps=1, **chained(buffers.x.device))
 
-    def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int,
-                   ahead: Ahead | None) -> None:
+    def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
         row_remainder = buffers.row_remainder
         if row_remainder is not None:
@@ -228,7 +212,7 @@ class CudaDecoder:
                     **chained(buffers.x.device))
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
                        row_remainder, buffers.output[index], buffers.lse[index],
-                       None if buffers.table is None else buffers.table[:, index], ahead)
+                       None if buffers.table is None else buffers.table[:, index])
 
     def _swiglu(self, buffers: ForwardBuffers, source: Tensor, gate_up: CudaLinear) -> Tensor:
         width = gate_up.out_features // 2
@@ -246,7 +230,8 @@ class CudaDecoder:
                 x, *parts.arguments(), own_norm, next_norm if norms_next else own_norm, out, buffers.normed,
                 buffers.rows, factor, self.geometry.eps, WIDTH=self.hidden, PADDED=padded_size(self.hidden),
                 HAS_FACTOR=factor != 1, NORMS_OWN=post_norm, NORMS_NEXT=norms_next,
-                ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=8, **chained(buffers.x.device))
+                ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=_NORM_WARPS,
+                **chained(buffers.x.device))
 
 
 def has_fixed_launches(layer: LayerWeights, geometry: Geometry) -> bool:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_few_bits
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, require
-from longdraft.kernels.cuda.linear import Ahead, CudaLinear, Tiling, splits_of
+from longdraft.kernels.cuda.linear import CudaLinear, Tiling, splits_of
 from longdraft.kernels.formats import int4
 from longdraft.kernels.formats.groups import GroupedWeight
 from longdraft.kernels.formats.int4 import GROUP, Int4Weight
@@ -165,10 +165,6 @@ class CudaFewBits(CudaLinear):
         padded[:rows, :columns] = part
         return padded.view(tiles, _COLUMNS, count, *more).movedim(1, 2)
 
-    def ahead(self, position_bytes: int) -> tuple[Ahead | None, Ahead | None]:
-        """Nothing: the words of an output are not next to each other."""
-        return None, None
-
     @property
     def fuses_gate(self) -> bool:
         return False
@@ -242,9 +238,6 @@ class CudaStacked(CudaLinear):
         self.tiling = tiling_of(sum(weight.tiles for weight in weights), first.blocks)
         for weight in weights:
             weight.tiling = self.tiling
-
-    def ahead(self, position_bytes: int) -> tuple[Ahead | None, Ahead | None]:
-        return None, None
 
     @property
     def fuses_gate(self) -> bool:

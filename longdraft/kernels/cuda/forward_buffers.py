@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
-from longdraft.kernels.cuda.launch import ALIGNED, require, staged_parts
+from longdraft.kernels.cuda.launch import ALIGNED, ceil_div, chained, on_device, require, staged_parts
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
@@ -65,6 +66,15 @@ class Embedding(NamedTuple):
 
     table: CudaLinear
     factor: float
+
+    def of_tokens(self, tokens: Tensor, x: Tensor) -> None:
+        """Write the embeddings x [R, hidden] of tokens [R], int32 on the device."""
+        (table, factor), (rows, hidden) = self, x.shape
+        with on_device(x.device):
+            jit_rows.embed_rows_kernel[(rows, ceil_div(hidden, EMBED_BLOCK))](
+                tokens, table.weight, x if table.scale is None else table.scale, x, factor, HIDDEN=hidden,
+                BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None, HAS_FACTOR=factor != 1, **table.options(),
+                **chained(x.device))
 
 
 class ForwardBuffers:

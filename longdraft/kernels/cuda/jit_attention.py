@@ -20,7 +20,8 @@ compiled program.
 import triton
 import triton.language as tl
 
-from longdraft.kernels.cuda.jit_chain import is_last_of, prefetch_ahead, wait_for_inputs
+from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+from longdraft.kernels.cuda.jit_float8 import from_store
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -56,7 +57,7 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     queries  [LANES, PADDED]; keys [PADDED, BLOCK]; values [BLOCK, PADDED]; scales [BLOCK], of 8-bit rows
     is_seen  [LANES, BLOCK]: the keys that a lane sees, where IS_MASKED; otherwise every lane sees all
     """
-    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * factor
+    scores = tl.dot(queries, from_store(keys, queries), input_precision="ieee") * factor
     if IS_SCALED:
         scores = scores * key_scale[None, :]
     if HAS_CAP:  # cap tanh(score / cap)
@@ -70,67 +71,19 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     weight_sum = weight_sum * rescale + tl.sum(weights, 1)
     if IS_SCALED:
         weights = weights * value_scale[None, :]
-    value_sum = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), value_sum * rescale[:, None],
+    value_sum = tl.dot(weights.to(queries.dtype), from_store(values, queries), value_sum * rescale[:, None],
                        input_precision="ieee")
     return new_max, weight_sum, value_sum
-
-
-@triton.jit
-def merge_splits(max_scores, weight_sums, value_sums, last, at, remainder, out, lse, num_splits, DIM: tl.constexpr,
-                 PADDED: tl.constexpr, SPLITS_PER_STEP: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
-                 LONG: tl.constexpr, HAS_REMAINDER: tl.constexpr):
-    """Merge the splits of one lane in order, then the remainder as one more key.
-
-    last       the row's own position
-    at         row times the number of heads, plus the head
-    remainder  [R, H, D + 1] float32: an output and its log-sum-exp
-    out, lse   [R, H, D] and [R, H] float32, the log-sum-exp in base e
-    """
-    count = split_of(last, SHORT, NUM_SHORT, LONG) + 1
-    dim = tl.arange(0, PADDED)
-    is_dim = dim < DIM
-    max_score = float("-inf")
-    weight_sum = 0.0
-    value_sum = tl.zeros([PADDED], tl.float32)
-    for first in range(0, count, SPLITS_PER_STEP):
-        split = first + tl.arange(0, SPLITS_PER_STEP)
-        is_split = split < count
-        state = at * num_splits + split
-        split_max = tl.load(max_scores + state, mask=is_split, other=float("-inf"))
-        split_weights = tl.load(weight_sums + state, mask=is_split, other=0.0)
-        split_values = tl.load(value_sums + state[:, None] * DIM + dim[None, :],
-                               mask=is_split[:, None] & is_dim[None, :], other=0.0)
-        new_max = tl.maximum(max_score, tl.max(split_max, 0))
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        share = tl.exp2(split_max - safe_max)
-        rescale = tl.exp2(max_score - safe_max)
-        weight_sum = weight_sum * rescale + tl.sum(share * split_weights, 0)
-        value_sum = value_sum * rescale + tl.sum(share[:, None] * split_values, 0)
-        max_score = new_max
-    if HAS_REMAINDER:
-        remainder_output = tl.load(remainder + at * (DIM + 1) + dim, mask=is_dim, other=0.0)
-        remainder_lse = tl.load(remainder + at * (DIM + 1) + DIM) * _LOG2E
-        new_max = tl.maximum(max_score, remainder_lse)
-        rescale, share = tl.exp2(max_score - new_max), tl.exp2(remainder_lse - new_max)
-        weight_sum = weight_sum * rescale + share
-        value_sum = value_sum * rescale + remainder_output * share
-        max_score = new_max
-    tl.store(out + at * DIM + dim, (value_sum / weight_sum).to(out.dtype.element_ty), mask=is_dim)
-    tl.store(lse + at, (max_score + tl.log2(weight_sum)) * _LN2)
 
 
 @triton.jit(do_not_specialize=["end_splits", "num_rows", "capacity", "num_splits", "path_stride", "window",
                                "text_stride"])
 def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums, table,
-                        ahead, arrived, remainder, out, lse, end_splits, num_rows, capacity, num_splits, path_stride,
-                        window, text_stride, factor, cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-                        DIM: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-                        SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.constexpr, IS_SCALED: tl.constexpr,
-                        HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, HAS_TABLE: tl.constexpr,
-                        MERGES: tl.constexpr, SPLITS_PER_STEP: tl.constexpr, HAS_REMAINDER: tl.constexpr,
-                        AHEAD_ROWS: tl.constexpr, AHEAD_BYTES: tl.constexpr, AHEAD_FIRST: tl.constexpr,
-                        AHEAD_LINES: tl.constexpr, AHEAD_UP_TO: tl.constexpr, AHEAD_PROGRAMS: tl.constexpr,
-                        IS_CHAINED: tl.constexpr):
+                        end_splits, num_rows, capacity, num_splits, path_stride, window, text_stride, factor, cap,
+                        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+                        LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
+                        LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+                        STAGES: tl.constexpr, HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One split for some lanes of a KV head.
 
     q                        [R, H, D]
@@ -145,20 +98,12 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     cap                      of the scores, times log2(e), where HAS_CAP
     table                    int64 [texts, text_stride], where HAS_TABLE: the store of each text (`store_of_text`) in
                              place of k, v and their scales. R = num_rows is then the number of rows of a text
-    arrived                  int32 [texts, Hkv], where MERGES: see `jit_chain.is_last_of`. The last program of a KV head
-                             merges the splits of its lanes (`merge_splits`); remainder, out and lse are read then
 
     Grid (end_splits * Hkv * tiles of ends + whole splits * Hkv * tiles, texts). Tiles come first, so that programs that
     read the same keys run at the same time. Ends begin first, then whole splits from the last one: the long ones, which
     take longest. The splits of an end are counted from the one where the prefix ends, and its tiles hold lanes of one
-    row. The last AHEAD_PROGRAMS programs only fetch parts of the weight `ahead` (`jit_chain.prefetch_ahead`).
+    row.
     """
-    num_programs = tl.num_programs(0) - AHEAD_PROGRAMS
-    if AHEAD_PROGRAMS > 0:
-        if tl.program_id(0) >= num_programs:
-            prefetch_ahead(ahead, where, tl.program_id(0) - num_programs, AHEAD_PROGRAMS, AHEAD_ROWS, AHEAD_BYTES,
-                           AHEAD_FIRST, AHEAD_LINES, AHEAD_UP_TO, 1024, IS_CHAINED)
-            return
     wait_for_inputs(IS_CHAINED)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     if HAS_TABLE:
@@ -189,7 +134,7 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     lane_row = lane // GROUP
     head = kv_head * GROUP + lane % GROUP
 
-    whole_splits = (num_programs - num_ends) // (tiles * KV_HEADS)
+    whole_splits = (tl.num_programs(0) - num_ends) // (tiles * KV_HEADS)
     split = tl.where(is_end, first_of_end + place_of_split, whole_splits - 1 - place_of_split)
     start = split_start(split, SHORT, NUM_SHORT, LONG)
     own = length + tl.load(depths + row, mask=is_end, other=0)  # of an end: the row's own position
@@ -253,14 +198,6 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
         tl.store(max_scores + state, max_score, mask=is_lane)
         tl.store(weight_sums + state, weight_sum, mask=is_lane)
         tl.store(value_sums + state[:, None] * DIM + dim[None, :], value_sum, mask=is_lane[:, None] & is_dim[None, :])
-    if MERGES:
-        text_of = tl.program_id(1)
-        if is_last_of(arrived + text_of * KV_HEADS + kv_head, num_programs // KV_HEADS):
-            for own_lane in range(num_rows * GROUP):
-                own_row = own_lane // GROUP
-                merged = (text_of * num_rows + own_row).to(tl.int64) * HEADS + kv_head * GROUP + own_lane % GROUP
-                merge_splits(max_scores, weight_sums, value_sums, length + tl.load(depths + own_row), merged, remainder,
-                             out, lse, num_splits, DIM, PADDED, SPLITS_PER_STEP, SHORT, NUM_SHORT, LONG, HAS_REMAINDER)
 
 
 @triton.jit(do_not_specialize=["num_splits", "text_rows"])
@@ -268,15 +205,47 @@ def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, rema
                         HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
                         SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.constexpr,
                         HAS_REMAINDER: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """`merge_splits` of one row and head. Grid (R, H).
+    """Merge the splits of one row and head in order, then the remainder as one more key. Grid (R, H).
 
+    remainder  [R, H, D + 1] float32: an output and its log-sum-exp
+    out, lse   [R, H, D] and [R, H] float32, the log-sum-exp in base e
     text_rows  rows of a text; `where` [texts, 2] has each one's place
     """
     wait_for_inputs(IS_CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
-    last = tl.load(where + 2 * (row // text_rows)) + tl.load(depths + row)
-    merge_splits(max_scores, weight_sums, value_sums, last, row.to(tl.int64) * HEADS + head, remainder, out, lse,
-                 num_splits, DIM, PADDED, SPLITS_PER_STEP, SHORT, NUM_SHORT, LONG, HAS_REMAINDER)
+    last = tl.load(where + 2 * (row // text_rows)) + tl.load(depths + row)  # the row's own position
+    at = row.to(tl.int64) * HEADS + head
+    count = split_of(last, SHORT, NUM_SHORT, LONG) + 1
+    dim = tl.arange(0, PADDED)
+    is_dim = dim < DIM
+    max_score = float("-inf")
+    weight_sum = 0.0
+    value_sum = tl.zeros([PADDED], tl.float32)
+    for first in range(0, count, SPLITS_PER_STEP):
+        split = first + tl.arange(0, SPLITS_PER_STEP)
+        is_split = split < count
+        state = at * num_splits + split
+        split_max = tl.load(max_scores + state, mask=is_split, other=float("-inf"))
+        split_weights = tl.load(weight_sums + state, mask=is_split, other=0.0)
+        split_values = tl.load(value_sums + state[:, None] * DIM + dim[None, :],
+                               mask=is_split[:, None] & is_dim[None, :], other=0.0)
+        new_max = tl.maximum(max_score, tl.max(split_max, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        share = tl.exp2(split_max - safe_max)
+        rescale = tl.exp2(max_score - safe_max)
+        weight_sum = weight_sum * rescale + tl.sum(share * split_weights, 0)
+        value_sum = value_sum * rescale + tl.sum(share[:, None] * split_values, 0)
+        max_score = new_max
+    if HAS_REMAINDER:
+        remainder_output = tl.load(remainder + at * (DIM + 1) + dim, mask=is_dim, other=0.0)
+        remainder_lse = tl.load(remainder + at * (DIM + 1) + DIM) * _LOG2E
+        new_max = tl.maximum(max_score, remainder_lse)
+        rescale, share = tl.exp2(max_score - new_max), tl.exp2(remainder_lse - new_max)
+        weight_sum = weight_sum * rescale + share
+        value_sum = value_sum * rescale + remainder_output * share
+        max_score = new_max
+    tl.store(out + at * DIM + dim, (value_sum / weight_sum).to(out.dtype.element_ty), mask=is_dim)
+    tl.store(lse + at, (max_score + tl.log2(weight_sum)) * _LN2)
 
 
 @triton.jit(do_not_specialize=["stride"])

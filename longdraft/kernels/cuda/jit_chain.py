@@ -30,37 +30,7 @@ def wait_for_inputs(IS_CHAINED: tl.constexpr):
 
 
 @triton.jit
-def prefetch_ahead(weight, where, program, programs, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, FIRST: tl.constexpr,
-                   LINES: tl.constexpr, UP_TO: tl.constexpr, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """Fetch cache lines of a weight that a later kernel will read, as one of `programs` that share the work.
-
-    Lines FIRST .. FIRST + LINES of each of ROWS rows, ROW_BYTES apart; none after UP_TO committed positions (`where`),
-    where attention reads so much that the lines would be dropped again. `where` may change meanwhile: it changes no
-    result. Nothing is waited for and nothing is stored.
-    """
-    if IS_CHAINED:
-        total = tl.where(tl.load(where) <= UP_TO, ROWS * LINES, 0)
-        for start in range(program * BLOCK, total, programs * BLOCK):
-            index = tl.minimum(start + tl.arange(0, BLOCK), ROWS * LINES - 1)
-            at = (index // LINES).to(tl.int64) * ROW_BYTES + (FIRST + index % LINES) * LINE
-            prefetch(weight.to(tl.int64) + at)
-
-
-@triton.jit
 def prefetch(addresses):
     """Fetch the cache lines at these addresses into the second-level cache, without waiting for them."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32,
                               is_pure=False, pack=1)
-
-
-@triton.jit
-def is_last_of(arrived, total):
-    """Whether this is the last of `total` programs that come here. What the others stored before is visible to it.
-
-    arrived  int32: programs that came; 0 before the launch, and after it
-    """
-    tl.debug_barrier()  # all threads have stored
-    is_last = tl.atomic_add(arrived, 1, sem="acq_rel") == total - 1
-    if is_last:
-        tl.store(arrived, 0)
-    return is_last

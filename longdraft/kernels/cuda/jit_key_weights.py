@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+from longdraft.kernels.cuda.jit_float8 import from_store
 
 
 @triton.jit(do_not_specialize=["num_lanes", "length", "capacity"])
@@ -33,13 +34,12 @@ def score_keys_kernel(q, k, k_scale, weights, best, sums, num_lanes, length, cap
     is_inside, is_dim = position < length, dim < DIM
     slot = head * capacity + position
     keys = tl.load(k + slot[None, :] * DIM + dim[:, None], mask=is_inside[None, :] & is_dim[:, None], other=0.0)
-    keys = keys.to(q.dtype.element_ty)
     for first in range(0, num_lanes, LANES):
         lane = first + tl.arange(0, LANES)
         is_lane = lane < num_lanes
         row = lane // GROUP * (KV_HEADS * GROUP) + head * GROUP + lane % GROUP
         queries = tl.load(q + row[:, None] * DIM + dim[None, :], mask=is_lane[:, None] & is_dim[None, :], other=0.0)
-        scores = tl.dot(queries, keys, input_precision="ieee") * factor
+        scores = tl.dot(queries, from_store(keys, queries), input_precision="ieee") * factor
         if IS_SCALED:
             scores = scores * tl.load(k_scale + slot, mask=is_inside, other=0.0)[None, :]
         if HAS_CAP:

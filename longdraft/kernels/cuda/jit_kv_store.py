@@ -6,6 +6,7 @@ Stores are passed as tables int64 [L, 5]: the addresses of keys, values and thei
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_float8 import from_store
 from longdraft.kernels.cuda.jit_rows import store_row
 
 
@@ -43,6 +44,49 @@ def scatter_rows_kernel(k, v, table, rows, targets, texts, k_stride, v_stride, k
         first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
         store_row(first, second, mask, slot * 2 * HALF, slot, v_store, v_scale, HALF, half, IS_SCALED)
+
+
+@triton.jit
+def move_rows_kernel(table, moves, turns, HALF: tl.constexpr, PADDED: tl.constexpr, ELEMENT: tl.constexpr,
+                     DTYPE: tl.constexpr, IS_SCALED: tl.constexpr, TEXTS: tl.constexpr):
+    """Move rows of each text's stores to other slots, bit for bit, or with their keys rotated. Grid (N, Hkv, L * T).
+
+    table  [L, T, 5]
+    moves  int64 [T, N, 3]: source, target, and whether the key is rotated. Those with a negative target are skipped. A
+           target is not another one's source
+    turns  float32 [T, 2, HALF]: cos and sin
+    DTYPE  of rows before they are written to an 8-bit store
+    """
+    index, head, number = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    text, at = number % TEXTS, table + number * 5
+    move = moves + (text * tl.num_programs(0) + index) * 3
+    target = tl.load(move + 1)
+    if target >= 0:
+        slots = head * tl.load(at + 4)
+        source, target = slots + tl.load(move), slots + target
+        half = tl.arange(0, PADDED)
+        mask = half < HALF
+        for kind in tl.static_range(2):
+            store = tl.load(at + kind).to(tl.pointer_type(ELEMENT))
+            scales = tl.load(at + 2 + kind).to(tl.pointer_type(tl.float32))
+            low = tl.load(store + source * 2 * HALF + half, mask=mask, other=0.0)
+            high = tl.load(store + source * 2 * HALF + HALF + half, mask=mask, other=0.0)
+            if (kind == 0) & (tl.load(move + 2) > 0):
+                c = tl.load(turns + text * 2 * HALF + half, mask=mask, other=0.0)
+                s = tl.load(turns + (text * 2 + 1) * HALF + half, mask=mask, other=0.0)
+                first, second = from_store(low, c), from_store(high, c)
+                if IS_SCALED:
+                    scale = tl.load(scales + source)
+                    first = (first * scale).to(DTYPE).to(tl.float32)
+                    second = (second * scale).to(DTYPE).to(tl.float32)
+                turned = (first * c - second * s).to(DTYPE).to(tl.float32)
+                second = (second * c + first * s).to(DTYPE).to(tl.float32)
+                store_row(turned, second, mask, target * 2 * HALF, target, store, scales, HALF, half, IS_SCALED)
+            else:
+                tl.store(store + target * 2 * HALF + half, low, mask=mask)
+                tl.store(store + target * 2 * HALF + HALF + half, high, mask=mask)
+                if IS_SCALED:
+                    tl.store(scales + target, tl.load(scales + source))
 
 
 @triton.jit(do_not_specialize=["count", "start", "run_start"])

@@ -7,8 +7,9 @@ order, multiplies by the scale (int8 weights), adds the bias, and rounds to the 
 import triton
 import triton.language as tl
 
-from longdraft.kernels.cuda.jit_chain import prefetch_ahead, wait_for_inputs
+from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_few_bits import numbers_at
+from longdraft.kernels.cuda.jit_float8 import to_store
 
 
 @triton.jit
@@ -160,21 +161,21 @@ def store_row(first, second, mask, at, scale_at, store, scales, HALF: tl.constex
         scale = tl.div_rn(largest, 448.0)
         divisor = tl.where(scale > 0, scale, 1.0)
         first, second = tl.div_rn(first, divisor), tl.div_rn(second, divisor)
+        if store.dtype.element_ty == tl.uint8:  # bytes have no NaN: the scale has it
+            is_nan = (first != first) | (second != second)
+            scale = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), scale)
         tl.store(scales + scale_at, scale)
-    tl.store(store + at + half, first.to(store.dtype.element_ty), mask=mask)
-    tl.store(store + at + HALF + half, second.to(store.dtype.element_ty), mask=mask)
+    tl.store(store + at + half, to_store(first, store), mask=mask)
+    tl.store(store + at + HALF + half, to_store(second, store), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "text_rows", "text_stride"])
 def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v, k_store, v_store, k_scale,
-                      v_scale, table, ahead, num_rows, capacity, text_rows, text_stride, eps, factor,
-                      HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                      HALF: tl.constexpr, PADDED: tl.constexpr, ALL_PADDED: tl.constexpr, PARTS: tl.constexpr,
-                      HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr,
-                      ROUNDS_ONCE: tl.constexpr, IS_SCALED: tl.constexpr, HAS_TABLE: tl.constexpr,
-                      AHEAD_ROWS: tl.constexpr, AHEAD_BYTES: tl.constexpr, AHEAD_FIRST: tl.constexpr,
-                      AHEAD_LINES: tl.constexpr, AHEAD_UP_TO: tl.constexpr, AHEAD_PROGRAMS: tl.constexpr,
-                      IS_CHAINED: tl.constexpr):
+                      v_scale, table, num_rows, capacity, text_rows, text_stride, eps, factor,
+                      HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+                      ALL_PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+                      NORMS: tl.constexpr, ROTATES: tl.constexpr, ROUNDS_ONCE: tl.constexpr, IS_SCALED: tl.constexpr,
+                      HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Turn the QKV product into queries, keys and values: norms, rotation, and writes to the store.
 
     content, q  [R, H, D]: the queries before the rotation, and after it and times factor
@@ -183,17 +184,8 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
                 text has text_rows rows, and two numbers of `where`
     NORMS       0: none, 1: each head is normalised by itself, 2: all heads of a row as one vector
 
-    Grid (R, H + 2 Hkv, and more where AHEAD_PROGRAMS): a program computes one head of one row, or only fetches a part
-    of the weight `ahead` (`jit_chain.prefetch_ahead`).
+    Grid (R, H + 2 Hkv): a program computes one head of one row.
     """
-    if AHEAD_PROGRAMS > 0:
-        UNITS: tl.constexpr = HEADS + 2 * KV_HEADS
-        if tl.program_id(1) >= UNITS:
-            program = (tl.program_id(1) - UNITS) * tl.num_programs(0) + tl.program_id(0)
-            programs = (tl.num_programs(1) - UNITS) * tl.num_programs(0)
-            prefetch_ahead(ahead, where, program, programs, AHEAD_ROWS, AHEAD_BYTES, AHEAD_FIRST, AHEAD_LINES,
-                           AHEAD_UP_TO, 512, IS_CHAINED)
-            return
     wait_for_inputs(IS_CHAINED)
     row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     DIM: tl.constexpr = 2 * HALF

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_key_weights, jit_kv_store
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require, triton_dtype
+from longdraft.kernels.cuda.launch import (
+    TRITON_DTYPES,
+    UNFUSED,
+    ceil_div,
+    chained,
+    has_float8,
+    on_device,
+    padded_size,
+    require,
+    triton_dtype,
+)
 from longdraft.kernels.interface import KVStore, Positions
 
 FP8 = torch.float8_e4m3fn
@@ -31,7 +41,7 @@ class CudaStore:
     """See :class:`longdraft.kernels.interface.KVStore`. Growing moves the store: `reserve` the full length beforehand.
 
     dtype    of the rows that are written and read
-    element  dtype in memory: `dtype`, or float8_e4m3fn
+    element  dtype in memory: `dtype`, or float8_e4m3fn, whose bits are in bytes where the device does not convert them
     score_cap  see `Kernels.new_store`
     serial   changes with each allocation. CUDA graphs and address tables are valid for one serial only
     addresses  where keys, values and their scales are, and the number of slots, as `jit_kv_store` reads them
@@ -63,7 +73,8 @@ class CudaStore:
     def _empty(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values [Hkv, slots, D] and their scales [Hkv, slots]; unread [1, 1] without 8 bits."""
         shape = (self.heads, slots, self.dim)
-        k, v = (torch.zeros(shape, dtype=self.element, device=self._device) for _ in range(2))
+        held = torch.uint8 if self.is_scaled and not has_float8(self._device) else self.element
+        k, v = (torch.zeros(shape, dtype=held, device=self._device) for _ in range(2))
         scales = shape[:2] if self.is_scaled else (1, 1)
         return k, v, torch.zeros(scales, device=self._device), torch.zeros(scales, device=self._device)
 
@@ -211,6 +222,19 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
             k.stride(1), v.stride(1), k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half),
             ELEMENT=triton_dtype(first.k), IS_SCALED=first.is_scaled, HAS_TEXTS=shared is not None,
             TARGET_STRIDE=targets.stride(0), num_warps=1, **UNFUSED)
+
+
+def move_rows(stores: Sequence[CudaStore], moves: Tensor, turns: Tensor, tables: Tensor | None) -> None:
+    """Move rows of stores: see `move_rows_kernel`.
+
+    tables  int64 [L, T, 5]: the stores of several texts, which have the form of `stores`; None: these
+    """
+    first, half = stores[0], stores[0].dim // 2
+    with on_device(first.k.device):
+        jit_kv_store.move_rows_kernel[(moves.shape[1], first.heads, len(moves) * len(stores))](
+            address_table(stores) if tables is None else tables, moves, turns, HALF=half, PADDED=padded_size(half),
+            ELEMENT=triton_dtype(first.k), DTYPE=TRITON_DTYPES[first.dtype], IS_SCALED=first.is_scaled,
+            TEXTS=len(moves), num_warps=1, **UNFUSED)
 
 
 def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Positions, start: int) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 # Of every launch: a * b + c is rounded twice, whatever code surrounds it, and whatever Triton does by default.
 UNFUSED = {"enable_fp_fusion": False}
 ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
-_TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
+TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
                   torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv,
-                  torch.int8: triton.language.int8}
+                  torch.int8: triton.language.int8, torch.uint8: triton.language.uint8}
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -56,12 +56,6 @@ def chained(device: torch.device) -> dict[str, bool]:
     return UNFUSED | ({"IS_CHAINED": True, "launch_pdl": True} if _can_chain(device) else {"IS_CHAINED": False})
 
 
-def can_fetch(device: torch.device) -> bool:
-    """Whether kernels may fetch what later ones read (jit_chain). In Triton's interpreter the programs for it do
-    nothing."""
-    return device.type != "cuda" or _can_chain(device)
-
-
 _unchained: set[torch.device] = set()  # devices whose driver cannot capture chained launches
 
 
@@ -93,9 +87,10 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def cache_bytes(device: torch.device) -> int:
-    """Bytes of the second-level cache. Of the CPU, in Triton's interpreter, those of Hopper."""
-    return 50 << 20 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
+def has_float8(device: torch.device) -> bool:
+    """Whether the device converts numbers of 8 bits (float8 e4m3). Others are given their bits (`jit_float8`)."""
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+    return not is_old and torch.version.hip is None  # AMD's have another form
 
 
 def padded_size(size: int, minimum: int = 16) -> int:
@@ -118,7 +113,7 @@ def staged_parts(*sizes: int) -> list[slice]:
 
 def triton_dtype(tensor: Tensor) -> Any:
     """Triton's name for the tensor's dtype."""
-    return _TRITON_DTYPES[tensor.dtype]
+    return TRITON_DTYPES[tensor.dtype]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_activations, jit_linear, jit_rows
-from longdraft.kernels.cuda.launch import cache_bytes, ceil_div, chained, on_device, require, shared_bytes
+from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, require, shared_bytes
 from longdraft.kernels.formats.int8 import Quantised, quantise
 from longdraft.kernels.switches import is_on
 
@@ -21,12 +21,6 @@ _SPLIT_WIDTHS = 192, 1024  # inputs of one split, see `splits_of`
 _MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two fit
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
 FUSES_GATE = is_on("FUSES_GATE")  # False: the product of gate and up, and the activation after it, are two launches
-FETCHES_AHEAD = is_on("FETCHES_AHEAD")  # False: the launches of rotation and attention fetch no weights of gate and up
-# Bytes of a weight that launches in front of its product fetch, and that attention may read in a layer meanwhile: each
-# at most half of the cache, or they would displace each other.
-_FETCHED_AHEAD, _MOST_READ = 20_000_000, 24_000_000
-_AHEAD_PROGRAMS, _LINES_OF_PROGRAM = 64, 1024  # programs that fetch, at most; lines of each, at least
-_LINE = 128  # bytes of a cache line
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
 
 
@@ -44,24 +38,6 @@ class Activation(NamedTuple):
 
 
 SILU, GELU, CLAMPED = Activation(0), Activation(1), 2
-
-
-class Ahead(NamedTuple):
-    """Cache lines of a weight that a launch in front of its product fetches: see `jit_chain.prefetch_ahead`."""
-
-    weight: Tensor
-    rows: int
-    row_bytes: int
-    first: int
-    lines: int
-    up_to: int
-    programs: int  # of the launch, that do nothing else
-
-
-def ahead_options(ahead: Ahead | None) -> dict[str, int]:
-    """The compile-time arguments of a launch that fetches `ahead`, or nothing."""
-    names = "AHEAD_ROWS", "AHEAD_BYTES", "AHEAD_FIRST", "AHEAD_LINES", "AHEAD_UP_TO", "AHEAD_PROGRAMS"
-    return dict(zip(names, (0,) * len(names) if ahead is None else ahead[1:], strict=True))
 
 
 class PartialSums(NamedTuple):
@@ -107,7 +83,7 @@ class Tiling(NamedTuple):
         if dtype == torch.float32:
             return cls(64, 32, 2, splits_of(ceil_div(out_features, 64), in_features, _PROGRAMS, _SPLIT_WIDTHS))
         if out_features >= _WIDE_WEIGHT and not is_int8:
-            return cls(128, 64, 4, 1)
+            return cls(128, 128, 3, 1) if ceil_div(out_features, 128) <= _FEW_PROGRAMS else cls(128, 64, 4, 1)
         tiles = ceil_div(out_features, 64)
         splits = splits_of(tiles, in_features, _INT8_PROGRAMS if is_int8 else _PROGRAMS, _SPLIT_WIDTHS)
         if is_int8 or (tiles * splits <= _FEW_PROGRAMS and in_features >= splits * _SPLIT_WIDTHS[1]):
@@ -189,22 +165,6 @@ class CudaLinear:
         jit_linear.few_rows_kernel[(ceil_div(rows, tile), ceil_div(self.out_features, columns), splits)](
             x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile, COLUMNS=columns,
             BLOCK=block, SPLITS=splits, PREFETCHED=_PREFETCHED, num_warps=4, num_stages=stages, **chained(x.device))
-
-    def ahead(self, position_bytes: int) -> tuple[Ahead | None, Ahead | None]:
-        """What two launches in front of the product fetch: the first bytes of each output's weights, half and half.
-
-        position_bytes  of a position in the cache, of which attention reads all positions meanwhile
-        """
-        row_bytes = self.weight.stride(0) * self.weight.itemsize
-        half = cache_bytes(self.weight.device) // 2
-        lines = min(row_bytes // _LINE, min(_FETCHED_AHEAD, half) // (self.out_features * _LINE))
-        if not FETCHES_AHEAD or lines < 2:
-            return None, None
-        up_to, first = min(_MOST_READ, half) // position_bytes, ceil_div(lines, 2)
-        early, late = (Ahead(self.weight, self.out_features, row_bytes, start, count, up_to,
-                             min(_AHEAD_PROGRAMS, ceil_div(self.out_features * count, _LINES_OF_PROGRAM)))
-                       for start, count in ((0, first), (first, lines - first)))
-        return early, late
 
     @property
     def fuses_gate(self) -> bool:

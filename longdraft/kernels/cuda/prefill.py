@@ -3,11 +3,13 @@
 For many rows these are much faster than our kernels, but their bits depend on the number of rows. Results are still
 reproducible, because every run cuts a prompt into the same chunks.
 
-The attention of a chunk has two parts, merged by their log-sum-exps: the positions before the chunk, which all rows
-see, and the chunk itself, a causal square. In the first part the rows of all query heads of a KV head are rows of one
-attention without a mask, so that keys and values are read where they are.
+The attention of a chunk has several parts, merged by their log-sum-exps: the chunk itself, a causal square, and the
+positions before it in pieces, which all rows see. In these the rows of all query heads of a KV head are rows of one
+attention without a mask, so that keys and values are read where they are. Pieces of equal length have one plan of the
+library, which takes a tenth of a second to make.
 
-Drafters read the attention of a chunk's last rows only. Those rows go through our attention kernels.
+Drafters read the attention of a chunk's last rows only. Chunks that have no others, and those rows of attentions that
+the library computes without log-sum-exps, go through our attention kernels.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 _EXPLICIT_ROWS = 128  # whose scores are in memory at a time
+_PIECE = 16384  # positions before a chunk that one attention reads
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
@@ -53,21 +56,25 @@ class PrefillOperations:
         store, length, rows = kv.store, kv.length, len(q)
         assert isinstance(store, CudaStore)
         store.write(length, kv.k, kv.v)
-        reported = min(REPORTED_ROWS, rows)
-        first = rows - reported
+        first = max(0, rows - REPORTED_ROWS)
         remainder = kv.remainder  # of sinks
+        found = _attention(q, store, length, window, remainder) if first else None
+        if found is not None:
+            output, lse = found
+            return AttentionOutput(q, output, lse[first:], q)
         tail = KV(store, length + first, kv.k[first:], kv.v[first:], None if remainder is None else remainder[first:])
-        chain = torch.arange(-1, reported - 1, dtype=torch.int32)
+        chain = torch.arange(-1, rows - first - 1, dtype=torch.int32)
         last = self._ops.attention(q[first:].contiguous(), tail, chain, window)
         if not first:
             return last
-        earlier = None if remainder is None else remainder[:first]
-        output = torch.cat([_attention(q[:first], store, length, window, earlier), last.output])
+        output = torch.cat([_masked_attention(q[:first], store, length, window), last.output])
         return AttentionOutput(q, output, last.lse, q)
 
 
-def _attention(q: Tensor, store: CudaStore, length: int, window: int, remainder: Tensor | None) -> Tensor:
-    """Rows q [T, H, D] at positions length, length + 1, ..., whose keys and values are in the store: [T, H, D].
+def _attention(q: Tensor, store: CudaStore, length: int, window: int,
+               remainder: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Rows q [T, H, D] at positions length, length + 1, ..., whose keys and values are in the store: output [T, H, D]
+    and log-sum-exp [T, H]. None for dtypes and heads, or a window, that the library's fast kernels lack.
 
     remainder  [T, H, D + 1]: see `KV`
     """
@@ -77,11 +84,12 @@ def _attention(q: Tensor, store: CudaStore, length: int, window: int, remainder:
     elif store.score_cap or remainder is not None:
         output, lse = _explicit_attention(q, store, length, window)
     else:
-        return _masked_attention(q, store, length, window)
+        return None
     if remainder is not None:
         share = torch.sigmoid(lse - remainder[..., -1])[..., None]  # of the keys
         output = torch.lerp(remainder[..., :-1], output.float(), share).to(q.dtype)
-    return output
+        lse = torch.logaddexp(lse, remainder[..., -1])
+    return output, lse
 
 
 def _flash_attention(attend: Attend, q: Tensor, store: CudaStore, length: int) -> tuple[Tensor, Tensor]:
@@ -91,14 +99,17 @@ def _flash_attention(attend: Attend, q: Tensor, store: CudaStore, length: int) -
     queries = q.view(rows, store.heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, group, T, D]
     k, v = (part.repeat_interleave(group, 0)[None] for part in _read_range(store, length, end))
     output, lse = attend(queries.reshape(1, heads, rows, dim), k, v, True)
+    lse = lse.reshape(heads, rows)
     if length:
-        k, v = (part[None] for part in _read_range(store, 0, length))
-        earlier, earlier_lse = attend(queries.reshape(1, store.heads, group * rows, dim), k, v, False)
-        lse, earlier_lse = lse.reshape(heads, rows), earlier_lse.reshape(heads, rows)
-        share = torch.sigmoid(lse - earlier_lse)[..., None]  # of the chunk
-        output = torch.lerp(earlier.reshape(output.shape).float(), output.float(), share).to(q.dtype)
+        output, together = output.float(), queries.reshape(1, store.heads, group * rows, dim)
+    for start in range(0, length, _PIECE):
+        k, v = (part[None] for part in _read_range(store, start, min(start + _PIECE, length)))
+        earlier, earlier_lse = attend(together, k, v, False)
+        earlier_lse = earlier_lse.reshape(heads, rows)
+        share = torch.sigmoid(earlier_lse - lse)[..., None]  # of the piece
+        output = torch.lerp(output, earlier.reshape(output.shape).float(), share)
         lse = torch.logaddexp(lse, earlier_lse)
-    return output[0].transpose(0, 1).contiguous(), lse.reshape(heads, rows).T
+    return output[0].transpose(0, 1).to(q.dtype).contiguous(), lse.T
 
 
 def _explicit_attention(q: Tensor, store: CudaStore, length: int, window: int) -> tuple[Tensor, Tensor]:
@@ -157,7 +168,8 @@ def _library_attention(device: torch.device, dtype: torch.dtype, dim: int) -> At
 
 
 def _masked_attention(q: Tensor, store: CudaStore, length: int, window: int) -> Tensor:
-    """As `_flash_attention`, in one part: with a window, and for dtypes and heads that the fast kernels lack."""
+    """As `_flash_attention`, in one part and without log-sum-exps: with a window, and for dtypes and heads that the
+    fast kernels lack."""
     rows, heads, _ = q.shape
     end = length + rows
     first = max(0, length + 1 - window) if window else 0
@@ -175,7 +187,7 @@ def _masked_attention(q: Tensor, store: CudaStore, length: int, window: int) -> 
 
 def _read_range(store: CudaStore, first: int, end: int) -> tuple[Tensor, Tensor]:
     """Keys and values [Hkv, end - first, D] of positions first .. end - 1, in the model's dtype."""
-    k, v = (part[:, first:end].to(store.dtype) for part in (store.k, store.v))
+    k, v = (part.view(store.element)[:, first:end] for part in (store.k, store.v))
     if store.is_scaled:
         k, v = ((part.float() * scale[:, first:end, None]).to(store.dtype)
                 for part, scale in ((k, store.k_scale), (v, store.v_scale)))

@@ -142,11 +142,11 @@ class DeviceRanker(NamedTuple):
                           (id(decoder), id(weights.head)), lambda: ModelChains(weights))
 
     def _layer_chain(self, plan: ChainPlan, trained: TrainedLayers) -> Launched:
-        layers, ops, row, read = trained
+        layers, ops, row, read, unread = trained
         assert isinstance(ops, CudaOperations)
         stores = [*cuda_stores(plan.stores.stores), *(cuda_stores(read[:1]) if read else ())]
         part = TextLayers(self._draft_of(plan), layers, ops, layers.vocabulary, stores, read is not None, row,
-                          plan.stores.length, read[1] if read else 0)
+                          plan.stores.length, read[1] if read else 0, unread)
         return self._work(part, lambda: _shared_layers.setdefault(layers, LayerChains()), id(layers), LayerChains)
 
     def _head_places(self, plan: ChainPlan, trained: TrainedHeads) -> Launched:
