@@ -260,7 +260,8 @@ class Loader:
             return rows if order is None else rows[order]
 
         def exact() -> QuantisedWeight | None:
-            weight = self._files.exact([f"{layer}{name}.weight" for name, _ in stacked.parts], self._quantize)
+            weight = self._files.exact([f"{layer}{name}.weight" for name, _ in stacked.parts], self._quantize,
+                                       self._kernels.device)
             return weight if weight is None or order is None else weight.rows(order)
 
         shard = self._shard
@@ -274,7 +275,7 @@ class Loader:
             if not is_fine and (kept := self._packed_blocks(names, self._quantize, order, bias)):
                 return kept
             if not is_fine and order is None and isinstance(self._kernels, PacksParts):
-                parts = self._files.exact_parts(names, self._quantize)
+                parts = self._files.exact_parts(names, self._quantize, self._kernels.device)
                 if parts:
                     return self._kernels.pack_parts(parts, bias)
             if self._format == "none" and order is None and isinstance(self._kernels, CpuKernels):
@@ -310,7 +311,7 @@ class Loader:
             def pack() -> Linear:
                 if self._quantize == FILE and (packed := self._packed_blocks((name,), FILE)):
                     return packed
-                kept = self._files.exact((name,), FILE) if self._quantize == FILE else None
+                kept = self._files.exact((name,), FILE, self._kernels.device) if self._quantize == FILE else None
                 return self._kernels.pack(kept or self._files.stack((name,), self._dtype), quantize=quantize)
 
             shape = shape or (whole.vocab_size, whole.hidden_size)

@@ -76,7 +76,7 @@ def plan(model: Transformer, draft_bytes: int = 0) -> MemoryPlan | None:
     if free is None:
         return None
     quantize = model.weights.quantize
-    weights = model.weights.nbytes if quantize == FILE else weights_of(model.config, kernels, quantize)
+    weights = model.weights.nbytes if quantize in (FILE, "int4") else weights_of(model.config, kernels, quantize)
     now = MemoryPlan(str(kernels.device), weights, draft_bytes, free, model.cache_bytes_per_token,
                      model.config.max_positions)
     if now.tokens == now.limit:

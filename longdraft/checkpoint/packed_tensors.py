@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longdraft.checkpoint.memory import temporary
 from longdraft.checkpoint.packed_format import COMPRESSED, METHODS, PackedFormat
-from longdraft.checkpoint.tensor_file import Entry, StoredTensors, TensorFile
+from longdraft.checkpoint.tensor_file import CPU, Entry, StoredTensors, TensorFile
 from longdraft.errors import ModelError
 from longdraft.kernels.formats.int4 import GROUP, Int4Weight
 from longdraft.kernels.formats.int8 import Quantised
@@ -89,7 +89,7 @@ class PackedTensors(StoredTensors):
         out.copy_(offset * numbers.by_input(numbers.scale.float()))
         return out
 
-    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
+    def exact(self, name: str, quantize: str, device: torch.device = CPU) -> QuantisedWeight | None:
         """The whole numbers of a matrix in the format int4 or int8, or in that of its bits with `file`; None where it
         cannot hold them.
 
@@ -98,7 +98,7 @@ class PackedTensors(StoredTensors):
         """
         if not self._is_packed(name):
             return None
-        numbers = self._numbers(name)
+        numbers = self._numbers(name, device)
         bits = self._bits(name)
         if quantize not in (f"int{bits}", FILE):
             return None
@@ -148,9 +148,9 @@ class PackedTensors(StoredTensors):
         """[N, K] of a matrix. Raises ModelError unless its parts fit together."""
         return self._compressed_shape(stem) if self._form.method == COMPRESSED else self._word_shape(stem)
 
-    def _numbers(self, name: str) -> _Numbers:
+    def _numbers(self, name: str, device: torch.device = CPU) -> _Numbers:
         stem = name.removesuffix(".weight")
-        return self._compressed(stem) if self._form.method == COMPRESSED else self._of_words(stem)
+        return self._compressed(stem, device) if self._form.method == COMPRESSED else self._of_words(stem, device)
 
     def _word_shape(self, stem: str) -> tuple[int, int]:
         """Of AWQ and GPTQ."""
@@ -169,9 +169,9 @@ class PackedTensors(StoredTensors):
                              "the checkpoint is damaged")
         return outputs, inputs
 
-    def _of_words(self, stem: str) -> _Numbers:
+    def _of_words(self, stem: str, device: torch.device) -> _Numbers:
         """The numbers of AWQ and GPTQ."""
-        weight, zeros, scales = (self._part(stem, part) for part in ("qweight", "qzeros", "scales"))
+        weight, zeros, scales = (self._part(stem, part).to(device) for part in ("qweight", "qzeros", "scales"))
         is_awq = self._form.method == "awq"
         values = _unpacked(weight, 4, _AWQ_ORDER) if is_awq else _unpacked(weight.T, 4).T
         zero = _unpacked(zeros, 4, _AWQ_ORDER if is_awq else ()) + self._form.zero_step
@@ -202,18 +202,19 @@ class PackedTensors(StoredTensors):
                              f"{inputs} numbers of 4 or 8 bits; the checkpoint is damaged")
         return outputs, inputs
 
-    def _compressed(self, stem: str) -> _Numbers:
+    def _compressed(self, stem: str, device: torch.device) -> _Numbers:
         """The numbers of compressed-tensors, which stores signed ones: 8 or 128 is added to make them positive."""
         outputs, inputs = self._shape(stem)
         bits = self._bits(f"{stem}.weight")
         packed = self._optional(stem, "weight_packed")
         middle = 1 << bits - 1
-        values = (self._part(stem, "weight").view(torch.uint8) ^ middle if packed is None
-                  else _unpacked(packed, bits)[:, :inputs].contiguous())
-        scale = self._part(stem, "weight_scale")
+        values = (self._part(stem, "weight").to(device).view(torch.uint8) ^ middle if packed is None
+                  else _unpacked(packed.to(device), bits)[:, :inputs].contiguous())
+        scale = self._part(stem, "weight_scale").to(device)
         scale = scale.expand(outputs, 1) if scale.numel() == 1 else scale.reshape(outputs, -1)
-        zero = torch.full(scale.shape, middle, dtype=torch.uint8)
+        zero = torch.full(scale.shape, middle, dtype=torch.uint8, device=device)
         stored = self._optional(stem, "weight_zero_point")
+        stored = None if stored is None else stored.to(device)
         if stored is not None and packed is None:
             zero = (stored.to(torch.int8).view(torch.uint8) ^ middle).reshape(-1, 1).expand(zero.shape)
         elif stored is not None:
@@ -269,7 +270,7 @@ def _unpacked(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
     order  the position of each of a word's numbers, from its lowest bits on; empty: ascending
     """
     count = _WORD // bits
-    out = torch.empty(*words.shape, count, dtype=torch.uint8)
+    out = torch.empty(*words.shape, count, dtype=torch.uint8, device=words.device)
     for i, position in enumerate(order or range(count)):
         out[..., position] = (words >> bits * i & (1 << bits) - 1).to(torch.uint8)
     return out.flatten(1)

@@ -23,6 +23,7 @@ from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import QuantisedWeight
 
 _MAX_HEADER = 1 << 25  # bytes of JSON; a 400-billion-parameter model's shard has some 100 KB
+CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {**FLOATS, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
           "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -77,7 +78,7 @@ class StoredTensors(Protocol):
         """The name of a tensor's type, and its bytes, uint8: those of all its parts."""
         return stored_bytes(self.view(name))
 
-    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
+    def exact(self, name: str, quantize: str, device: torch.device = CPU) -> QuantisedWeight | None:
         """The numbers of a quantised matrix in the format `quantize`; None for others, and where it cannot hold
         them."""
         return None

@@ -19,7 +19,7 @@ from longdraft.checkpoint.gguf.tensors import GgufTensors
 from longdraft.checkpoint.gpt_oss import OssTensors
 from longdraft.checkpoint.memory import temporary
 from longdraft.checkpoint.packed_tensors import wrap
-from longdraft.checkpoint.tensor_file import DTYPES, FLOATS, StoredTensors, TensorFile
+from longdraft.checkpoint.tensor_file import CPU, DTYPES, FLOATS, StoredTensors, TensorFile
 from longdraft.checkpoint.tensor_source import Packed, TensorSource
 from longdraft.checkpoint.torch_file import TorchFile
 from longdraft.errors import ModelError
@@ -131,24 +131,25 @@ class TensorFiles(TensorSource):
         self._release()
         return stacked
 
-    def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
+    def exact(self, names: Sequence[str], quantize: str, device: torch.device = CPU) -> QuantisedWeight | None:
         """See `TensorSource`. Raises ModelError for scales that are NaN or infinite."""
-        parts = self._exact(names, quantize)
+        parts = self._exact(names, quantize, device)
         return None if parts is None else _stacked(parts)
 
-    def exact_parts(self, names: Sequence[str], quantize: str) -> Sequence[PartOfWeight] | None:
+    def exact_parts(self, names: Sequence[str], quantize: str,
+                    device: torch.device) -> Sequence[PartOfWeight] | None:
         joined: list[PartOfWeight] = []
-        for part in self._exact(names, quantize) or ():
+        for part in self._exact(names, quantize, device) or ():
             if isinstance(part, Quantised):
                 return None
             both = _joined(joined[-1], part) if joined else None
             joined[-1:] = [both] if both else [*joined[-1:], part]
         return joined or None
 
-    def _exact(self, names: Sequence[str], quantize: str) -> list[QuantisedWeight] | None:
+    def _exact(self, names: Sequence[str], quantize: str, device: torch.device) -> list[QuantisedWeight] | None:
         parts: list[QuantisedWeight] = []
         for name in names:
-            part = self._file_of[name].exact(name, quantize) if quantize != "none" else None
+            part = self._file_of[name].exact(name, quantize, device) if quantize != "none" else None
             if part is None:
                 return None
             least, common = (part.least, part.common) if isinstance(part, GroupedWeight) else (None, None)

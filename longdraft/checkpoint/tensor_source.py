@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from longdraft.checkpoint.tensor_file import StoredTensors
+from longdraft.checkpoint.tensor_file import CPU, StoredTensors
 from longdraft.errors import ModelError
 from longdraft.kernels.formats.groups import BlockRows
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
@@ -60,16 +60,18 @@ class TensorSource(Protocol):
         dtype None: their own, or float32 if they differ.
         """
 
-    def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
+    def exact(self, names: Sequence[str], quantize: str, device: torch.device = CPU) -> QuantisedWeight | None:
         """Quantised matrices, one below another, with the numbers that they are stored with.
 
         quantize  none, int4, int8 or file: the format of the result
+        device    that unpacks the numbers, and has the result
 
         None if it cannot hold one of them, or if the tensors are not quantised, as in memory.
         """
         return None
 
-    def exact_parts(self, names: Sequence[str], quantize: str) -> Sequence[PartOfWeight] | None:
+    def exact_parts(self, names: Sequence[str], quantize: str,
+                    device: torch.device) -> Sequence[PartOfWeight] | None:
         """As `exact`, but only parts of one kind are joined, so that every number is kept. None also for int8."""
         return None
 

@@ -145,6 +145,23 @@ def test_a_weight_with_its_columns_in_another_order_gathers_its_inputs(zero):
         torch.testing.assert_close(found.cpu(), x.cpu() @ exact.T, atol=1e-4, rtol=1e-4)
 
 
+@every_dtype
+@pytest.mark.parametrize("inner", [256, 288])
+def test_groups_of_128_inputs_have_one_scale(dtype, inner):
+    """AWQ and GPTQ. Where the last group is shorter, groups of 32 have one each."""
+    kernel, made = kernels(dtype), int4.quantise(rows_of(70, inner).cpu())
+    scale, zero = (part[:, ::4].repeat_interleave(4, 1)[:, : inner // 32].contiguous() for part in made[1:3])
+    weight = made._replace(scale=scale, zero=zero)
+    packed, exact = kernel.pack(weight), int4.dequantise(weight)
+    assert packed.form.scales == (few_bits.SHARED if inner == 256 else few_bits.ZERO)
+    assert packed.nbytes == (128 * 256 * 4.25 if inner == 256 else 128 * 384 * 5) / 8
+    assert torch.equal(packed.dequantised().cpu(), exact.to(kernel.dtype))
+    x = rows_of(18, inner, dtype=kernel.dtype)
+    together, wanted = kernel.linear(x, packed, keep_float=True).cpu(), x.cpu().double() @ exact.double().T
+    assert (together - wanted).abs().max() <= 2e-6 * wanted.abs().max()
+    assert torch.equal(together[17:], kernel.linear(x[17:], packed, keep_float=True).cpu())
+
+
 @pytest.mark.parametrize("chunk", [1, 1 << 25])
 def test_packing_in_pieces_changes_nothing(monkeypatch, chunk):
     weight = numbers("4 bits, common", rows=300)

@@ -227,6 +227,17 @@ def test_an_expanded_target_drafts_with_the_numbers_of_its_file(tmp_path, monkey
         text_of("magicdec", "none", draft_weights="file")
 
 
+@pytest.mark.parametrize("kind, quantize, chosen", [
+    ("Q4_1", "file", "same"), ("Q8_0", "file", "int4"), ("Q4_1", "none", "file"), ("BF16", "none", "int4")])
+def test_on_a_device_auto_copies_no_target_that_is_in_few_bits_already(tmp_path, monkeypatch, kind, quantize, chosen):
+    network = make_checkpoint(tmp_path, hidden_size=256, intermediate_size=512, vocab_size=640)
+    convert(tmp_path, network, tmp_path / "model.gguf", kind)
+    target = load(tmp_path / "model.gguf", quantize=quantize)
+    monkeypatch.setattr(draft_copy, "_MIN_WEIGHTS_IN_TOKENS", 1)
+    monkeypatch.setattr(target.kernels, "is_device", True, raising=False)
+    assert draft_copy.resolve("auto", target, TensorFiles(tmp_path / "model.gguf")) == chosen
+
+
 @pytest.mark.parametrize("rope, found", [
     (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
           original_max_position_embeddings=8192), "llama3"),

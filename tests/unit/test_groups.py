@@ -242,3 +242,11 @@ def test_a_damaged_scale_is_one_clear_line(tmp_path, model):
     with pytest.raises(ModelError, match=r"down_proj.*NaN or infinite"):
         longdraft.load(str(path), drafter="plain", quantize="file")
 
+
+
+@pytest.mark.parametrize("name", (*EXACT, *ROUNDED))
+def test_the_numbers_of_every_type_are_unpacked_where_their_bytes_are(name):
+    """A device reads the bytes of a file and unpacks them itself. The meta device refuses tensors of others."""
+    kind = TYPES[TYPE_IDS[name]]
+    weight = grouped(torch.empty(4, WIDTH // kind.block * kind.nbytes, dtype=torch.uint8, device="meta"), kind)
+    assert weight.values.shape == (4, WIDTH) and weight.general().scale.shape == (4, WIDTH // 32, 2)

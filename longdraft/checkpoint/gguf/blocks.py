@@ -96,7 +96,7 @@ def _nibbles(packed: Tensor, run: int) -> Tensor:
 
 def _bits(packed: Tensor, shifts: range, mask: int) -> Tensor:
     """[B, G, bytes] to [B, G, len(shifts), bytes]: each byte shifted right, and masked."""
-    return packed[:, :, None] >> torch.tensor(shifts, dtype=torch.uint8)[:, None] & mask
+    return packed[:, :, None] >> torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None] & mask
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 def _in_table(packed: Tensor) -> Tensor:
     """The numbers of IQ4 that 4 bits stand for, 128 more."""
-    return torch.tensor([number + 128 for number in _IQ4], dtype=torch.uint8)[packed.int()]
+    return torch.tensor([number + 128 for number in _IQ4], dtype=torch.uint8, device=packed.device)[packed.int()]
 
 
 def _q8_0(blocks: Tensor) -> _Parts:
@@ -135,7 +135,8 @@ def _k_parts(blocks: Tensor, values: Tensor, bits: int) -> _Parts:
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], 1).view(torch.int8)
     minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], 1).view(torch.int8)
-    return _Parts(values, scales, minima, bits, _half(blocks, 0, 2) * torch.tensor([1.0, -1.0], dtype=torch.float16))
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float16, device=blocks.device)
+    return _Parts(values, scales, minima, bits, _half(blocks, 0, 2) * signs)
 
 
 def _q4_k(blocks: Tensor) -> _Parts:

@@ -18,7 +18,7 @@ from longdraft.checkpoint.gguf.container import Gguf, GgufFile
 from longdraft.checkpoint.gguf.metadata import BLOCK_HEAD, architecture
 from longdraft.checkpoint.gguf.types import TYPES, Array, TensorEntry
 from longdraft.checkpoint.memory import forget_pages, mapped_numbers, temporary
-from longdraft.checkpoint.tensor_file import Entry, StoredTensors
+from longdraft.checkpoint.tensor_file import CPU, Entry, StoredTensors
 from longdraft.kernels.formats.groups import BlockRows
 from longdraft.kernels.formats.int4 import GROUP, Int4Weight
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
@@ -147,7 +147,7 @@ class GgufTensors(StoredTensors):
         columns = self._deltas.columns(name) if self._deltas else None
         return out.view(entry.shape) if columns is None else out[:, columns].view(entry.shape)
 
-    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
+    def exact(self, name: str, quantize: str, device: torch.device = CPU) -> QuantisedWeight | None:
         """The numbers of a quantised matrix: of any type with `file` but MXFP4 (see `mxfp4`), of Q4_0 with `int4`."""
         entry = self._stored[name]
         if not self._keeps(name, quantize):
@@ -158,14 +158,14 @@ class GgufTensors(StoredTensors):
         order = self._order(name)
         _, stored = self.stored(name)
         rows = stored.view(entry.shape[0], -1)
-        rows = rows if order is None else rows[order]
+        rows = (rows if order is None else rows[order]).to(device)
         if entry.type.name != "Q4_0":
             weight = grouped(rows, entry.type)
             return weight if columns is None else weight.columns(columns)
         values, scale = q4_0_parts(rows)
         if columns is not None:
             values, scale = values[:, columns], scale[:, columns[::GROUP] // GROUP]
-        return Int4Weight(values, scale, torch.full(scale.shape, 8, dtype=torch.uint8))
+        return Int4Weight(values, scale, torch.full(scale.shape, 8, dtype=torch.uint8, device=device))
 
     def blocks(self, name: str, quantize: str) -> BlockRows | None:
         """The rows of a matrix that `exact` keeps, where they are; None for others, and where columns move."""

@@ -30,7 +30,7 @@ _MIDDLE = 8  # the zero point of weights that are symmetric: GGUF's Q4_0, and ma
 _CHUNK = 1 << 25  # values that are packed at a time: each takes up to 16 bytes meanwhile
 _UNPACKED_ROWS = 8  # output features of a program that dequantises
 _TABLE_BLOCK = 1024  # inputs of a program that reads rows of a table
-SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES = range(6)  # see `jit_few_bits.scale_and_least`
+SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES, SHARED = range(7)  # see `jit_few_bits.scale_and_least`
 _COMMON = (COMMON_LEAST, COMMON_HALVES)
 
 
@@ -44,6 +44,8 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, weight: Int4Weight | GroupedWeight) -> Form:
         if isinstance(weight, Int4Weight):
+            if all(_is_shared(part) for part in (weight.scale, weight.zero)):
+                return cls(4, SHARED, 0)
             return cls(4, SCALE, _MIDDLE) if bool((weight.zero == _MIDDLE).all()) else cls(4, ZERO, 0)
         if weight.common is not None:
             scales = COMMON_LEAST if weight.least is not None else COMMON_HALVES
@@ -61,7 +63,7 @@ class Form(NamedTuple):
     def record(self, columns: int) -> int:
         """int32 of a tile's block."""
         return columns * ((32 if self.bits == 8 else 16) + self.bits % 4 * 4
-                          + (2 if self.scales < ZERO else 6 if self.scales == HALVES else 4))
+                          + {HALVES: 6, SHARED: 1}.get(self.scales, 2 if self.scales < ZERO else 4))
 
     def options(self) -> dict[str, int]:
         """The compile-time arguments of kernels that read such a weight."""
@@ -143,8 +145,9 @@ class CudaFewBits(CudaLinear):
 
         scale = spread(weight.scale)
         if isinstance(weight, Int4Weight):
-            if self.form.scales == ZERO:
-                return (scale & 0xFFFF | spread(weight.zero) << 16).movedim(3, 2)
+            if self.form.scales in (ZERO, SHARED):
+                words = (scale & 0xFFFF | spread(weight.zero) << 16).movedim(3, 2)
+                return words if self.form.scales == ZERO else words[:, :, :1]
             return _in_pairs(scale)
         least = None if weight.least is None else spread(weight.least)
         if self.form.scales == COMMON_LEAST:
@@ -268,6 +271,14 @@ def _joined(values: Tensor, shifts: tuple[tuple[int, int], ...]) -> Tensor:
         for place, shift in enumerate(pair):
             words |= values[..., group, place] << shift
     return words
+
+
+def _is_shared(part: Tensor) -> bool:
+    """Whether the four groups of each block [N, G] have one number: files with groups of 128 inputs."""
+    if part.shape[1] % 4:
+        return False
+    blocks = part.view(len(part), -1, 4)
+    return bool((blocks == blocks[..., :1]).all())
 
 
 def _in_pairs(numbers: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ record for each block and, of kinds with common scales, those of its pairs of bl
 
     words   [COLUMNS, 16], of 8 bits [2, COLUMNS, 16]: four bits of each value, or all eight
     upper   [COLUMNS, 16] of int8 or int16: the fifth bits, or the fifth and sixth ones
-    scales  [2, 4 or 6, COLUMNS]: two numbers of 16 bits in each word, see `scale_and_least`
+    scales  [1, 2, 4 or 6, COLUMNS]: two numbers of 16 bits in each word, see `scale_and_least`
 
 The weight is the first operand of the product and the rows are the second: numbers that are unpacked in registers can
 feed Hopper's tensor cores only there. The order makes unpacking cheap. Of 128 inputs of one output feature, word j has
@@ -30,7 +30,7 @@ from longdraft.kernels.cuda.jit_chain import prefetch, wait_for_inputs
 GROUP: tl.constexpr = tl.constexpr(32)  # inputs with a scale
 WIDTH: tl.constexpr = tl.constexpr(128)  # inputs of a block
 # What a group has besides its values; `scale_and_least` has the layouts. The ones below `ZERO` take half the memory.
-SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES = (tl.constexpr(form) for form in range(6))
+SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES, SHARED = (tl.constexpr(form) for form in range(7))
 
 
 @triton.jit
@@ -74,14 +74,14 @@ def unpacked(packed, upper, held, group: tl.constexpr, like, BITS: tl.constexpr,
             pair = pair ^ 0x00800080
         low, high = (pair & 0xFF).to(tl.float32), (pair >> 16).to(tl.float32)
         value = tl.join(low, high).reshape(COLUMNS, PART)
-        if FORM == ZERO:
+        if FORM == ZERO or FORM == SHARED:
             value = value - (held >> 16).to(tl.float32)[:, None]
         else:
             value = value - OFFSET
     elif BITS == 8:
         value = halves_of((pair & 0x007F007F) | FLOAT, like, COLUMNS, PART) - halves_of((pair & 0x00800080) | FLOAT,
                                                                                         like, COLUMNS, PART)
-    elif FORM == ZERO:
+    elif FORM == ZERO or FORM == SHARED:
         # Halves of 16 + value - zero, 1 to 31: no bit is carried from one to the other.
         pair = pair + (FLOAT + 0x00100010 - (held >> 16) * 0x00010001)[:, None]
         value = halves_of(pair, like, COLUMNS, PART) - (ONE + 16.0)
@@ -116,6 +116,7 @@ def scale_and_least(scales, common, column, group, half, FORM: tl.constexpr, COL
         ZERO           of each group, scale and zero point
         LEAST          of each group, scale and least value
         HALVES         of each group, scales of both halves; then as SCALE least values
+        SHARED         scale and zero point of all four groups
     """
     least = 0.0
     if FORM < ZERO:
@@ -129,7 +130,7 @@ def scale_and_least(scales, common, column, group, half, FORM: tl.constexpr, COL
         else:
             scale = ((entry << (24 - 8 * half)) >> 24).to(tl.float32) * float_of(common)
     else:
-        held = tl.load(scales + group * COLUMNS + column)
+        held = tl.load(scales + (column if FORM == SHARED else group * COLUMNS + column))
         if FORM == HALVES:
             scale = float_of(held >> (16 * half))
             least = float_of(tl.load(scales + (4 + group // 2) * COLUMNS + column) >> (16 * (group % 2)))
@@ -148,12 +149,13 @@ def sums_of_blocks(x, weight, tile, row, is_row, first, end, BITS: tl.constexpr,
 
     row, is_row  [ROWS] int64 and bool: the rows of x [..., INNER]. Others are as in `few_bits_kernel`
 
-    The sum of each group, or half of one, is multiplied by its scale and added, rounded once, in float32; then the sum
-    of its rows, multiplied by its least value.
+    The sum of each group, half of one, or all four, is multiplied by its scale and added, rounded once, in float32;
+    then the sum of its rows, multiplied by its least value.
     """
     UPPER_AT: tl.constexpr = (2 if BITS == 8 else 1) * COLUMNS * 16
     SCALES_AT: tl.constexpr = UPPER_AT + (BITS % 4) * 4 * COLUMNS
-    RECORD: tl.constexpr = SCALES_AT + (2 if FORM < ZERO else 6 if FORM == HALVES else 4) * COLUMNS
+    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM == SHARED else 4
+    RECORD: tl.constexpr = SCALES_AT + WORDS * COLUMNS
     IS_COMMON: tl.constexpr = FORM == COMMON_LEAST or FORM == COMMON_HALVES
     TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * IS_COMMON
     PARTS: tl.constexpr = 2 if FORM == COMMON_HALVES or FORM == HALVES else 1
@@ -189,8 +191,12 @@ def sums_of_blocks(x, weight, tile, row, is_row, first, end, BITS: tl.constexpr,
                                    mask=is_row[None, :] & (place < INNER)[:, None], other=0.0)
                 scale, least, held = scale_and_least(record + SCALES_AT, common, column, group, half, FORM, COLUMNS)
                 numbers = unpacked(packed, upper, held, group, x, BITS, FORM, OFFSET, COLUMNS, PART)
-                sums = tl.dot(numbers, rows, input_precision="ieee")
-                total = tl.fma(sums, scale[:, None].broadcast_to(COLUMNS, ROWS), total)
+                if FORM != SHARED or group == 0:
+                    sums = tl.dot(numbers, rows, input_precision="ieee")
+                else:
+                    sums = tl.dot(numbers, rows, sums, input_precision="ieee")
+                if FORM != SHARED or group == 3:
+                    total = tl.fma(sums, scale[:, None].broadcast_to(COLUMNS, ROWS), total)
                 if HAS_LEAST:
                     ones = tl.full([COLUMNS, PART], 1.0, x.dtype.element_ty)
                     sums = tl.dot(ones, rows, input_precision="ieee")
@@ -213,8 +219,8 @@ def few_bits_kernel(x, weight, parts, num_rows, BITS: tl.constexpr, FORM: tl.con
     A program's order of sums depends on the weight's shape alone. Grid (R / ROWS, OUT / COLUMNS, SPLITS), rounded up.
     """
     EACH: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
-    RECORD: tl.constexpr = ((2 if BITS == 8 else 1) * 16 + BITS % 4 * 4
-                            + (2 if FORM < ZERO else 6 if FORM == HALVES else 4)) * COLUMNS
+    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM == SHARED else 4
+    RECORD: tl.constexpr = ((2 if BITS == 8 else 1) * 16 + BITS % 4 * 4 + WORDS) * COLUMNS
     TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * (FORM == COMMON_LEAST or FORM == COMMON_HALVES)
     tile, part = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -239,7 +245,8 @@ def numbers_at(weight, feature, place, mask, BITS: tl.constexpr, FORM: tl.conste
     feature, place = tl.where(mask, feature, 0), tl.where(mask, place, 0)
     UPPER_AT: tl.constexpr = (2 if BITS == 8 else 1) * COLUMNS * 16
     SCALES_AT: tl.constexpr = UPPER_AT + (BITS % 4) * 4 * COLUMNS
-    RECORD: tl.constexpr = SCALES_AT + (2 if FORM < ZERO else 6 if FORM == HALVES else 4) * COLUMNS
+    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM == SHARED else 4
+    RECORD: tl.constexpr = SCALES_AT + WORDS * COLUMNS
     IS_COMMON: tl.constexpr = FORM == COMMON_LEAST or FORM == COMMON_HALVES
     TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * IS_COMMON
     of_tile = weight + (feature // COLUMNS).to(tl.int64) * TILE
@@ -261,7 +268,7 @@ def numbers_at(weight, feature, place, mask, BITS: tl.constexpr, FORM: tl.conste
         common = tl.load(of_tile + BLOCKS * RECORD + block // 2 * COLUMNS + column)
     scale, least, held = scale_and_least(record + SCALES_AT, common, column, group, inside // 16, FORM, COLUMNS)
     number = value.to(tl.float32) - OFFSET
-    if FORM == ZERO:
+    if FORM == ZERO or FORM == SHARED:
         number = value.to(tl.float32) - (held >> 16).to(tl.float32)
     return number * scale + least
 

@@ -126,7 +126,7 @@ class GroupedWeight(NamedTuple):
         scale = self.scales.half()
         scale = scale if self.has_halves else scale[..., None].expand(*scale.shape, 2)
         leasts = self.leasts
-        least = torch.zeros(self.scale.shape[:2], dtype=torch.float16) if leasts is None else leasts.half()
+        least = scale.new_zeros(scale.shape[:2]) if leasts is None else leasts.half()
         return GroupedWeight(self.values + (_OFFSET[8] - self.offset), scale, least, 8)
 
 
