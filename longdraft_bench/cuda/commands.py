@@ -51,7 +51,12 @@ def cuda(
 
 
 def cuda_tilings() -> None:
-    """Time the tilings of products, and the cuts of attention's positions. Needs a CUDA device; about three minutes."""
+    """Time whole layers with other tilings of products, splits of attention, and warps. Needs a CUDA device; about two
+    minutes."""
+    import torch
+
     from longdraft_bench.cuda import tilings
 
+    if not torch.cuda.is_available():
+        raise UsageError("PyTorch finds no CUDA device; run this on a machine that has one")
     tilings.measure()

@@ -138,9 +138,16 @@ def omissions(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[st
     model = bench.model(shape)
 
     def measure(rows: int) -> dict[str, Any]:
-        return {"layers_ms": _layers_ms(plan, model, context, rows, {}), **{
-            f"without {label}": _layers_ms(plan, model, context, rows, replaced)
-            for label, replaced in _OMITTED.items()}}
+        return {"layers_ms": without(rows, {}), **{
+            f"without {label}": without(rows, replaced) for label, replaced in _OMITTED.items()}}
+
+    def without(rows: int, replaced: dict[str, object]) -> float:
+        assert isinstance(model.kernels, CudaKernels)
+        decoder = CudaDecoder(model.kernels, model.weights.layers, model.geometry)
+        with ExitStack() as stack:
+            for name, method in replaced.items():
+                stack.enter_context(switched(CudaDecoder, name, method))
+            return layers_ms(decoder, model, context, rows, plan.repeats)
 
     return bench.each((f"{rows} rows", partial(measure, rows))
                       for rows in ((1, _VERIFIED) if plan.device == "cuda" else (1,)))
@@ -161,21 +168,15 @@ _OMITTED: dict[str, dict[str, object]] = {
     "gate and up": {"_swiglu": _no_product}, "small kernels": {"_finish_qkv": _nothing, "_add_and_norm": _nothing}}
 
 
-def _layers_ms(plan: CudaPlan, model: Transformer, context: int, rows: int, replaced: dict[str, object]) -> float:
-    """Milliseconds of all layers in one graph, with these methods of the decoder replaced."""
-    cache = cache_of(model, context)
-    stores = cuda_stores(cache.stores)
-    assert isinstance(model.kernels, CudaKernels)
-    decoder = CudaDecoder(model.kernels, model.weights.layers, model.geometry)
+def layers_ms(decoder: CudaDecoder, model: Transformer, context: int, rows: int, repeats: int) -> float:
+    """Milliseconds of all layers of a model in one graph, for a chain of rows after `context` ones."""
+    stores = cuda_stores(cache_of(model, context).stores)
     for store in stores:
         store.reserve_drafts(128)
     buffers = ForwardBuffers(decoder, rows, stores, False, (), None)
     buffers.where.copy_(torch.tensor([context, min(store.room for store in stores)]))
     buffers.parents.copy_(torch.arange(-1, rows - 1))
-    with ExitStack() as stack:
-        for name, method in replaced.items():
-            stack.enter_context(switched(CudaDecoder, name, method))
-        return speed.graph_us(model.kernels.device, [lambda: decoder.run_layers(buffers, stores)], plan.repeats) / 1e3
+    return speed.graph_us(model.kernels.device, [lambda: decoder.run_layers(buffers, stores)], repeats) / 1e3
 
 
 class OracleDrafter:

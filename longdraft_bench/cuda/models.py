@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,14 +65,15 @@ def synchronise(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def switched(module: ModuleType | type, name: str, value: object) -> Iterator[None]:
-    """A context in which a switch (longdraft/kernels/switches.py), or a method of a class, has this value."""
-    before = getattr(module, name)
-    setattr(module, name, value)
+def switched(owner: object, name: str, value: object) -> Iterator[None]:
+    """A context in which a switch of a module (longdraft/kernels/switches.py), a method or another attribute has this
+    value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(owner, name, before)
 
 
 def describe(plan: CudaPlan) -> dict[str, Any]:

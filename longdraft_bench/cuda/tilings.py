@@ -1,116 +1,129 @@
-"""Time the tilings of products, and the cuts of attention's positions, on a CUDA device; `bench cuda-tilings`.
+"""Time how products and attention are cut into programs, in whole layers on a CUDA device: `bench cuda-tilings`.
 
-    longdraft bench cuda-tilings > benchmarks/results/cuda-h200-tilings.txt
+    longdraft bench cuda-tilings > benchmarks/results/cuda-h100-tilings.txt
 
-For each weight of Llama-3.1-8B and Qwen2.5-1.5B it prints the floor (bytes over the copy's rate) and the fastest
-tilings: microseconds of 1 and of 16 rows, rows of a program (t16, t64), and columns, block, stages and splits as in
-`longdraft.kernels.cuda.linear.Tiling`. The copies of a weight do not fit into the second-level cache together. Kernels
-are compiled in parallel processes first. It takes some three minutes on a machine of 16 cores.
+All layers of Llama-3.1-8B and Qwen2.5-1.5B for one row are one graph, in which the cut of one kind of kernel is
+replaced: columns, block, stages and splits of a product (`longdraft.kernels.cuda.linear.Tiling`), the splits of
+attention (`longdraft.kernels.cuda.attention.Splits`), warps of the norms and of weights of few bits. By themselves
+kernels rank otherwise: programs of neighbours fill the device together. It prints a line for each cut, with
+milliseconds after each context. Kernels are compiled in parallel processes first. Some two minutes on 16 cores.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import time
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
-import torch
-
-from longdraft.kernels.cuda import few_bits, jit_few_bits, jit_linear
+from longdraft import kernels
+from longdraft.kernels.cuda import decoder as decoders
+from longdraft.kernels.cuda import few_bits
 from longdraft.kernels.cuda.attention import Splits
+from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.kernels import CudaKernels
-from longdraft.kernels.cuda.launch import ceil_div, chained
-from longdraft.kernels.cuda.linear import Tiling
-from longdraft_bench.cuda import models, plan, speed
+from longdraft.kernels.cuda.linear import CudaLinear, Tiling
+from longdraft.model.transformer import Transformer
+from longdraft_bench.cuda.decide import layers_ms
+from longdraft_bench.cuda.models import switched
+from longdraft_bench.cuda.plan import ON_DEVICE, CudaPlan
+from longdraft_bench.models.random_weights import random_model
 
-_WEIGHTS = {"8B qkv": (6144, 4096), "8B out": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),
-            "1.5B qkv": (2048, 1536), "1.5B out": (1536, 1536), "1.5B gate_up": (17920, 1536),
-            "1.5B down": (1536, 8960)}
-_HEADS = {"8B": (32, 8, 128), "1.5B": (12, 2, 128)}
-_CUTS = (None, Splits(128, 64, 512), Splits(256, 64, 1024), Splits(512, 16, 2048))
-_BLOCKS = ((64, 128, 3), (64, 128, 4), (64, 64, 6), (128, 64, 4), (128, 64, 3))  # columns, block, stages
-_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
-_PROGRAMS = range(110, 1100)
-_PROCESSES, _REPEATS, _LISTED = 14, 15, 6
-_DTYPES = {"none": torch.bfloat16, "int8": torch.int8, "int4": torch.int32}
+_PROCESSES = 14
+_PRODUCTS = "qkv", "out", "gate_up", "down"
 
 
-class Job(NamedTuple):
-    """One product with one tiling."""
+class Cut(NamedTuple):
+    """What is replaced.
 
-    out: int
-    inner: int
-    quantize: str
-    rows: int
-    tiling: Tiling
+    product, tiling  of each layer
+    splits           of attention
+    module, name, value  a number of a module
+    """
 
+    product: str = ""
+    tiling: Tiling | None = None
+    splits: Splits | None = None
+    module: Any = None
+    name: str = ""
+    value: int = 0
 
-def jobs(out: int, inner: int, quantize: str) -> list[Job]:
-    if quantize == "int4":
-        return [Job(out, inner, quantize, 16, Tiling(128, 128, stages, splits))
-                for stages in (3, 4) for splits in _SPLITS
-                if ceil_div(out, 128) * splits <= _PROGRAMS[-1] and inner // 128 >= 2 * splits]
-    return [Job(out, inner, quantize, rows, Tiling(columns, block, stages, splits))
-            for rows in (16, 64) for columns, block, stages in _BLOCKS for splits in _SPLITS
-            if ceil_div(out, columns) * splits in _PROGRAMS and inner >= 128 * splits]
+    def __str__(self) -> str:
+        if self.tiling:
+            return f"{self.product} {tuple(self.tiling)}"
+        return f"attention {tuple(self.splits)}" if self.splits else f"{self.name} {self.value}" if self.name else "now"
 
-
-def compile_kernel(job: Job) -> None:
-    """Put the machine code into Triton's cache."""
-    options = chained(torch.device("cuda")) | {"num_warps": 4, "grid": (1, 1, 1)}
-    sizes = {"OUT": job.out, "INNER": job.inner, "ROWS": job.rows, "COLUMNS": job.tiling.columns,
-             "SPLITS": job.tiling.splits}
-    if job.quantize == "int4":
-        form = few_bits.Form(4, few_bits.ZERO, 0).options()
-        jit_few_bits.few_bits_kernel.warmup(torch.bfloat16, torch.int32, torch.float32, 5,
-                                            BLOCKS=ceil_div(job.inner, 128), STAGES=job.tiling.stages, STRIDE=job.out,
-                                            **form, **sizes, **options)
-    else:
-        jit_linear.few_rows_kernel.warmup(torch.bfloat16, _DTYPES[job.quantize], torch.float32, 5,
-                                          BLOCK=job.tiling.block, PREFETCHED=256, num_stages=job.tiling.stages, **sizes,
-                                          **options)
+    @contextmanager
+    def applied(self, model: Transformer) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.module:
+                stack.enter_context(switched(self.module, self.name, self.value))
+            if self.splits:
+                assert isinstance(model.kernels, CudaKernels)
+                stack.enter_context(switched(model.kernels, "splits", self.splits))
+            for layer in model.weights.layers if self.tiling else ():
+                stack.enter_context(switched(getattr(layer, self.product), "tiling", self.tiling))
+            yield
 
 
-def measure() -> None:
-    """Compile all kernels in parallel processes, then time and print them."""
-    all_jobs = [job for sizes in _WEIGHTS.values() for quantize in _DTYPES for job in jobs(*sizes, quantize)]
-    with multiprocessing.get_context("spawn").Pool(_PROCESSES) as pool:
-        pool.map(compile_kernel, all_jobs, chunksize=4)
-    bench = models.Bench(plan.ON_DEVICE, "", time.time() + 600, Path("."))
-    rate = float(speed.copy_rate(plan.ON_DEVICE, bench)["bytes_per_s"])
-    chosen = bench.kernels("triton-16")
-    assert isinstance(chosen, CudaKernels)
-    for name, sizes in _WEIGHTS.items():
-        for quantize in _DTYPES:
-            print(name, quantize, *timed(chosen, rate, jobs(*sizes, quantize)), sep="; ", flush=True)
-    for model, shape in _HEADS.items():
-        for cut in _CUTS:
-            kernels = CudaKernels("cuda", "bfloat16", "triton-16", cut)
-            print(f"{model} attention, {cut}", *(f"{context}: {attention_us(kernels, shape, context, 1):.1f}"
-                  f"/{attention_us(kernels, shape, context, 16):.1f}" for context in plan.ON_DEVICE.contexts), sep="; ")
+def cuts(model: Transformer) -> list[Cut]:
+    """What is timed with this model: as it is, and other cuts of each kind."""
+    layer, tried = model.weights.layers[0], [Cut()]
+    for product in _PRODUCTS:
+        weight = getattr(layer, product)
+        assert isinstance(weight, CudaLinear)
+        now, splits = weight.tiling, weight.splits
+        others = [now._replace(splits=max(1, splits // 2)), now._replace(splits=2 * splits)]
+        if not isinstance(weight, few_bits.CudaFewBits):
+            others += [Tiling(64, 64, 6, splits), Tiling(64, 64, 6, 2 * splits), Tiling(64, 128, 4, splits),
+                       Tiling(64, 128, 4, 2 * splits), Tiling(128, 64, 4, splits), Tiling(128, 128, 3, splits)]
+        tried += [Cut(product, tiling) for tiling in dict.fromkeys(others)
+                  if tiling != now and weight.in_features >= 2 * tiling.splits * tiling.block]
+    if isinstance(layer.qkv, few_bits.CudaFewBits):
+        return [*tried, Cut(module=few_bits, name="_WARPS", value=8), Cut(module=few_bits, name="_MOST_ROWS", value=8)]
+    cut = Splits.of_heads(model.config.num_kv_heads)
+    tried += [Cut(splits=other) for other in (cut._replace(long=cut.long // 2), cut._replace(long=2 * cut.long),
+                                              Splits(2 * cut.short, cut.num_short // 2, cut.long))]
+    return [*tried, *(Cut(module=decoders, name="_NORM_WARPS", value=warps) for warps in (4, 16))]
 
 
-def timed(chosen: CudaKernels, rate: float, tried: list[Job]) -> list[str]:
-    """The floor, and the fastest of some tilings of one weight."""
-    weights = speed.weight_copies(plan.ON_DEVICE, chosen, tried[0].out, tried[0].inner, tried[0].quantize)
-    assert all(isinstance(weight, few_bits.CudaFewBits) == (tried[0].quantize == "int4") for weight in weights)
-    results = []
-    for job in tried:
-        us = []
-        for rows in (1, 16):
-            x = torch.randn(rows, job.inner, device=chosen.device).to(chosen.dtype)
-            for weight in weights:
-                weight.tiling = job.tiling
-            work = [partial(weight.partial_sums, x, job.rows) for weight in weights]
-            us.append(speed.graph_us(chosen.device, work, _REPEATS))
-        results.append((us, job))
-    fastest = sorted(results, key=lambda each: each[0])[:_LISTED]
-    return [f"floor {weights[0].nbytes / rate * 1e6:.1f}",
-            *(f"{one:.1f}/{sixteen:.1f} t{job.rows} {tuple(job.tiling)}" for (one, sixteen), job in fastest)]
+def measure(plan: CudaPlan = ON_DEVICE) -> None:
+    """Compile all kernels in parallel processes, then time the layers and print them. A cut that fails has a line too.
+    """
+    kinds = [(shape, quantize) for shape in plan.shapes for quantize in ("none", "int4")]
+    if plan.device == "cuda":
+        jobs = [(plan, *kind, number, _PROCESSES // 4) for kind in kinds for number in range(_PROCESSES // 4)]
+        with multiprocessing.get_context("spawn").Pool(_PROCESSES) as pool:
+            pool.starmap(compile_some, jobs, chunksize=1)
+    for shape, quantize in kinds:
+        model = _model(plan, shape, quantize, {})
+        for cut in cuts(model):
+            contexts = plan.decide.contexts if not cut.tiling else plan.decide.contexts[:1]
+            print(f"{shape} {quantize}", cut, *_timed(plan, model, cut, contexts, plan.repeats), sep="; ", flush=True)
+        del model
 
 
-def attention_us(chosen: CudaKernels, shape: tuple[int, int, int], context: int, rows: int) -> float:
-    _, attend = speed.attention_of(chosen, shape, context, rows)
-    return speed.graph_us(chosen.device, [attend], _REPEATS)
+def compile_some(plan: CudaPlan, shape: str, quantize: str, number: int, of: int) -> None:
+    """Put the machine code of each `of`-th cut into Triton's cache, with one layer."""
+    model = _model(plan, shape, quantize, {"num_hidden_layers": 1, "vocab_size": 512})
+    for cut in cuts(model)[number::of]:
+        _timed(plan, model, cut, plan.decide.contexts[:1], 1)
+
+
+def _model(plan: CudaPlan, shape: str, quantize: str, changed: dict[str, int]) -> Transformer:
+    made = kernels.choose(plan.device, plan.dtype, plan.kernels_names[0])
+    return random_model(plan.shapes[shape] | changed, made, quantize=quantize)
+
+
+def _timed(plan: CudaPlan, model: Transformer, cut: Cut, contexts: Sequence[int], repeats: int) -> list[str]:
+    """Milliseconds of the layers after each context; why, where they fail."""
+    found = []
+    for context in contexts:
+        try:
+            with cut.applied(model):
+                assert isinstance(model.kernels, CudaKernels)
+                decoder = CudaDecoder(model.kernels, model.weights.layers, model.geometry)
+                found.append(f"{context}: {layers_ms(decoder, model, context, 1, repeats):.3f}")
+        except Exception as error:  # a cut may want too much shared memory
+            found.append(f"{context}: {type(error).__name__}: {error}"[:80])
+    return found

@@ -22,7 +22,7 @@ from longdraft.__main__ import run
 from longdraft.errors import UsageError
 from longdraft.kernels.switches import SWITCHES
 from longdraft_bench.cuda import predictions
-from longdraft_bench.cuda.plan import LIMITS_S, ON_DEVICE, Part, parts_of
+from longdraft_bench.cuda.plan import INTERPRETED, LIMITS_S, ON_DEVICE, Part, parts_of
 from longdraft_bench.cuda.visit import Document, Driver, doubt, measure_parts, pack_cache, unpack_cache
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -359,6 +359,19 @@ def test_a_missing_device_and_wrong_options_get_one_clear_line(tmp_path, capfd):
         assert run(["bench", "cuda", "--output", str(tmp_path), *options]) == 2
         error = capfd.readouterr().err
         assert words in error and error.count("\n") == 1
+
+
+@interpreted
+def test_other_cuts_of_products_and_attention_are_timed_in_whole_layers(capsys):
+    from longdraft_bench.cuda import tilings
+
+    small = INTERPRETED.shapes["tiny"] | {"hidden_size": 256}
+    tilings.measure(INTERPRETED._replace(shapes={"tiny": small}))
+    lines = [line.split("; ") for line in capsys.readouterr().out.splitlines()]
+    timed = [name for _, name, *times in lines if all(re.fullmatch(r"24: [\d.]+", time) for time in times)]
+    assert len(timed) == len(lines), lines
+    assert {"now", "qkv (64, 32, 2, 2)", "attention (256, 32, 512)", "_NORM_WARPS 16", "_WARPS 8"} <= set(timed)
+    assert run(["bench", "cuda-tilings"]) == 2 and "no CUDA device" in capsys.readouterr().err
 
 
 def test_every_launch_says_how_sums_of_products_are_rounded():
