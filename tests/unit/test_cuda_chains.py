@@ -304,9 +304,7 @@ def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model,
     longest = max(case.count for case in cases)
     assert ran == [4] * (longest // 4) + [1] * (longest % 4)
     assert recorder.names == ["copy_", "copy_", "cat"], "two uploads, and the guesses of all texts"
-    # Rotation, remainder, attention, four products, activation, sum and norm twice; more than four rows have their
-    # splits of attention merged by a kernel of its own.
-    layer = 10 + (num > 4)
+    layer = 11  # rotation, remainder, attention and its merge, four products, activation, sum and norm twice
     # Begin; norm; head; penalty; largest logits; ranking; end. A text of the five may not end yet: bans.
     kernels = 1 + 1 + 2 * layer + 3 + 2 + 1 + 2 + 1 + (num == 5) + more
     assert [len(each) for each in inside] == [size * kernels for size in ran]
