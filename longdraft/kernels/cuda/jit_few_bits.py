@@ -142,6 +142,33 @@ def scale_and_least(scales, common, column, group, half, FORM: tl.constexpr, COL
 
 
 @triton.jit
+def record_of(BITS: tl.constexpr, FORM: tl.constexpr, COLUMNS: tl.constexpr):
+    """int32 of a record before its scales, and in all."""
+    SCALES_AT: tl.constexpr = ((2 if BITS == 8 else 1) * 16 + BITS % 4 * 4) * COLUMNS
+    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM == SHARED else 4
+    return SCALES_AT, SCALES_AT + WORDS * COLUMNS
+
+
+@triton.jit
+def tile_at(weight, tile, BITS: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where a tile begins, int64."""
+    _, record = record_of(BITS, FORM, COLUMNS)
+    IS_COMMON: tl.constexpr = FORM == COMMON_LEAST or FORM == COMMON_HALVES
+    return weight + tile.to(tl.int64) * (BLOCKS * record + (BLOCKS + 1) // 2 * COLUMNS * IS_COMMON)
+
+
+@triton.jit
+def common_of(of_tile, block, column, BITS: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr,
+              COLUMNS: tl.constexpr):
+    """The words of a block's common scales; anything where there are none."""
+    common = column
+    if FORM == COMMON_LEAST or FORM == COMMON_HALVES:
+        _, record = record_of(BITS, FORM, COLUMNS)
+        common = tl.load(of_tile + BLOCKS * record + block // 2 * COLUMNS + column)
+    return common
+
+
+@triton.jit
 def sums_of_blocks(x, weight, tile, row, is_row, first, end, BITS: tl.constexpr, FORM: tl.constexpr,
                    OFFSET: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, STAGES: tl.constexpr):
@@ -152,33 +179,26 @@ def sums_of_blocks(x, weight, tile, row, is_row, first, end, BITS: tl.constexpr,
     The sum of each group, half of one, or all four, is multiplied by its scale and added, rounded once, in float32;
     then the sum of its rows, multiplied by its least value.
     """
-    UPPER_AT: tl.constexpr = (2 if BITS == 8 else 1) * COLUMNS * 16
-    SCALES_AT: tl.constexpr = UPPER_AT + (BITS % 4) * 4 * COLUMNS
-    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM == SHARED else 4
-    RECORD: tl.constexpr = SCALES_AT + WORDS * COLUMNS
-    IS_COMMON: tl.constexpr = FORM == COMMON_LEAST or FORM == COMMON_HALVES
-    TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * IS_COMMON
     PARTS: tl.constexpr = 2 if FORM == COMMON_HALVES or FORM == HALVES else 1
     PART: tl.constexpr = GROUP // PARTS
     HAS_LEAST: tl.constexpr = FORM == LEAST or FORM == COMMON_LEAST or FORM == HALVES
     column = tl.arange(0, COLUMNS)
     word = tl.arange(0, PART // 2)
     inner = tl.arange(0, PART)
-    of_tile = weight + tile.to(tl.int64) * TILE
+    of_tile = tile_at(weight, tile, BITS, FORM, BLOCKS, COLUMNS)
+    scales_at, size = record_of(BITS, FORM, COLUMNS)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for block in tl.range(first, end, num_stages=STAGES):
-        record = of_tile + block * RECORD
-        common = column
-        if IS_COMMON:
-            common = tl.load(of_tile + BLOCKS * RECORD + block // 2 * COLUMNS + column)
+        record = of_tile + block * size
+        common = common_of(of_tile, block, column, BITS, FORM, BLOCKS, COLUMNS)
         for half in tl.static_range(PARTS):
             at = column[:, None] * 16 + half * (PART // 2) + word[None, :]
             packed = tl.load(record + at)
             upper = packed
             if BITS == 5:
-                upper = tl.load((record + UPPER_AT).to(tl.pointer_type(tl.int8), bitcast=True) + at)
+                upper = tl.load((record + COLUMNS * 16).to(tl.pointer_type(tl.int8), bitcast=True) + at)
             if BITS == 6:
-                upper = tl.load((record + UPPER_AT).to(tl.pointer_type(tl.int16), bitcast=True) + at)
+                upper = tl.load((record + COLUMNS * 16).to(tl.pointer_type(tl.int16), bitcast=True) + at)
             upper = spread(upper, BITS)
             for group in tl.static_range(4):
                 if BITS == 8 and group == 2:
@@ -189,7 +209,7 @@ def sums_of_blocks(x, weight, tile, row, is_row, first, end, BITS: tl.constexpr,
                 else:
                     rows = tl.load(x + row[None, :] * INNER + place[:, None],
                                    mask=is_row[None, :] & (place < INNER)[:, None], other=0.0)
-                scale, least, held = scale_and_least(record + SCALES_AT, common, column, group, half, FORM, COLUMNS)
+                scale, least, held = scale_and_least(record + scales_at, common, column, group, half, FORM, COLUMNS)
                 numbers = unpacked(packed, upper, held, group, x, BITS, FORM, OFFSET, COLUMNS, PART)
                 if FORM != SHARED or group == 0:
                     sums = tl.dot(numbers, rows, input_precision="ieee")
@@ -219,17 +239,15 @@ def few_bits_kernel(x, weight, parts, num_rows, BITS: tl.constexpr, FORM: tl.con
     A program's order of sums depends on the weight's shape alone. Grid (R / ROWS, OUT / COLUMNS, SPLITS), rounded up.
     """
     EACH: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
-    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM == SHARED else 4
-    RECORD: tl.constexpr = ((2 if BITS == 8 else 1) * 16 + BITS % 4 * 4 + WORDS) * COLUMNS
-    TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * (FORM == COMMON_LEAST or FORM == COMMON_HALVES)
     tile, part = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     first = part * EACH
     if IS_CHAINED:
         line = tl.arange(0, COLUMNS)  # of the first two blocks: 64 bytes of words for each column
-        ahead = tile.to(tl.int64) * TILE + tl.minimum(first, BLOCKS - 2 if BLOCKS > 1 else 0) * RECORD
-        prefetch(weight + ahead + line * 32)
+        _, size = record_of(BITS, FORM, COLUMNS)
+        ahead = tl.minimum(first, BLOCKS - 2 if BLOCKS > 1 else 0) * size
+        prefetch(tile_at(weight, tile, BITS, FORM, BLOCKS, COLUMNS) + ahead + line * 32)
     wait_for_inputs(IS_CHAINED)
     total = sums_of_blocks(x, weight, tile, row.to(tl.int64), is_row, first, tl.minimum(first + EACH, BLOCKS),
                            BITS, FORM, OFFSET, INNER, BLOCKS, ROWS, COLUMNS, STAGES)
@@ -243,30 +261,23 @@ def numbers_at(weight, feature, place, mask, BITS: tl.constexpr, FORM: tl.conste
                BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
     """The numbers that a weight stands for at output features and inputs of one shape, float32."""
     feature, place = tl.where(mask, feature, 0), tl.where(mask, place, 0)
-    UPPER_AT: tl.constexpr = (2 if BITS == 8 else 1) * COLUMNS * 16
-    SCALES_AT: tl.constexpr = UPPER_AT + (BITS % 4) * 4 * COLUMNS
-    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM == SHARED else 4
-    RECORD: tl.constexpr = SCALES_AT + WORDS * COLUMNS
-    IS_COMMON: tl.constexpr = FORM == COMMON_LEAST or FORM == COMMON_HALVES
-    TILE: tl.constexpr = BLOCKS * RECORD + (BLOCKS + 1) // 2 * COLUMNS * IS_COMMON
-    of_tile = weight + (feature // COLUMNS).to(tl.int64) * TILE
+    scales_at, size = record_of(BITS, FORM, COLUMNS)
+    of_tile = tile_at(weight, feature // COLUMNS, BITS, FORM, BLOCKS, COLUMNS)
     block, group, inside, column = place // WIDTH, place % WIDTH // GROUP, place % GROUP, feature % COLUMNS
-    record, word, upper_half = of_tile + block * RECORD, column * 16 + inside // 2, inside % 2
+    record, word, upper_half = of_tile + block * size, column * 16 + inside // 2, inside % 2
     if BITS == 8:
         words = tl.load(record + group // 2 * COLUMNS * 16 + word)
         value = (words >> (8 * (group % 2) + 16 * upper_half)) & 0xFF ^ 0x80
     else:
         value = (tl.load(record + word) >> (4 * group + 16 * upper_half)) & 0xF
     if BITS == 5:
-        upper = tl.load((record + UPPER_AT).to(tl.pointer_type(tl.int8), bitcast=True) + word)
+        upper = tl.load((record + COLUMNS * 16).to(tl.pointer_type(tl.int8), bitcast=True) + word)
         value |= ((upper.to(tl.int32) >> (group + 4 * upper_half)) & 1) << 4
     if BITS == 6:
-        upper = tl.load((record + UPPER_AT).to(tl.pointer_type(tl.int16), bitcast=True) + word)
+        upper = tl.load((record + COLUMNS * 16).to(tl.pointer_type(tl.int16), bitcast=True) + word)
         value |= ((upper.to(tl.int32) >> (2 * group + 8 * upper_half)) & 3) << 4
-    common = column
-    if IS_COMMON:
-        common = tl.load(of_tile + BLOCKS * RECORD + block // 2 * COLUMNS + column)
-    scale, least, held = scale_and_least(record + SCALES_AT, common, column, group, inside // 16, FORM, COLUMNS)
+    common = common_of(of_tile, block, column, BITS, FORM, BLOCKS, COLUMNS)
+    scale, least, held = scale_and_least(record + scales_at, common, column, group, inside // 16, FORM, COLUMNS)
     number = value.to(tl.float32) - OFFSET
     if FORM == ZERO or FORM == SHARED:
         number = value.to(tl.float32) - (held >> 16).to(tl.float32)
