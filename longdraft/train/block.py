@@ -12,8 +12,10 @@ the tokens that depend on it:
 
     w_k = sum over i >= k of (q_1 ... q_i),  q = (1 - a) (1 - total variation) + a        (D-PACE)
 
-With a rank, the head has DSpark's Markov head, which is trained with the text's own tokens before each slot. The output
-matrix is a frozen copy of the model's rows for the commonest tokens. The result has the format of `speculators`.
+A small part of the loss keeps the logits as large as the model's, which the distributions do not show: a repetition
+penalty divides the logits themselves. The layers begin as the model's last ones. With a rank, the head has DSpark's
+Markov head, which is trained with the text's own tokens before each slot. The output matrix is a frozen copy of the
+model's rows for the commonest tokens. The result has the format of `speculators`.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ from longdraft.train.frozen_model import FrozenModel, LayerModule, Scores, as_id
 from longdraft.train.glide import offset_positions, rotate
 from longdraft.train.settings import BlockSettings
 
-_BLOCKS_TOGETHER = 32  # neighbouring blocks whose attention is computed together
+_BLOCKS_TOGETHER = 8  # neighbouring blocks whose attention is computed together
 _SMOOTHING = 0.5  # a, of D-PACE
 _CROSS_ENTROPY = 0.1  # share of it in the loss
+_SHIFT = 0.02  # share of the squared difference of the logits' size, which a repetition penalty needs to be right
+_OTHER_STATES = 0.1  # part of random weights in the first map of the states
 _PAIR = "markov_head.markov_w"
 
 
@@ -67,10 +71,27 @@ class BlockModule(LayerModule):
         self.head = base.head_weight[self.ids].detach()
         inverse, _ = frequencies(config.layer.rope, config.layer.trained_positions, 1)
         self._inverse = inverse.to(base.device)
-        if config.rank:
-            with torch.no_grad():
-                self._weight(f"{_PAIR}2").zero_()
+        self._begin_as_last_layers()
         self.to(base.device)
+
+    @torch.no_grad()
+    def _begin_as_last_layers(self) -> None:
+        """Begin with weights of the model's last layers, where the names and shapes are the same, whose keys and values
+        are those of the state that leaves the model; and with a Markov head that adds nothing."""
+        weights, config = self._base.body.state_dict(), self.config
+        skipped, width = self._base.config.num_layers - config.layer.num_layers, config.target_width
+        for name, parameter in self.weights.items():
+            kind, _, rest = name.partition("/")
+            index, _, rest = rest.partition("/")
+            own = weights.get(f"layers.{int(index) + skipped}.{rest.replace('/', '.')}") if kind == "layers" else None
+            if own is not None and own.shape == parameter.shape:
+                parameter.copy_(own + (self._base.config.norm_offset if own.ndim == 1 else 0))
+        first = weights.get(f"layers.{skipped}.input_layernorm.weight")
+        if first is not None and first.shape == self._weight("hidden_norm").shape:
+            self._weight("hidden_norm").copy_(first + self._base.config.norm_offset)
+            self._weight("fc").mul_(_OTHER_STATES)[:, -width:] += torch.eye(width)
+        if config.rank:
+            self._weight(f"{_PAIR}2").zero_()
 
     def forward(self, ids: Tensor, positions: Tensor, states: Tensor, starts: Tensor) -> Tensor:
         """Normalised rows [B, N, rows, hidden] float32 of blocks that begin at the indices `starts` [N], ascending, of
@@ -106,37 +127,65 @@ class BlockModule(LayerModule):
                    starts: Tensor) -> Tensor:
         """Rows q [B, H, N * rows, D] of all blocks over the text's keys and values in their windows, and over `own`,
         those of their blocks."""
-        sizes, rows = self.config.layer, self.config.block_size
-        group = sizes.num_heads // sizes.num_kv_heads
-        own_k, own_v, text_k, text_v = (part.repeat_interleave(group, 1) for part in (*own, *text))
-        q, own_k, own_v = (part.unflatten(2, (-1, rows)) for part in (q * q.shape[-1] ** -0.5, own_k, own_v))
-        outputs = []
-        for first in range(0, len(starts), _BLOCKS_TOGETHER):
-            run = slice(first, first + _BLOCKS_TOGETHER)
-            outputs.append(self._attend(q[:, :, run], own_k[:, :, run], own_v[:, :, run], text_k, text_v, starts[run]))
-        return torch.cat(outputs, 2).flatten(2, 3)
+        outputs, step = [], _BLOCKS_TOGETHER * self.config.block_size
+        for first in range(0, q.shape[2], step):
+            run = slice(first, first + step)
+            outputs.append(self._attend(q[:, :, run], tuple(part[:, :, run] for part in own), text,
+                                        starts[first // self.config.block_size :][:_BLOCKS_TOGETHER]))
+        return torch.cat(outputs, 2)
 
-    def _attend(self, q: Tensor, own_k: Tensor, own_v: Tensor, text_k: Tensor, text_v: Tensor,
-                starts: Tensor) -> Tensor:
-        """Some neighbouring blocks [B, H, N, rows, D] over the text's rows that any of them sees."""
-        window, rows = self.config.windows[0], q.shape[3]
+    def _attend(self, q: Tensor, own: tuple[Tensor, ...], text: tuple[Tensor, Tensor], starts: Tensor) -> Tensor:
+        """Rows [B, H, N * rows, D] of some neighbouring blocks over the text's rows that any of them sees."""
+        window, count = self.config.windows[0], q.shape[2]
         first, last = max(0, int(starts[0]) - window), int(starts[-1])
-        k, v = text_k[:, :, first:last], text_v[:, :, first:last]
+        keys, values = (torch.cat([part[:, :, first:last], mine], 2) for part, mine in zip(text, own, strict=True))
         index = torch.arange(first, last, device=q.device)
-        hidden = (index >= starts[:, None]) | (index < starts[:, None] - window)  # [N, S]
-        of_text = torch.einsum("bhnrd,bhsd->bhnrs", q, k).float().masked_fill(hidden[:, None], -torch.inf)
-        later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-        of_block = (q @ own_k.transpose(3, 4)).float().masked_fill(later, -torch.inf)
-        weights = torch.cat([of_text, of_block], -1).softmax(-1).to(v.dtype)
-        count = last - first
-        return torch.einsum("bhnrs,bhsd->bhnrd", weights[..., :count], v) + weights[..., count:] @ own_v
+        of_text = (index < starts[:, None]) & (index >= starts[:, None] - window)  # [N, S]
+        row = torch.arange(count, device=q.device)
+        block, later = row // self.config.block_size, row[None] > row[:, None]
+        of_blocks = (block[:, None] == block) & ~later
+        seen = torch.cat([of_text[block], of_blocks], 1)
+        return functional.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=keys.shape[1] != q.shape[1])
 
     def logits(self, rows: Tensor, before: Tensor) -> Tensor:
         """Logits [R, draft vocabulary] float32 of normalised rows [R, hidden], after the tokens `before` [R]."""
-        logits = functional.linear(rows.to(self.head.dtype), self.head).float() / self._base.config.logits_divisor
+        logits = functional.linear(rows.to(self.head.dtype), self.head).float()
+        if (divisor := self._base.config.logits_divisor) != 1:
+            logits = logits / divisor
         if self.config.rank:
-            logits = logits + functional.embedding(before, self._weight(f"{_PAIR}1")) @ self._weight(f"{_PAIR}2").T
+            pairs = functional.embedding(before, self._weight(f"{_PAIR}1"))
+            logits = torch.addmm(logits, pairs, self._weight(f"{_PAIR}2").T)
         return logits
+
+
+class _Comparison(torch.autograd.Function):
+    """Logits `said` [R, D] beside the model's, `taught` [T, D], whose row of each is given by `row_of` [R].
+
+    Returns of each row the total variation of the distributions, the cross-entropy, and by how much the logarithm of
+    the sum of exponentials of `said` is higher. It goes over [R, D] half as often as separate operations do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, said: Tensor, taught: Tensor, row_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        log_p = said.log_softmax(-1)
+        log_t = taught.log_softmax(-1)
+        shift = (said[:, 0] - log_p[:, 0]) - (taught[:, 0] - log_t[:, 0])[row_of]
+        t = log_t.exp_()[row_of]
+        entropy = -torch.einsum("rd,rd->r", t, log_p)
+        p = log_p.exp_()
+        distance = (p - t).clamp_(min=0).sum(-1)
+        ctx.save_for_backward(p, t)
+        return distance, entropy, shift
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        p, t = ctx.saved_tensors
+        of_distance, of_entropy, of_shift = (each[:, None] for each in upstream)
+        is_more = p > t
+        share = torch.einsum("rd,rd->r", p, is_more.to(p.dtype))[:, None]
+        common = of_entropy + of_shift - of_distance * share
+        gradient = torch.where(is_more, common + of_distance, common).mul_(p).sub_(t.mul_(of_entropy))
+        return gradient, None, None
 
 
 @dataclass
@@ -171,18 +220,21 @@ class BlockTask:
         rows = output.detach().requires_grad_()
         count, slots = len(ids) * len(starts), settings.block
         totals = torch.zeros(slots, device=base.device)
-        places = starts[:, None] + torch.arange(slots, device=base.device)  # [N, slots]: of the rows before each guess
+        offsets = torch.arange(slots, device=base.device)
         for text in range(len(ids)):
             for run in self._block_chunks(len(starts)):
-                before = places[run].flatten()
+                before = starts[run, None] + offsets  # [N, slots]: of the rows before each guess
+                span = slice(int(before[0, 0]), int(before[-1, -1]) + 1)
                 with torch.no_grad():
-                    taught = base.logits(last_rows[text, before])[:, module.ids].softmax(-1)
-                said = module.logits(rows[text, run].flatten(0, 1), ids[text, before])
-                log_p = said.log_softmax(-1)
-                distance = 0.5 * (log_p.exp() - taught).abs().sum(-1).view(-1, slots)
-                entropy = -(taught * log_p).sum(-1).view(-1, slots)
-                loss = (self._weights(distance) * (distance + _CROSS_ENTROPY * entropy)).sum() / count
-                (loss * scale).backward()  # type: ignore[no-untyped-call]
+                    taught = base.logits(last_rows[text, span])
+                    taught = taught if len(module.ids) == taught.shape[1] else taught[:, module.ids]
+                said = module.logits(rows[text, run].flatten(0, 1), ids[text, before.flatten()])
+                row_of = (before - span.start).flatten()
+                compared = _Comparison.apply(said, taught, row_of)  # type: ignore[no-untyped-call]
+                distance, entropy, shift = (part.view(-1, slots) for part in compared)
+                parts = distance + _CROSS_ENTROPY * entropy + _SHIFT * shift.square()
+                loss = (self._weights(distance) * parts).sum() / count
+                (loss * scale).backward()
                 totals += distance.detach().sum(0)
         output.backward(rows.grad)
         return totals / count

@@ -20,6 +20,7 @@ from longdraft.checkpoint.config_file import read_config
 from longdraft.checkpoint.tensor_files import TensorFiles, dump_json
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.config import ModelConfig
+from longdraft.system import processor
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data_files import Tokens
 from longdraft.train.delta import use_chunks
@@ -170,7 +171,8 @@ def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: 
     config = read_config(folder)
     fingerprint = TensorFiles(folder).fingerprint()
     saved = TORCH_DTYPES[config.dtype]
-    model = pretrained(folder, saved if dtype == "auto" else TORCH_DTYPES[dtype], device, shard=shard)
+    computed = _computed(saved, device) if dtype == "auto" else TORCH_DTYPES[dtype]
+    model = pretrained(folder, computed, device, shard=shard)
     model.requires_grad_(False).eval()
     body = model.model
     norm = body.norm.weight.detach().float() + config.norm_offset
@@ -180,6 +182,12 @@ def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: 
     spread = float(getattr(model.config, "initializer_range", 0.02))
     head_weight = model.get_output_embeddings().weight.detach()
     return FrozenModel(folder, config, fingerprint, spread, body, norm.to(head_weight.device), head_weight, saved)
+
+
+def _computed(saved: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of a forward: that of the checkpoint, but float32 on a CPU without instructions for bfloat16, where its
+    products take ten times as long."""
+    return saved if device.type != "cpu" or "bf16" in processor.name() else torch.float32
 
 
 def pretrained(folder: Path, dtype: torch.dtype, device: torch.device, *, shard: bool = False) -> Any:

@@ -67,8 +67,9 @@ class TrainingSettings:
     beta2: float = setting(0.999, "beta2 of AdamW; 0 to below 1.", Range(0, 1, below=True))
     max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0: never.", Range(0))
     seed: int = setting(42, "Seed of the data's order and of all random numbers.", Range(0))
-    dtype: str = setting("auto", "Dtype of the frozen model: auto (the checkpoint's), float32 or bfloat16.",
-                         ("auto", "float32", "bfloat16"))
+    dtype: str = setting("auto",
+        "Dtype of the frozen model: auto (the checkpoint's; float32 on a CPU without instructions for bfloat16), "
+        "float32 or bfloat16.", ("auto", "float32", "bfloat16"))
     device: str = setting("auto", "auto (a GPU if there is one), cpu or cuda.", ("auto", "cpu", "cuda"))
     threads: int = setting(0, "CPU threads; 0: all cores.", Range(0))
     eval_every: int = setting(100, "Steps between validations; 0: only at the end.", Range(0))

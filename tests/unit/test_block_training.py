@@ -100,6 +100,46 @@ def test_a_slot_weighs_as_much_as_the_tokens_that_depend_on_it():
     assert weights.tolist() == [[1 + 0.5 + 0.5, 0.5 + 0.5, 0.5]]
 
 
+def test_distributions_are_compared_with_the_gradients_of_separate_operations():
+    torch.manual_seed(0)
+    taught, row_of = torch.randn(3, 40), torch.tensor([2, 0, 0, 1])
+    factors = torch.rand(3, 4)
+
+    def separate(said: torch.Tensor) -> list[torch.Tensor]:
+        law, own = taught[row_of].softmax(-1), said.log_softmax(-1)
+        return [0.5 * (own.exp() - law).abs().sum(-1), -(law * own).sum(-1),
+                said.logsumexp(-1) - taught[row_of].logsumexp(-1)]
+
+    for compare in (separate, lambda said: training._Comparison.apply(said, taught, row_of)):
+        said = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        parts = compare(said)
+        sum((part * factor).sum() for part, factor in zip(parts, factors, strict=True)).backward()
+        if compare is separate:
+            wanted, gradient = [part.detach() for part in parts], said.grad
+    torch.testing.assert_close([part.detach() for part in parts], wanted)
+    torch.testing.assert_close(said.grad, gradient)
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa"])
+def test_a_new_head_begins_as_the_last_layers_of_the_model(tiny, name):
+    base = frozen.load_frozen_model(tiny[name], "auto", torch.device("cpu"))
+    settings = BlockSettings(data=("none",), draft_vocab=0, layers=2)
+    module = training.block_task(base, settings, np.arange(20, 60, dtype=np.int32), np.empty(0)).module
+    weights, first = base.body.state_dict(), base.config.num_layers - 2
+    for index in range(2):
+        for part in ("self_attn.k_proj", "mlp.down_proj", "post_attention_layernorm"):
+            own = module._weight(f"layers.{index}.{part}")
+            assert torch.equal(own, weights[f"layers.{first + index}.{part}.weight"].float())
+
+
+@pytest.mark.parametrize("device, units, wanted", [
+    ("cpu", "(avx2)", torch.float32), ("cpu", "(avx512_bf16 avx512f avx2)", torch.bfloat16),
+    ("cuda", "(avx2)", torch.bfloat16)])
+def test_a_processor_without_bfloat16_computes_in_float32(monkeypatch, device, units, wanted):
+    monkeypatch.setattr(frozen.processor, "name", lambda: f"A processor {units}")
+    assert frozen._computed(torch.bfloat16, torch.device(device)) is wanted
+
+
 @pytest.mark.full
 def test_a_trained_head_drafts_and_a_training_goes_on_from_it(tmp_path):
     make_checkpoint(tmp_path / "tiny", initializer_range=0.15)
