@@ -35,6 +35,7 @@ from longdraft.model.rope import frequencies
 from longdraft.parts.block_config import BlockConfig
 from longdraft.parts.block_files import block_shapes, canonical_names
 from longdraft.parts.eagle import OWN_KEY
+from longdraft.parts.head_tensors import draft_ids
 from longdraft.train.data_files import Tokens
 from longdraft.train.eagle import SPECULATORS_FORMAT, commonest, layer_sizes, plain_layer, tapped_layers, write_head
 from longdraft.train.frozen_model import FrozenModel, LayerModule, Scores, as_ids, read_part
@@ -43,7 +44,8 @@ from longdraft.train.settings import BlockSettings
 
 _BLOCKS_TOGETHER = 8  # neighbouring blocks whose attention is computed together
 _SMOOTHING = 0.5  # a, of D-PACE
-_CROSS_ENTROPY = 0.1  # share of it in the loss
+_CROSS_ENTROPY = 0.3  # share of it in the loss
+_LOOSER = 0.25  # min-p of the head's distribution in the loss, as a share of the model's
 _SHIFT = 0.02  # share of the squared difference of the logits' size, which a repetition penalty needs to be right
 _OTHER_STATES = 0.1  # part of random weights in the first map of the states
 _PAIR = "markov_head.markov_w"
@@ -161,31 +163,40 @@ class BlockModule(LayerModule):
 class _Comparison(torch.autograd.Function):
     """Logits `said` [R, D] beside the model's, `taught` [T, D], whose row of each is given by `row_of` [R].
 
-    Returns of each row the total variation of the distributions, the cross-entropy, and by how much the logarithm of
-    the sum of exponentials of `said` is higher. It goes over [R, D] half as often as separate operations do.
+    Returns of each row the total variation of the distributions as sampling with `min_p` leaves them, the head's with a
+    looser filter; the cross-entropy of the whole ones; and by how much the logarithm of the sum of exponentials of
+    `said` is higher. It goes over [R, D] half as often as separate operations do.
     """
 
     @staticmethod
-    def forward(ctx: Any, said: Tensor, taught: Tensor, row_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        log_p = said.log_softmax(-1)
-        log_t = taught.log_softmax(-1)
+    def forward(ctx: Any, said: Tensor, taught: Tensor, row_of: Tensor, min_p: float) -> tuple[Tensor, Tensor, Tensor]:
+        log_p, log_t = said.log_softmax(-1), taught.log_softmax(-1)
         shift = (said[:, 0] - log_p[:, 0]) - (taught[:, 0] - log_t[:, 0])[row_of]
-        t = log_t.exp_()[row_of]
+        t = log_t.exp_()
+        of_model, t = _filtered(t, min_p)[row_of], t[row_of]
         entropy = -torch.einsum("rd,rd->r", t, log_p)
         p = log_p.exp_()
-        distance = (p - t).clamp_(min=0).sum(-1)
-        ctx.save_for_backward(p, t)
+        of_head = _filtered(p, min_p * _LOOSER)
+        is_more = of_head > of_model
+        distance = of_model.neg_().add_(of_head).clamp_(min=0).sum(-1)
+        share = torch.einsum("rd,rd->r", of_head, is_more.to(p.dtype))
+        ctx.save_for_backward(p, t, of_head, is_more, share)
         return distance, entropy, shift
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        p, t = ctx.saved_tensors
+        p, t, of_head, is_more, share = ctx.saved_tensors
         of_distance, of_entropy, of_shift = (each[:, None] for each in upstream)
-        is_more = p > t
-        share = torch.einsum("rd,rd->r", p, is_more.to(p.dtype))[:, None]
-        common = of_entropy + of_shift - of_distance * share
-        gradient = torch.where(is_more, common + of_distance, common).mul_(p).sub_(t.mul_(of_entropy))
-        return gradient, None, None
+        below = -of_distance * share[:, None]
+        gradient = torch.where(is_more, below + of_distance, below).mul_(of_head)
+        gradient.addcmul_(p, of_entropy + of_shift).addcmul_(t, -of_entropy)
+        return gradient, None, None, None
+
+
+def _filtered(p: Tensor, min_p: float) -> Tensor:
+    """Probabilities [R, D] of the tokens that have at least `min_p` of the likeliest one's."""
+    kept = torch.where(p >= min_p * p.amax(-1, keepdim=True), p, 0)
+    return kept.div_(kept.sum(-1, keepdim=True))
 
 
 @dataclass
@@ -230,7 +241,7 @@ class BlockTask:
                     taught = taught if len(module.ids) == taught.shape[1] else taught[:, module.ids]
                 said = module.logits(rows[text, run].flatten(0, 1), ids[text, before.flatten()])
                 row_of = (before - span.start).flatten()
-                compared = _Comparison.apply(said, taught, row_of)  # type: ignore[no-untyped-call]
+                compared = _Comparison.apply(said, taught, row_of, settings.min_p)  # type: ignore[no-untyped-call]
                 distance, entropy, shift = (part.view(-1, slots) for part in compared)
                 parts = distance + _CROSS_ENTROPY * entropy + _SHIFT * shift.square()
                 loss = (self._weights(distance) * parts).sum() / count
@@ -269,10 +280,20 @@ class BlockTask:
         return [{"draft": float(slot + 1)} | part for slot, part in enumerate(scores.metrics())]
 
     def start_from(self, folder: Path) -> None:
-        """Layers, rank and tapped layers must be the same; block, window and vocabulary may be others."""
-        files = TensorFiles(folder)
-        stored = [each for each in self.module.stored() if not each.name.startswith(f"{_PAIR}2")]
-        read_part(files, stored, canonical_names(files))
+        """Layers, rank and tapped layers must be the same; block, window and vocabulary may be others. The Markov head
+        keeps its rows of tokens that both vocabularies have."""
+        files, module = TensorFiles(folder), self.module
+        names, last = canonical_names(files), f"{_PAIR}2.weight"
+        read_part(files, [each for each in module.stored() if each.name != last], names)
+        if last in names:
+            rows = files.read(names[last]).float()
+            ids = draft_ids(files, names, len(rows), self.base.config.vocab_size)
+            ids = torch.arange(len(rows)) if ids is None else ids
+            own = module.ids.cpu()
+            places = torch.searchsorted(ids, own).clamp(max=len(ids) - 1)
+            common = ids[places] == own
+            with torch.no_grad():
+                module.weights[last.replace(".", "/")][common] = rows[places[common]].to(self.base.device)
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """Write a folder in the format of speculators. Our own record is an entry of its config.json."""

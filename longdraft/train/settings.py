@@ -227,6 +227,9 @@ class BlockSettings(FrozenTargetSettings):
     layers: int = setting(2, "Layers of the head; 1 to 16.", Range(1, 16))
     rank: int = setting(64, "Rank of the Markov head, which scores a token after the one before it; 0: none.",
                         Range(0, 4096))
+    min_p: float = setting(0.1,
+        "The loss compares distributions as sampling with this min-p leaves them; 0: whole ones.",
+        Range(0, 1, below=True))
     blocks: int = setting(128, "Blocks of each sequence, which begin at random tokens.", Range(1))
     draft_vocab: int = another_default(EagleSettings, "draft_vocab", 32000)
     window: int = another_default(EagleSettings, "window", 1024)

@@ -76,8 +76,14 @@ def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name, changes):
             torch.testing.assert_close(said.float(), logits[slot, own_places], atol=5e-3, rtol=1e-3)
 
 
-def test_the_loss_compares_each_slot_with_the_models_distribution(tiny):
-    task = task_of(tiny["mha"], positions=len(IDS))
+def filtered(law: torch.Tensor, min_p: float) -> torch.Tensor:
+    kept = law * (law >= min_p * law.max(-1, keepdim=True).values)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+def test_the_loss_compares_each_slot_with_the_models_distribution(tiny, min_p):
+    task = task_of(tiny["mha"], positions=len(IDS), min_p=min_p)
     sequences = np.array([IDS, IDS[::-1]], dtype=np.int32)
     found = task.accumulate(sequences, 1.0, 0)
     ids, places = torch.from_numpy(sequences).long(), torch.arange(len(IDS)).expand(2, -1)
@@ -90,6 +96,7 @@ def test_the_loss_compares_each_slot_with_the_models_distribution(tiny):
                 place = start + slot
                 taught = task.base.logits(last[text, place][None])[0, task.module.ids].softmax(-1)
                 said = task.module.logits(rows[text, block, slot][None], ids[text, place][None])[0].softmax(-1)
+                taught, said = filtered(taught, min_p), filtered(said, min_p / 4)
                 total[slot] += 0.5 * (said - taught).abs().sum().detach() / (2 * len(starts))
     torch.testing.assert_close(found, total, atol=1e-4, rtol=1e-3)
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in task.module.parameters())
@@ -100,24 +107,38 @@ def test_a_slot_weighs_as_much_as_the_tokens_that_depend_on_it():
     assert weights.tolist() == [[1 + 0.5 + 0.5, 0.5 + 0.5, 0.5]]
 
 
-def test_distributions_are_compared_with_the_gradients_of_separate_operations():
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+def test_distributions_are_compared_with_the_gradients_of_separate_operations(min_p):
     torch.manual_seed(0)
-    taught, row_of = torch.randn(3, 40), torch.tensor([2, 0, 0, 1])
-    factors = torch.rand(3, 4)
+    taught, row_of = 2 * torch.randn(3, 40), torch.tensor([2, 0, 0, 1])
+    factors, logits = torch.rand(3, 4), 2 * torch.randn(4, 40)
 
     def separate(said: torch.Tensor) -> list[torch.Tensor]:
         law, own = taught[row_of].softmax(-1), said.log_softmax(-1)
-        return [0.5 * (own.exp() - law).abs().sum(-1), -(law * own).sum(-1),
-                said.logsumexp(-1) - taught[row_of].logsumexp(-1)]
+        return [0.5 * (filtered(own.exp(), min_p / 4) - filtered(law, min_p)).abs().sum(-1),
+                -(law * own).sum(-1), said.logsumexp(-1) - taught[row_of].logsumexp(-1)]
 
-    for compare in (separate, lambda said: training._Comparison.apply(said, taught, row_of)):
-        said = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        parts = compare(said)
-        sum((part * factor).sum() for part, factor in zip(parts, factors, strict=True)).backward()
-        if compare is separate:
-            wanted, gradient = [part.detach() for part in parts], said.grad
-    torch.testing.assert_close([part.detach() for part in parts], wanted)
-    torch.testing.assert_close(said.grad, gradient)
+    def gradient(parts: list[torch.Tensor], said: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(sum((part * of).sum() for part, of in zip(parts, factors, strict=True)), said)[0]
+
+    said = logits.requires_grad_()
+    wanted, found = separate(said), training._Comparison.apply(said, taught, row_of, min_p)
+    torch.testing.assert_close(list(found), wanted)
+    torch.testing.assert_close(gradient(found, said), gradient(wanted, said))
+
+
+def test_a_training_that_starts_from_a_head_keeps_the_markov_rows_of_common_tokens(tiny, tmp_path):
+    first = task_of(tiny["mha"])
+    first.export(tmp_path, {"hidden_size": 48, "vocab_size": VOCAB})
+    base, own = first.base, BlockSettings(data=("none",), window=6, block=6, draft_vocab=100, rank=8)
+    again = training.block_task(base, own, np.arange(150, 250, dtype=np.int32), np.empty(0))
+    again.start_from(tmp_path)
+    earlier = dict(zip(first.module.ids.tolist(), first.module._weight("markov_head.markov_w2"), strict=True))
+    common = 0
+    for token, row in zip(again.module.ids.tolist(), again.module._weight("markov_head.markov_w2"), strict=True):
+        common += token in earlier
+        torch.testing.assert_close(row, earlier.get(token, torch.zeros(8)), atol=0.01, rtol=0.01)
+    assert 0 < common < len(again.module.ids)
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa"])
