@@ -21,7 +21,7 @@ mkdir -p $folder
 PATH="$(dirname "$python"):$PATH"
 short=(tests/unit/test_kernel_bits.py)
 all=("${short[@]}" tests/unit/test_kernels.py tests/unit/test_groups.py tests/unit/test_int4.py tests/unit/test_int8.py
-     tests/promise/test_equality.py)
+     tests/unit/test_gpt_oss.py tests/promise/test_equality.py)
 [ "$extent" = all ] && tests=("${all[@]}") || tests=("${short[@]}")
 
 build() { cmake -S . -B $folder/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLONGDRAFT_CHECK=ON -DPython_EXECUTABLE="$python" "$@" > $folder/log; }
