@@ -184,7 +184,7 @@ class BlockDrafter:
             count = min(count, max_depth + (not head.first_guesses))
         limited = self._vocabulary.model(context) if self._vocabulary else None
         rows = head.block(context.last, len(context) - 1, count, self.rows.stores, limited)
-        shortlists = self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST)
+        shortlists = self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part)
         candidates = head.candidates(rows, context.last, [shortlist.tokens for shortlist in shortlists])
         scale = self._sampler.params.temperature or 1.0
         return [Slot(shortlist.tokens, shortlist.scores, None if own.pairs is None else own.pairs / scale, own.trust)

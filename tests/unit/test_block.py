@@ -107,8 +107,8 @@ def test_a_head_computes_what_it_was_trained_to_compute(tiny, tmp_path, target, 
     wanted = slow.rows(states_of(model, IDS, head.layers)[:, :-1], IDS[-1])
     assert_close(found.normed, wanted)
     has = made.ids != MASK
-    assert_close(found.logits[:, made.ids[has]], slow.logits(wanted)[:, has])
-    assert (found.logits == -torch.inf).sum(1).tolist() == [VOCAB - int(has.sum())] * len(wanted)
+    assert_close(found.whole()[:, made.ids[has]], slow.logits(wanted)[:, has])
+    assert (found.whole() == -torch.inf).sum(1).tolist() == [VOCAB - int(has.sum())] * len(wanted)
 
     tokens = [made.ids[has][place : place + 4].tolist() for place in range(len(wanted))]
     before, best = [IDS[-1]], IDS[-1]
@@ -208,7 +208,7 @@ def test_a_head_that_is_fed_wrongly_is_found(tiny, tmp_path, target, mutant):
         head = head.reading((1, 2, 2))
     elif mutant == "a norm on the text":
         weights = head._weights
-        norm = weights.hidden_norm * weights.layers[0].weights.attention_norm
+        norm = weights.hidden_norm * weights.layers[0].attention_norm
         head._weights = weights._replace(hidden_norm=norm)
     elif mutant == "window off by the block":
         head = head.reading(head.layers, windows=(9 - made.block,) * 2)
@@ -374,11 +374,11 @@ def test_a_draft_vocabulary_gives_the_same_logits_of_its_tokens(tiny, tmp_path):
     model = load(tiny["mha"])
     head = make_block(tmp_path, model)
     drafter, context = read(model, head, IDS)
-    whole = slots_of(drafter, context).logits
+    all_logits = slots_of(drafter, context).logits
     limited = DraftVocabulary(model, 100).model(context)
-    some = head.block(context.last, len(context) - 1, head.config.block_size, drafter.rows.stores, limited).logits
+    some = head.block(context.last, len(context) - 1, head.config.block_size, drafter.rows.stores, limited).whole()
     assert (some > -torch.inf).sum() == 99 * len(some), "the mask is one of them"
-    assert torch.equal(some[some > -torch.inf], whole[some > -torch.inf])
+    assert torch.equal(some[some > -torch.inf], all_logits[some > -torch.inf])
 
 
 @pytest.mark.parametrize("shape", ["DFlash", "DFlash2, draft vocabulary"])
@@ -403,9 +403,11 @@ def test_a_head_that_lies_changes_nothing(tiny, tmp_path, monkeypatch, lie):
         own = block.BlockHead.context
         monkeypatch.setattr(block.BlockHead, "context", lambda *given: tuple(x * torch.nan for x in own(*given)))
     elif lie == "NaN logits":
-        monkeypatch.setattr(block.BlockHead, "_logits", lambda self, x, target: torch.full((len(x), VOCAB), torch.nan))
+        monkeypatch.setattr(block.BlockHead, "_guesses",
+                            lambda self, x, target: block.SlotRows(x, torch.full((len(x), VOCAB), torch.nan), None))
     else:
-        monkeypatch.setattr(block.BlockHead, "_logits", lambda self, x, target: torch.eye(VOCAB)[[MASK] * len(x)] * 99)
+        monkeypatch.setattr(block.BlockHead, "_guesses",
+                            lambda self, x, target: block.SlotRows(x, torch.eye(VOCAB)[[MASK] * len(x)] * 99, None))
     params, tally = SamplingParams(max_new_tokens=30, seed=5, min_p=0.05), Tally()
     written = generate(model, prompt_of(40), params, by_name("block", block=head, suffix="false"), tally=tally)
     assert written == generate(model, prompt_of(40), params, by_name("plain"))
