@@ -113,12 +113,11 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
             kv.v.copy_(v[own])
         if kv.remainder is not None:
             kv = kv._replace(remainder=_row_remainders(ops, content[own], kv.remainder))
-        elif not layer.is_causal:  # each row sees the text and itself; the other rows are its remainder
-            kv = kv._replace(remainder=attention_to_others(q[own], kv.k, kv.v))
+        elif not layer.is_causal:  # the rows are a chain; those after a row are its remainder
+            kv = kv._replace(remainder=attention_to_later(q[own], kv.k, kv.v))
         elif layer.sinks is not None:  # a remainder of drafts contains them: it is part of the full attention
             kv = kv._replace(remainder=_of_sinks(layer.sinks, len(kv.k), dim))
-        seen = parents[own] if layer.is_causal else torch.full_like(parents[own], -1)
-        outputs.append(ops.attention(q[own], kv, seen, layer.window))
+        outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
     attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)
     output = attended.output.flatten(1)
@@ -128,16 +127,16 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer), attended
 
 
-def attention_to_others(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each row's attention to all other rows: [T, H, D + 1] float32, an output and its log-sum-exp, as `KV.remainder`.
+def attention_to_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each row's attention to the rows after it, as `KV.remainder`: [T, H, D + 1] float32.
 
     q [T, H, D]; k, v [T, Hkv, D]
     """
     count, heads, dim = q.shape
     keys, values = (part.float().repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q.float(), keys) / math.sqrt(dim)
-    scores = scores.masked_fill(torch.eye(count, dtype=torch.bool, device=q.device), -torch.inf)
-    total = scores.logsumexp(-1)  # [H, T]; -inf: there are no others
+    scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool, device=q.device).tril(), -torch.inf)
+    total = scores.logsumexp(-1)  # [H, T]; -inf: there are none
     weights = (scores - total.clamp_min(-1e30)[..., None]).exp()
     output = torch.einsum("hij,jhd->ihd", weights, values)
     return torch.cat([output, total.T[..., None]], -1).contiguous()

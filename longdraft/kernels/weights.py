@@ -133,7 +133,7 @@ class LayerWeights(NamedTuple):
              None: it has its own
     beside   norms of a mixture beside the MLP, whose outputs are added before `mlp_post_norm`
     is_gated the attention's output is multiplied by sigmoid(gate)
-    is_causal       whether a row sees its own path; else it sees all rows of its text in the forward, as in block heads
+    is_causal       whether a row sees its own path; else it sees all rows of its text in the forward, which are a chain
     attention_conv  convolutions around the attention; mlp_conv around the MLP; None: there are none
     delta    a state in place of attention and KV rows (delta.py); with it `gates`: b and a [2 Hv, hidden]
     """

@@ -35,7 +35,6 @@ from torch import Tensor
 from longdraft.kernels import Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.interface import parents_tensor
-from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.model.rope import RopeTable
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
@@ -177,10 +176,7 @@ class BlockHead:
         for _, places in groupby(range(sizes.num_layers), lambda layer: config.windows[layer]):
             own = list(places)
             layers = [self._weights.layers[layer]._replace(is_causal=config.causal[layer]) for layer in own]
-            # A device's graphs pad the rows, and a row that sees all rows would see the padding.
-            decoder = (LayerwiseDecoder(self.kernels, layers, geometry) if self.kernels.is_device
-                       else self.kernels.new_decoder(layers, geometry))
-            runs.append((range(own[0], own[-1] + 1), decoder))
+            runs.append((range(own[0], own[-1] + 1), self.kernels.new_decoder(layers, geometry)))
         return runs
 
     def _guesses(self, normed: Tensor, target: Transformer) -> SlotRows:
