@@ -237,28 +237,36 @@ def test_candidates_are_ranked_with_the_noise_of_their_positions(tiny, tmp_path)
 
 @pytest.mark.parametrize("shape", ["DFlash", "DSpark", "DFlash2", "causal, as JetSpec"])
 def test_the_tree_is_that_of_the_slow_head(tiny, tmp_path, target, shape):
-    """From its logits and pair terms; a limit of the depth cuts it, and shortens a causal block without a change."""
+    """From its logits and pair terms. A limit of the depth shortens the block: rows that see later ones then guess
+    otherwise."""
     made, model = Shape(**SHAPES[shape]), load(tiny["gqa"])
     write_block(tmp_path, made)
     head, params = load_block(tmp_path, model), SamplingParams(seed=5, temperature=0.7)
     drafter, context = read(model, head, IDS, params=params)
-    slow = slow_of(made, target)
-    rows = slow.rows(states_of(model, IDS, head.layers)[:, :-1], IDS[-1])
+    states = states_of(model, IDS, head.layers)[:, :-1]
+    for depth, rows in ((9, made.block), (2, made.block if all(made.is_causal) else 4), (1, 4)):
+        made.block = rows
+        slots = slow_slots(slow_of(made, target), states, context, params)
+        wanted = MarginalTrees("block").grow(IDS[-1], slots[:depth], 8)
+        tree = run_alone(drafter.propose(context, depth))
+        assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
+        assert tree.rates[1:] == pytest.approx(wanted.rates[1:], abs=1e-3)
+
+
+def slow_slots(slow: SlowBlock, states: torch.Tensor, context: Context, params: SamplingParams) -> list[Slot]:
+    """The slots of a block after a text with these states."""
+    made, rows = slow.shape, slow.rows(states, context.last)
     logits = torch.full((len(rows), VOCAB), -torch.inf)
     logits[:, made.ids] = slow.logits(rows)
     logits[:, MASK] = -torch.inf
-    slots, before, best = [], [IDS[-1]], IDS[-1]
+    slots, before, best = [], [context.last], context.last
     for row, shortlist in zip(rows, Sampler(params).shortlists(logits, context, 16), strict=True):
         places = torch.searchsorted(made.ids, torch.tensor(shortlist.tokens))
         pairs = torch.stack([slow.pair_term(row, token)[places] for token in before]).double().numpy() / 0.7
         slots.append(Slot(shortlist.tokens, shortlist.scores, None if made.kind == "dflash" else pairs,
                           slow.trust(row, best)))
         before, best = shortlist.tokens, shortlist.tokens[0]
-    for depth in (9, 2, 1):
-        wanted = MarginalTrees("block").grow(IDS[-1], slots[:depth], 8)
-        tree = run_alone(drafter.propose(context, depth))
-        assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
-        assert tree.rates[1:] == pytest.approx(wanted.rates[1:], abs=1e-3)
+    return slots
 
 
 # Files.
