@@ -169,7 +169,8 @@ class LayerWeights(NamedTuple):
     @property
     def linears(self) -> list[Linear]:
         """Every matrix that each row is multiplied with. Those of chosen experts are not among them."""
-        linears = [self.qkv, self.out, self.gate_up, self.down, self.gates, *(self.extra[:2] if self.extra else ())]
+        linears = [self.qkv, self.out, self.gate_up, self.down, self.gates, *(self.extra[:2] if self.extra else ()),
+                   *(conv.projection for conv in (self.attention_conv, self.mlp_conv) if conv)]
         if self.experts is not None:
             linears += [self.experts.router, *(self.experts.shared or ()), self.experts.shared_gate]
         return [linear for linear in linears if linear is not None]

@@ -189,8 +189,8 @@ class BlockHead:
             logits = logits * config.logits_scale
         if config.logits_cap:
             logits = self.kernels.soft_cap(logits, config.logits_cap)
-        mask = config.mask_token
-        logits[:, mask if part is None else part.ids == mask] = -torch.inf  # never a token of a text
+        ids = torch.arange(logits.shape[1], device=logits.device) if part is None else part.ids
+        logits = logits.masked_fill(ids == config.mask_token, -torch.inf)  # never a token of a text
         return SlotRows(normed, logits, part)
 
     def candidates(self, rows: SlotRows, last: int, tokens: Sequence[Sequence[int]]) -> list[Candidates]:
