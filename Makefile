@@ -12,7 +12,7 @@
 #   make lint    ruff, mypy and the structure of the packages (tests/lint), which `make test` does not run
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
 #   make test-arm  the kernels for ARM: natively, or cross-compiled for an emulator (some minutes)
-#   make test-arm-all  with the kernels' and the equality tests, in the emulator with few examples (an hour)
+#   make test-arm-all  with the kernels' and the equality tests, in the emulator with few examples (an hour on one busy core)
 #   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
 #   make soak    a hundred kills, 200,000 damaged inputs, an hour of hostile load (an hour and a half; docs/reliability.md)
 #   make test-page  the page in Chromium (Debian: apt install chromium); its picture goes to docs/

@@ -8,6 +8,8 @@
 //          store      [ committed: 0 .. length )[ row 0 ][ row 1 ] .. [ last row ]( up to a multiple of POSITION_GROUP )
 //                     |<------------------------- shared: 0 .. shared_end ------------------------------------------->|
 //
+//          Where rows are not causal, each sees all of them, as if it were the last row of a chain.
+//
 //   tree   The rows of several branches would need the same positions. All rows read the full groups of the committed
 //          part in the store. What follows is copied for each row into scratch memory, its *tail*:
 //
@@ -41,12 +43,14 @@ template <class T> RowLayout row_layout(const Attention& a) {
     RowLayout layout;
     layout.is_chain = true;
     for (long r = 0; r < a.rows; r++) {
-        layout.row_ends.push_back((a.parent[r] < 0 ? a.length : layout.row_ends[static_cast<size_t>(a.parent[r])]) + 1);
-        layout.is_chain = layout.is_chain && a.parent[r] == r - 1;
+        const bool is_first = !a.is_causal || a.parent[r] < 0;
+        const long before = is_first ? a.length : layout.row_ends[static_cast<size_t>(a.parent[r])];
+        layout.row_ends.push_back(a.is_causal ? before + 1 : a.length + a.rows);
+        layout.is_chain = layout.is_chain && (!a.is_causal || a.parent[r] == r - 1);
     }
     layout.longest = *std::max_element(layout.row_ends.begin(), layout.row_ends.end());
     // In a chain, a value that is not finite would also reach the rows before it: a weight of 0 times infinity is NaN.
-    layout.is_chain = layout.is_chain && (!a.v.data || finite_rows<T>(a.v, a.rows, a.store->heads, a.store->dim));
+    layout.is_chain = layout.is_chain && (!a.is_causal || !a.v.data || finite_rows<T>(a.v, a.rows, a.store->heads, a.store->dim));
     layout.shared_end =
         layout.is_chain ? round_up(layout.longest, POSITION_GROUP) : a.length / POSITION_GROUP * POSITION_GROUP;
     const long group = a.heads / a.store->heads;

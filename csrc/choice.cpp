@@ -218,13 +218,12 @@ void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* p
     });
 }
 
-Ranked Choice::rank(const float* logits, const int32_t* path, long length, long position, bool is_banned, long count,
-                    double within, const PartOfVocabulary* part) const {
-    float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
+Choice::Guesses Choice::guesses_of(const float* logits, const PathChange& change, long position, bool is_banned, long count,
+                                   const PartOfVocabulary* part) const {
+    const long size = size_of(part), few = std::max(count, 2L);
+    float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(size) * sizeof(float)));
     long best;
-    const long size = size_of(part), few = std::max(count, 2L);  // two show the lead
-    const bool follows = !penalties_ || position == penalties_->length() + length;
-    if (!prepare(logits, part, path_change(path, length, follows), is_banned, row, best)) return {{}, INFINITY};
+    if (!prepare(logits, part, change, is_banned, row, best)) return {{}, INFINITY};
     const uint64_t key = key_of(rules_.seed, position);
     const Cut kept = cut(row, part, best);
     std::vector<Guess> guesses = rules_.temperature > 0 ? best_few(row, part, best, kept, key, few) : highest_of(row, size, few);
@@ -239,10 +238,36 @@ Ranked Choice::rank(const float* logits, const int32_t* path, long length, long 
         guesses.insert(guesses.end(), others.begin(), others.end());
     }
     guesses.resize(std::min(guesses.size(), static_cast<size_t>(count)));
+    return {std::move(guesses), lead};
+}
+
+Ranked Choice::rank(const float* logits, const int32_t* path, long length, long position, bool is_banned, long count,
+                    double within, const PartOfVocabulary* part) const {
+    const bool follows = !penalties_ || position == penalties_->length() + length;
+    const auto [guesses, lead] = guesses_of(logits, path_change(path, length, follows), position, is_banned, count, part);
     Ranked ranked{{}, lead};
     for (const Guess& guess : guesses)
         if (guess.score >= guesses[0].score - within) ranked.tokens.push_back(id_of(part, guess.place));
     return ranked;
+}
+
+std::vector<Shortlist> Choice::shortlists(const float* logits, long places, long position, long banned_depth, long count,
+                                          const PartOfVocabulary* part) const {
+    std::vector<Shortlist> found(static_cast<size_t>(places));
+    const PathChange next = path_change(nullptr, 0, true), later = path_change(nullptr, 0, false);
+    parallel(places, [&](long i) {
+        const bool follows = !penalties_ || position + i == penalties_->length();
+        const auto [guesses, lead] =
+            guesses_of(logits + i * size_of(part), follows ? next : later, position + i, i < banned_depth, count, part);
+        auto& [tokens, scores] = found[static_cast<size_t>(i)];
+        double least = INFINITY;
+        for (const Guess& guess : guesses) {
+            if (!std::isfinite(guess.score)) continue;
+            tokens.push_back(id_of(part, guess.place));
+            scores.push_back(least = std::min(least, guess.score));
+        }
+    });
+    return found;
 }
 
 }  // namespace longdraft

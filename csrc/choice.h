@@ -42,6 +42,11 @@ struct Ranked {
     double lead;
 };
 
+struct Shortlist {
+    std::vector<int64_t> tokens;
+    std::vector<double> scores;
+};
+
 // The sampler of one request. It holds the penalty window; the caller passes the tokens of the text as it grows.
 class Choice {
   public:
@@ -68,9 +73,18 @@ class Choice {
     Ranked rank(const float* logits, const int32_t* path, long length, long position, bool is_banned, long count,
                 double within, const PartOfVocabulary* part = nullptr) const;
 
+    // The same for each of the places after the text, whose tokens before it are not known: tokens and their scores, which
+    // do not rise. Tokens that the filters remove come last.
+    //   logits        [places, vocabulary or part]; position: of the first place
+    //   banned_depth  places before this one may not be banned tokens
+    std::vector<Shortlist> shortlists(const float* logits, long places, long position, long banned_depth, long count,
+                                      const PartOfVocabulary* part) const;
+
   private:
     struct WindowChange { std::vector<int64_t> added, removed; };
     struct PathChange { WindowChange window; std::vector<Edit> edits; };
+    // The best tokens of a row, best first, and the lead as of `Ranked`. No tokens where the logits are not finite.
+    struct Guesses { std::vector<Guess> best; double lead; };
 
     bool penalises() const { return rules_.penalty != 1.0f; }
     WindowChange window_change(const int32_t* path, long length) const;
@@ -79,6 +93,8 @@ class Choice {
     bool prepare(const float* logits, const PartOfVocabulary* part, const PathChange& change, bool is_banned, float* row,
                  long& best) const;
     Cut cut(const float* row, const PartOfVocabulary* part, long best) const;
+    Guesses guesses_of(const float* logits, const PathChange& change, long position, bool is_banned, long count,
+                       const PartOfVocabulary* part) const;
     std::vector<Guess> best_few(const float* row, const PartOfVocabulary* part, long best, const Cut& cut, uint64_t key,
                                 long count) const;
     int64_t best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const;

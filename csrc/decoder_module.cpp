@@ -13,6 +13,8 @@ using StateArrays = std::pair<Array, Array>;                               // hi
 using DeltaArrays = std::tuple<StateArrays, StateArrays, Array, Array>;    // before, after, mixed, gates
 using ChainStateArrays = std::tuple<StateArrays, StateArrays, StateArrays>;  // before, and two that rows write to in turn
 
+using ConvolutionArrays = std::pair<Array, const Linear*>;                 // base, projection
+
 constexpr long DELTA_LANES = 16, MAX_DELTA_WIDTH = 16;
 
 // shape: key heads, value heads, key dim, value dim, width
@@ -195,12 +197,23 @@ void apply_delta(const Kernels& k, bool bf16, const DeltaLayer& layer, const std
     k.delta(bf16, layer, placed.data(), static_cast<long>(placed.size()));
 }
 
+// Convolutions around a sublayer with rows of `hidden` numbers.
+Convolution convolution(const std::optional<ConvolutionArrays>& arrays, long hidden) {
+    if (!arrays) return {};
+    const auto& [base, projection] = *arrays;
+    const long taps = base.axes == 3 ? base.shape[1] : 0;
+    require(taps > 0 && projection->k == hidden && projection->n % (2 * taps) == 0 && hidden % (projection->n / (2 * taps)) == 0,
+            "a base [2, taps, hidden] and a projection to whole groups for each tap");
+    return {memory<float>("a base", base, Type::FLOAT32, {2, taps, hidden}), projection, taps};
+}
+
 // A layer with attention, or one with a state. Norms are of the rows' type, or float32 in all layers.
 Layer layer(const Array& attention_norm, const Linear& qkv, const Linear& out, const Array& mlp_norm, const DeltaLayer* delta,
             const Linear* gates, long kv_heads, long dim, float query_factor, long window, const Array& q_norm, const Array& k_norm,
             const Array& v_norm, bool norms_heads, bool rotates, std::pair<long, long> ropes, const Array& sinks, bool is_gated,
             long source, const Array& attention_post_norm, const Array& mlp_post_norm, float scalar, std::optional<LinearPair> mlp,
-            const Mixture* mixture, const std::vector<Array>& beside, std::optional<LinearPair> extra, const Array& extra_norm) {
+            const Mixture* mixture, const std::vector<Array>& beside, std::optional<LinearPair> extra, const Array& extra_norm,
+            bool is_causal, const std::optional<ConvolutionArrays>& attention_conv, const std::optional<ConvolutionArrays>& mlp_conv) {
     Layer l = {attention_norm.data, &qkv, &out, mlp_norm.data, window, q_norm.data, k_norm.data, norms_heads, rotates, ropes.first,
                ropes.second, attention_post_norm.data, mlp_post_norm.data, is_gated, gates, delta ? *delta : DeltaLayer{}};
     require((delta == nullptr) == (gates == nullptr), "the weights and the gates of a delta layer");
@@ -216,6 +229,9 @@ Layer layer(const Array& attention_norm, const Linear& qkv, const Linear& out, c
     require(beside.empty() || beside.size() == 4, "four norms of a mixture beside an MLP");
     if (!beside.empty()) l.beside = BesideNorms{beside[0].data, beside[1].data, beside[2].data, beside[3].data};
     if (extra) l.extra = {extra->first, extra->second, extra_norm.data};
+    l.is_causal = is_causal;
+    l.attention_conv = convolution(attention_conv, out.n);
+    l.mlp_conv = convolution(mlp_conv, out.n);
     return l;
 }
 
@@ -316,7 +332,8 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
                 "sinks"_a.none() = nb::none(), "is_gated"_a = false, "source"_a = -1, "attention_post_norm"_a.none() = nb::none(),
                 "mlp_post_norm"_a.none() = nb::none(), "scalar"_a = 1.0f, "mlp"_a.none() = nb::none(),
                 "mixture"_a.none() = nb::none(), "beside"_a = nb::make_tuple(), "extra"_a.none() = nb::none(),
-                "extra_norm"_a.none() = nb::none());
+                "extra_norm"_a.none() = nb::none(), "is_causal"_a = true, "attention_conv"_a.none() = nb::none(),
+                "mlp_conv"_a.none() = nb::none());
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm, bool rounds_once,
                             float residual_factor, bool has_gelu, long num_ropes, bool float_norms) {

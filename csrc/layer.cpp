@@ -116,7 +116,7 @@ void attend_texts(const Kernels& kernels, const Decoder& d, const Layer& l, size
         attentions.push_back({&store, text.length, text.rows, d.heads, at(r.q, row, q_width),
                          {at(r.k, row, kv_width), kv_width, d.dim}, {at(r.v, row, kv_width), kv_width, d.dim},
                          r.parent + row, 1.0f / std::sqrt(static_cast<float>(l.dim)), l.window, remainder,
-                         at(r.attended, row, q_width), r.lse + row * d.heads});
+                         at(r.attended, row, q_width), r.lse + row * d.heads, l.is_causal});
         row += text.rows;
     }
     kernels.attention(attentions.data(), static_cast<long>(attentions.size()));
@@ -160,6 +160,42 @@ void end_layer(const Kernels& kernels, const Decoder& d, const Layer& l, const v
     if (l.scalar != 1.0f) kernels.scale(bf16, r.x, r.rows * hidden, l.scalar);
 }
 
+// The convolutions around a sublayer, in place. Their kernels depend on the sublayer's input.
+class Convolved {
+  public:
+    Convolved(const Kernels& kernels, const Convolution& conv, bool bf16, const std::vector<TextKV>& texts)
+        : kernels_(kernels), conv_(conv), bf16_(bf16), texts_(texts) {}
+
+    void before(void* source, long rows) {
+        if (!conv_.base) return;
+        moving_.resize(static_cast<size_t>(rows * conv_.projection->n));
+        kernels_.linear(*conv_.projection, source, rows, moving_.data(), true);
+        apply(source, 0);
+    }
+    void after(void* output) const {
+        if (conv_.base) apply(output, 1);
+    }
+
+  private:
+    void apply(void* x, long which) const {
+        const long width = conv_.projection->k, all = conv_.projection->n, half = all / 2, size = bf16_ ? 2 : 4;
+        auto* at = static_cast<char*>(x);
+        const float* moving = moving_.data() + which * half;
+        for (const TextKV& text : texts_) {
+            kernels_.convolve(bf16_, at, conv_.base + which * conv_.taps * width, moving, all, half / conv_.taps, conv_.taps,
+                              text.rows, width, at);
+            at += text.rows * width * size;
+            moving += text.rows * all;
+        }
+    }
+
+    const Kernels& kernels_;
+    const Convolution& conv_;
+    bool bf16_;
+    const std::vector<TextKV>& texts_;
+    std::vector<float> moving_;  // [rows, 2, taps, groups]
+};
+
 // One layer, x in place. The pointers of `r` point to the results of this layer.
 //   place  of its store among those of all layers, or of its state
 //   given  the layer's input besides x, of the first row
@@ -184,7 +220,9 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
         kernels.add(bf16, r.x, second, rows * hidden, r.x);
     };
 
+    Convolved attention(kernels, l.attention_conv, bf16, texts), mlp(kernels, l.mlp_conv, bf16, texts);
     const void *source = input(l.attention_norm), *output = third;
+    attention.before(first, rows);
     linear(kernels, *l.qkv, source, rows, second, l.gates ? l.gates : l.out);
     if (l.gates) {
         expect_weight(l.out);
@@ -201,8 +239,10 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
         }
     }
     linear(kernels, *l.out, output, rows, second, l.mlp.gate_up);
+    attention.after(second);
     add_residual(d.post_norm ? l.attention_norm : l.attention_post_norm);
     source = input(l.mlp_norm);
+    mlp.before(first, rows);
     if (l.mixture && !l.beside) {
         mixture_forward(kernels, *l.mixture, bf16, source, source, rows, second);
     } else {
@@ -210,6 +250,7 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
         (d.has_gelu ? kernels.geglu : kernels.swiglu)(bf16, second, rows, inner, third);
         linear(kernels, *l.mlp.down, third, rows, second, next);
     }
+    mlp.after(second);
     if (l.beside) {
         norm(kernels, d, bf16, second, l.beside->mlp_post, rows, hidden, second);
         norm(kernels, d, bf16, r.x, l.beside->experts, rows, hidden, first);

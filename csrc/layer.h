@@ -22,6 +22,13 @@ struct BesideNorms {
     const void *mlp_post, *experts, *router, *experts_post;
 };
 
+// Convolutions over the rows of a text before and after a sublayer (`convolve_as`).
+struct Convolution {
+    const float* base;         // [2, taps, hidden]: of the one before, and of the one after; null: there are none
+    const Linear* projection;  // of the sublayer's input to [2, taps, groups], which are added to the base of each row
+    long taps;
+};
+
 struct Layer {
     const void* attention_norm;
     const Linear* qkv;  // q, k, v stacked
@@ -46,6 +53,8 @@ struct Layer {
     std::optional<Mixture> mixture = {};
     std::optional<BesideNorms> beside = {};
     ExtraInput extra = {};
+    bool is_causal = true;           // whether a row sees its own path; else all rows of its text
+    Convolution attention_conv = {}, mlp_conv = {};
 
     bool has_store() const { return !gates && source < 0; }
 };

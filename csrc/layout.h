@@ -236,6 +236,7 @@ struct Attention {
     const float* remainder;  // [rows, heads, dim + 1] or null: attention to keys outside the store, output and log-sum-exp
     void* out;               // [rows, heads, dim]
     float* lse;              // [rows, heads]: log of the sum of exp(score)
+    bool is_causal = true;   // whether a row sees its own path; else all rows, and `parent` is not read
 };
 
 // The fit of the remainder (longdraft/cache/remainder.py, which names the constants) for `count` heads and rows of n
@@ -325,6 +326,8 @@ struct Kernels {
     void (*sigmoid)(float* x, long count);
     void (*add_weighted)(float* total, const float* x, const int32_t* rows, const float* weights, long count, long width);
     void (*narrow)(bool bf16, const float* x, long count, void* out);
+    void (*convolve)(bool bf16, const void* x, const float* base, const float* moving, long stride, long groups, long taps,
+                     long rows, long width, void* out);
 
     void linear(const Linear& w, const void* x, long rows, void* out, bool keep_float) const {
         const Product product = {&w, x, rows, out, keep_float};

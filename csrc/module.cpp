@@ -338,7 +338,17 @@ NB_MODULE(_cpu, m) {
                         bool is_banned, long count, double within) {
             require_ids(path, choice.vocabulary());
             return pair_of(choice.rank(memory<float>("logits", logits, Type::FLOAT32, {1, choice.vocabulary()}), path.data(),
-                                       static_cast<long>(path.size()), position, is_banned, count, within)); });
+                                       static_cast<long>(path.size()), position, is_banned, count, within)); })
+        .def("shortlists", [](const Choice& choice, const Array& logits, long position, long banned_depth, long count,
+                              const PartOfVocabulary* part) {
+            require(!part || static_cast<long>(part->places.size()) == choice.vocabulary(), "a part of the same vocabulary");
+            require(logits.axes == 2 && count > 0, "logits [places, V], and one guess or more");
+            const long places = logits.shape[0], size = part ? static_cast<long>(part->ids.size()) : choice.vocabulary();
+            std::vector<std::pair<std::vector<int64_t>, std::vector<double>>> found;
+            for (auto& [tokens, scores] : choice.shortlists(memory<float>("logits", logits, Type::FLOAT32, {places, size}), places,
+                                                            position, banned_depth, count, part))
+                found.emplace_back(std::move(tokens), std::move(scores));
+            return found; }, "logits"_a, "position"_a, "banned_depth"_a, "count"_a, "part"_a.none());
 
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Kernels> kernels(m, "Kernels");

@@ -172,6 +172,30 @@ void rope_as(Rows x, const float* cos, const float* sin, long rows, long heads, 
         }
 }
 
+// A convolution over rows [rows, width] whose kernel differs between rows and groups of columns; zeros are before the rows:
+//
+//     out[i, c] = sum over t of (base[t, c] + moving[i, t, c / group]) * x[i - t, c],  rounded
+//
+//   base    [taps, width]
+//   moving  [rows, taps, groups], rows `stride` apart
+// `out` may be x: the last row is computed first.
+template <class T>
+void convolve_as(const void* x, const float* base, const float* moving, long stride, long groups, long taps, long rows,
+                 long width, void* out) {
+    using Element = typename T::Element;
+    const long group = width / groups;
+    for (long i = rows - 1; i >= 0; i--) {
+        const Element* in = static_cast<const Element*>(x) + i * width;
+        Element* to = static_cast<Element*>(out) + i * width;
+        for (long c = 0; c < width; c++) {
+            float total = 0;
+            for (long t = 0; t < std::min(taps, i + 1); t++)
+                total += (base[t * width + c] + moving[i * stride + t * groups + c / group]) * T::widen(in[c - t * width]);
+            to[c] = T::round(total);
+        }
+    }
+}
+
 // The offset, in elements, of element d of a position in a head's keys and values (drawn in layout.h).
 template <class T> long key_at(const Store& s, long place, long d) {
     const long word = ((place / LANES) * (s.padded / T::PER_WORD) + d / T::PER_WORD) * LANES + place % LANES;

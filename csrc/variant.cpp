@@ -125,10 +125,16 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 }  // namespace
 
 extern const Kernels table;
+void convolve(bool bf16, const void* x, const float* base, const float* moving, long stride, long groups, long taps, long rows,
+              long width, void* out) {
+    bf16 ? convolve_as<BF16>(x, base, moving, stride, groups, taps, rows, width, out)
+         : convolve_as<F32>(x, base, moving, stride, groups, taps, rows, width, out);
+}
+
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, mxfp4::pack, quantise_int4, products, embed, take_rows,
                        rms_norm, add, swiglu, gate, rope, write, read, weights, attention, map_remainder, scale,
                        learn_rows, subtract_part, delta, rms_norm_float, geglu, soft_cap_all,
-                       clamped_swiglu, route, sigmoid_all, add_weighted, narrow};
+                       clamped_swiglu, route, sigmoid_all, add_weighted, narrow, convolve};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

@@ -21,7 +21,7 @@ mkdir -p $folder
 PATH="$(dirname "$python"):$PATH"
 short=(tests/unit/test_kernel_bits.py)
 all=("${short[@]}" tests/unit/test_kernels.py tests/unit/test_groups.py tests/unit/test_int4.py tests/unit/test_int8.py
-     tests/promise/test_equality.py)
+     tests/unit/test_gpt_oss.py tests/promise/test_equality.py)
 [ "$extent" = all ] && tests=("${all[@]}") || tests=("${short[@]}")
 
 build() { cmake -S . -B $folder/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLONGDRAFT_CHECK=ON -DPython_EXECUTABLE="$python" "$@" > $folder/log; }
@@ -41,6 +41,8 @@ build -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COM
     -DSKBUILD_SOABI="cpython-${version/./}-aarch64-linux-gnu"
 ninja -C $folder/build
 cp $folder/build/_cpu.*aarch64*.so longdraft/kernels/cpu/
+rm -rf $folder/site/longdraft-*.dist-info  # its entry points are commands, `bench` among them
+cp -r "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/longdraft-*.dist-info $folder/site/
 for processor in max cortex-a76 cortex-a72; do  # with bfloat16, with dot products, without both
     qemu-aarch64-static -L "$root" -cpu $processor $folder/build/kernel_check
 done

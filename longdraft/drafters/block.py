@@ -39,6 +39,7 @@ from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.speculation.routine import atomic
 
 BLOCK = "block"  # the source of the guesses in the statistics
+_LEAST_ROWS = 4  # of a block whose rows see later ones
 
 
 @dataclass(frozen=True)
@@ -179,16 +180,21 @@ class BlockDrafter:
         """The candidates of the places after the text; none while the state of its last row is not known."""
         if not self.rows.read(context):
             return []
-        head, count = self._head, self._num_rows
-        if all(head.config.causal):  # the first rows do not depend on later ones
-            count = min(count, max_depth + (not head.first_guesses))
+        head = self._head
+        count = min(self._num_rows, self._rows_for(max_depth))
         limited = self._vocabulary.model(context) if self._vocabulary else None
         rows = head.block(context.last, len(context) - 1, count, self.rows.stores, limited)
-        shortlists = self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST)
+        shortlists = self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part)
         candidates = head.candidates(rows, context.last, [shortlist.tokens for shortlist in shortlists])
         scale = self._sampler.params.temperature or 1.0
         return [Slot(shortlist.tokens, shortlist.scores, None if own.pairs is None else own.pairs / scale, own.trust)
                 for shortlist, own in zip(shortlists, candidates, strict=False)]
+
+    def _rows_for(self, max_depth: int) -> int:
+        """Rows of a block that guesses so many tokens; a power of two where rows see later ones, whose guesses are a
+        little worse in a short block."""
+        wanted = max_depth + (not self._head.first_guesses)
+        return wanted if all(self._head.config.causal) else max(_LEAST_ROWS, 1 << (wanted - 1).bit_length())
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         self._trees.learn(accepted.tokens)

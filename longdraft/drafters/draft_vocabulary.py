@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from longdraft.errors import UsageError, check
-from longdraft.kernels.cpu.vocabulary import PartOfVocabulary, can_part, part_of_vocabulary
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary, can_take_rows, rows_of_head
 from longdraft.model.transformer import Transformer
 from longdraft.parts.draft_copy import outweighs_cache
 from longdraft.request.context import Context
@@ -53,7 +53,7 @@ def vocabulary_size(asked: VocabularySize, model: Transformer) -> int | None:
     total, head = model.config.vocab_size, model.weights.head
     if asked in (ALL, total):
         return None
-    is_possible = can_part(model.kernels, head)
+    is_possible = can_take_rows(model.kernels, head)
     if asked == AUTO:
         saved = head.nbytes * (1 - _AUTO_SIZE / total) / model.weights_bytes
         pays = total > _AUTO_MIN_VOCABULARY and saved >= _AUTO_MIN_SAVED and outweighs_cache(model)
@@ -77,7 +77,6 @@ class DraftVocabulary:
         self._model, self._size = model, size
         self._counts = np.zeros(model.config.vocab_size, dtype=np.int64)
         self._num_counted = 0
-        self._part: PartOfVocabulary | None = None
         self._limited: Transformer | None = None
         self._is_in: np.ndarray = np.zeros(0, dtype=bool)
         self._made_at = 0
@@ -85,8 +84,9 @@ class DraftVocabulary:
 
     @property
     def nbytes(self) -> int:
-        part = 0 if self._part is None else self._part.nbytes + self._is_in.nbytes
-        return self._counts.nbytes + part
+        limited = self._limited
+        made = limited.part.nbytes + limited.weights.head.nbytes if limited and limited.part else 0
+        return self._counts.nbytes + self._is_in.nbytes + made
 
     def learn(self, verified: Verified) -> None:
         """Count the candidates of verified rows."""
@@ -107,8 +107,9 @@ class DraftVocabulary:
             self._lacks_tokens |= not self._is_in[new].all()
             if not self._lacks_tokens or len(context) < self._made_at + _RENEW_AFTER:
                 return self._limited
-        self._part = part_of_vocabulary(self._model.kernels, self._model.weights.head, self._frequent())
-        self._limited = self._model.with_part_of_vocabulary(self._part)
+        part = PartOfVocabulary(self._frequent(), len(self._counts))
+        head = rows_of_head(self._model.kernels, self._model.weights.head, part)
+        self._limited = self._model.with_part_of_vocabulary(part, head)
         self._made_at, self._lacks_tokens = len(context), False
         return self._limited
 

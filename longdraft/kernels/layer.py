@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows
 from longdraft.kernels.experts import experts_forward
 from longdraft.kernels.interface import KV, HybridOperations, LayerOperations, LayersKV
-from longdraft.kernels.weights import Geometry, LayerWeights
+from longdraft.kernels.weights import Convolution, Geometry, LayerWeights
 
 
 @runtime_checkable
@@ -62,7 +63,8 @@ class _Residuals:
         return x + (output if factor == 1 else output * factor)
 
     def add_mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        output = self._mlp(self.before(x, layer.mlp_norm), layer)
+        source, kernel = _convolved_before(self._ops, self.before(x, layer.mlp_norm), layer.mlp_conv)
+        output = _convolved_after(self._mlp(source, layer), kernel)
         if layer.beside is not None and layer.experts is not None:
             norms = layer.beside
             mixed = experts_forward(self._ops, self.norm(x, norms.experts), layer.experts, self.norm(x, norms.router))
@@ -90,6 +92,7 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     heads, (kv_heads, dim, query_factor) = geometry.num_heads, layer.heads_in(geometry)
     around = _Residuals(ops, geometry)
     source = around.before(x, layer.attention_norm) if source is None else source
+    source, kernel = _convolved_before(ops, source, layer.attention_conv)
     qkv = ops.linear(source, layer.qkv).view(len(x), -1, dim)  # and the gate's heads, if there are any
     content = around.norm(qkv[:, :heads], layer.q_norm)
     if not layer.rotates:
@@ -110,6 +113,8 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
             kv.v.copy_(v[own])
         if kv.remainder is not None:
             kv = kv._replace(remainder=_row_remainders(ops, content[own], kv.remainder))
+        elif not layer.is_causal:  # the rows are a chain; those after a row are its remainder
+            kv = kv._replace(remainder=attention_to_later(q[own], kv.k, kv.v))
         elif layer.sinks is not None:  # a remainder of drafts contains them: it is part of the full attention
             kv = kv._replace(remainder=_of_sinks(layer.sinks, len(kv.k), dim))
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
@@ -118,8 +123,46 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     output = attended.output.flatten(1)
     if layer.is_gated:
         output = ops.gate(output, qkv.flatten(1)[:, end * dim :])
-    output = ops.linear(output, layer.out)
+    output = _convolved_after(ops.linear(output, layer.out), kernel)
     return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer), attended
+
+
+def attention_to_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each row's attention to the rows after it, as `KV.remainder`: [T, H, D + 1] float32.
+
+    q [T, H, D]; k, v [T, Hkv, D]
+    """
+    count, heads, dim = q.shape
+    keys, values = (part.float().repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q.float(), keys) / math.sqrt(dim)
+    scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool, device=q.device).tril(), -torch.inf)
+    total = scores.logsumexp(-1)  # [H, T]; -inf: there are none
+    weights = (scores - total.clamp_min(-1e30)[..., None]).exp()
+    output = torch.einsum("hij,jhd->ihd", weights, values)
+    return torch.cat([output, total.T[..., None]], -1).contiguous()
+
+
+def _convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None) -> tuple[Tensor, Tensor | None]:
+    """Rows [T, hidden] of one text after the convolution before a sublayer, and the kernel [T, taps, hidden] of the one
+    after it."""
+    if conv is None:
+        return x, None
+    _, taps, width = conv.base.shape
+    moving = ops.linear(x, conv.projection, keep_float=True).view(len(x), 2, taps, -1)
+    kernel = conv.base + moving.repeat_interleave(width // moving.shape[3], 3)
+    return _convolved(x, kernel[:, 0]), kernel[:, 1]
+
+
+def _convolved_after(x: Tensor, kernel: Tensor | None) -> Tensor:
+    return x if kernel is None else _convolved(x, kernel)
+
+
+def _convolved(x: Tensor, kernel: Tensor) -> Tensor:
+    """sum over t of kernel[i, t] * x[i - t] for rows x [T, hidden]; zeros are before the first row."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for tap in range(min(kernel.shape[1], len(x))):
+        total[tap:] += kernel[tap:, tap] * x[: len(x) - tap].float()
+    return total.to(x.dtype)
 
 
 def layer_end(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, given: Tensor) -> Tensor:

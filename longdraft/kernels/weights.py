@@ -99,6 +99,17 @@ class ExtraInput(NamedTuple):
     norm: Tensor
 
 
+class Convolution(NamedTuple):
+    """Convolutions over a text's rows before and after a sublayer (DFlash2). Kernels depend on the sublayer's input.
+
+    base        [2, taps, hidden] float32
+    projection  [2 * taps * groups, hidden], to numbers that are added to the base of each row; taps are rows before
+    """
+
+    base: Tensor
+    projection: Linear
+
+
 class LayerWeights(NamedTuple):
     """The weights of a decoder layer. Norms are [hidden] in the model's dtype, or in float32 with `rounds_once`.
 
@@ -122,6 +133,8 @@ class LayerWeights(NamedTuple):
              None: it has its own
     beside   norms of a mixture beside the MLP, whose outputs are added before `mlp_post_norm`
     is_gated the attention's output is multiplied by sigmoid(gate)
+    is_causal       whether a row sees its own path; else it sees all rows of its text in the forward, which are a chain
+    attention_conv  convolutions around the attention; mlp_conv around the MLP; None: there are none
     delta    a state in place of attention and KV rows (delta.py); with it `gates`: b and a [2 Hv, hidden]
     """
 
@@ -149,11 +162,15 @@ class LayerWeights(NamedTuple):
     beside: BesideNorms | None = None
     extra: ExtraInput | None = None
     source: int | None = None
+    is_causal: bool = True
+    attention_conv: Convolution | None = None
+    mlp_conv: Convolution | None = None
 
     @property
     def linears(self) -> list[Linear]:
         """Every matrix that each row is multiplied with. Those of chosen experts are not among them."""
-        linears = [self.qkv, self.out, self.gate_up, self.down, self.gates, *(self.extra[:2] if self.extra else ())]
+        linears = [self.qkv, self.out, self.gate_up, self.down, self.gates, *(self.extra[:2] if self.extra else ()),
+                   *(conv.projection for conv in (self.attention_conv, self.mlp_conv) if conv)]
         if self.experts is not None:
             linears += [self.experts.router, *(self.experts.shared or ()), self.experts.shared_gate]
         return [linear for linear in linears if linear is not None]

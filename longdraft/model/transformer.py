@@ -181,15 +181,15 @@ class Transformer:
         other._rope = RopeTable(config, length, self.kernels.device)
         return other
 
-    def with_part_of_vocabulary(self, part: PartOfVocabulary) -> Transformer:
+    def with_part_of_vocabulary(self, part: PartOfVocabulary, head: Linear) -> Transformer:
         """The model with logits of some tokens; those of all others are -inf. The other weights are shared.
 
-        part  made from this model's head
+        head  the rows of this model's head for them
         """
         other = copy.copy(self)
         for made in ("_logits_source", "_shared_choices", "_chain_layers", "weights_bytes"):  # of another head
             other.__dict__.pop(made, None)
-        other.weights, other.part = self.weights._replace(head=part.head), part
+        other.weights, other.part = self.weights._replace(head=head), part
         return other
 
     @property

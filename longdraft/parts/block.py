@@ -10,8 +10,9 @@ A block is the text's last token, whose state does not exist yet, and masks, emb
     rows        text    text  | token   mask    mask       the block: all of them, or those before them
     guesses                            of p + 1 of p + 2   or, where the first row guesses: of p + 1, p + 2, p + 3
 
-Attention among the block's rows joins that to the text's rows as the remainder of `KV`: each row's attention to the
-other rows of the block, as an output and its log-sum-exp. So no kernel has to know about blocks.
+The layers run as those of a model do, in one call: rows that see those before them are a chain of draft rows, and
+`LayerWeights.is_causal` says that they see all. Layers with different windows see different numbers of rows, so each
+run of layers with one window is a decoder.
 
 The guesses of a block do not depend on each other. DSpark adds to the logits of a slot a term for the token before it,
 and DFlash2 scores pairs of neighbouring candidates (`pairs`); DFlash2 also mixes neighbouring rows by convolutions.
@@ -20,9 +21,10 @@ longdraft/parts/block_config.py has the kinds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -30,31 +32,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.kernels import KV, Kernels, KVStore, LayerWeights, Linear
+from longdraft.kernels import Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
+from longdraft.kernels.interface import parents_tensor
 from longdraft.model.rope import RopeTable
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 from longdraft.parts.block_config import BlockConfig
-
-
-class Convolution(NamedTuple):
-    """DFlash2's convolutions before and after a sublayer.
-
-    base        [2, taps, hidden] float32
-    projection  to 2 * taps * groups numbers that are added to the base of each row
-    """
-
-    base: Tensor
-    projection: Linear
-
-
-class BlockLayer(NamedTuple):
-    """A layer, its projection to keys and values alone, and its convolutions around attention and MLP."""
-
-    weights: LayerWeights
-    kv: Linear
-    attention_conv: Convolution | None = None
-    mlp_conv: Convolution | None = None
 
 
 class PairTerms(NamedTuple):
@@ -76,6 +60,7 @@ class BlockWeights(NamedTuple):
     """The packed weights. None: the head does not have the part.
 
     embedding  the head's own table; None: the target's
+    kv         [L 2 Hkv D, hidden]: the projections of all layers to keys and values
     head       its own output head; None: the target's
     ids        [draft vocabulary] int64: the target's id of each token; None: the same ids
     """
@@ -83,7 +68,8 @@ class BlockWeights(NamedTuple):
     embedding: Linear | None
     fc: Linear
     hidden_norm: Tensor
-    layers: tuple[BlockLayer, ...]
+    kv: Linear
+    layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Linear | None
     ids: Tensor | None
@@ -91,11 +77,16 @@ class BlockWeights(NamedTuple):
 
 
 class SlotRows(NamedTuple):
-    """The rows [S, hidden] that guess the S slots, after the last norm, and their logits [S, V] over the target's
-    vocabulary; -inf for tokens that the head does not have."""
+    """The rows [S, hidden] that guess the S slots, after the last norm, and their logits [S, N] of the tokens `part`;
+    None: of the target's vocabulary."""
 
     normed: Tensor
     logits: Tensor
+    part: PartOfVocabulary | None
+
+    def whole(self) -> Tensor:
+        """Logits [S, V] of the target's vocabulary; -inf for tokens that the head does not have."""
+        return self.logits if self.part is None else self.part.whole(self.logits)
 
 
 class Candidates(NamedTuple):
@@ -118,6 +109,7 @@ class BlockHead:
         self.kernels = local_kernels(target.kernels)  # every rank has the head whole
         self._weights, self._target = weights, target
         self._rope = RopeTable(config.layer, 1, self.kernels.device)
+        self._part = None if weights.ids is None else PartOfVocabulary(weights.ids, target.config.vocab_size)
 
     def reading(self, layers: Sequence[int], **flags: object) -> BlockHead:
         """This head with another meaning of its config.json. Weights are shared."""
@@ -143,17 +135,17 @@ class BlockHead:
 
         states  [taps, T, target's hidden] of the target at these positions
         """
-        layer, weights = self.config.layer, self._weights
+        weights, sizes = self._weights, self.config.layer
         joined = torch.cat([states[self.taps.index(each)] for each in self.layers], 1)
         c = self._norm(self.kernels.linear(joined, weights.fc), weights.hidden_norm)
-        cos, sin = self.rotations(positions)
-        keys, values = [], []
-        for each in weights.layers:
-            kv = self.kernels.linear(c, each.kv).view(len(c), 2 * layer.num_kv_heads, layer.head_dim)
-            k, v = kv[:, : layer.num_kv_heads], kv[:, layer.num_kv_heads :]
-            keys.append(self.kernels.rope(self._head_norm(k, each.weights.k_norm), cos, sin))
-            values.append(v)
-        return torch.stack(keys), torch.stack(values)
+        both = self.kernels.linear(c, weights.kv).view(len(c), sizes.num_layers, 2, sizes.num_kv_heads, sizes.head_dim)
+        k, v = both.permute(2, 1, 0, 3, 4)
+        if weights.layers[0].k_norm is not None:
+            k = torch.stack([self._norm(own.reshape(-1, sizes.head_dim), layer.k_norm).view(own.shape)
+                             for own, layer in zip(k, weights.layers, strict=True) if layer.k_norm is not None])
+        heads = k.transpose(0, 1).reshape(len(c), -1, sizes.head_dim)
+        turned = self.kernels.rope(heads, *self.rotations(positions))
+        return turned.view(len(c), sizes.num_layers, sizes.num_kv_heads, sizes.head_dim).transpose(0, 1), v
 
     def block(self, last: int, position: int, num_rows: int, stores: Sequence[tuple[KVStore, int]],
               limited: Transformer | None = None) -> SlotRows:
@@ -168,47 +160,38 @@ class BlockHead:
         if config.embedding_scale != 1:
             x = x * config.embedding_scale
         cos, sin = self.rotations(range(position, position + num_rows))
-        for layer, (store, length), is_causal in zip(weights.layers, stores, config.causal, strict=True):
-            x = self._layer(x, layer, cos, sin, store, length, is_causal)
+        parents = parents_tensor(tuple(range(-1, num_rows - 1)))
+        for run, decoder in self._runs:
+            k, v = (x.new_empty(len(run), num_rows, config.layer.num_kv_heads, config.layer.head_dim) for _ in range(2))
+            seen = [stores[layer] for layer in run]
+            x, _ = decoder.forward(x, cos, sin, [LayersKV([store for store, _ in seen], seen[0][1], k, v)], parents)
         normed = self._norm(x if self.first_guesses else x[1:], weights.norm)
-        return SlotRows(normed, self._logits(normed, limited or self._target))
+        return self._guesses(normed, limited or self._target)
 
-    def _layer(self, x: Tensor, layer: BlockLayer, cos: Tensor, sin: Tensor, store: KVStore, length: int,
-               is_causal: bool) -> Tensor:
-        kernels, sizes, weights = self.kernels, self.config.layer, layer.weights
-        heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
-        source, kernel = _mixed(kernels, self._norm(x, weights.attention_norm), layer.attention_conv)
-        qkv = kernels.linear(source, weights.qkv).view(len(x), heads + 2 * kv_heads, sizes.head_dim)
-        q = kernels.rope(self._head_norm(qkv[:, :heads], weights.q_norm), cos, sin)
-        k = kernels.rope(self._head_norm(qkv[:, heads : heads + kv_heads], weights.k_norm), cos, sin)
-        v = qkv[:, heads + kv_heads :].contiguous()
-        kv = KV(store, length, k, v, attention_to_others(q, k, v, is_causal))
-        alone = torch.full((len(x),), -1, dtype=torch.int32)  # the kernel shows each row the text and itself
-        attended = kernels.attention(q, kv, alone).output.flatten(1)
-        x = x + _mixed_after(kernels.linear(attended, weights.out), kernel)
-        source, kernel = _mixed(kernels, self._norm(x, weights.mlp_norm), layer.mlp_conv)
-        assert weights.gate_up is not None and weights.down is not None
-        inner = kernels.swiglu(kernels.linear(source, weights.gate_up))
-        return x + _mixed_after(kernels.linear(inner, weights.down), kernel)
+    @cached_property
+    def _runs(self) -> list[tuple[range, Decoder]]:
+        """Neighbouring layers with one window, and their decoder."""
+        config, sizes, runs = self.config, self.config.layer, []
+        geometry = Geometry(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.rms_norm_eps)
+        for _, places in groupby(range(sizes.num_layers), lambda layer: config.windows[layer]):
+            own = list(places)
+            layers = [self._weights.layers[layer]._replace(is_causal=config.causal[layer]) for layer in own]
+            runs.append((range(own[0], own[-1] + 1), self.kernels.new_decoder(layers, geometry)))
+        return runs
 
-    def _logits(self, normed: Tensor, target: Transformer) -> Tensor:
+    def _guesses(self, normed: Tensor, target: Transformer) -> SlotRows:
         config, weights = self.config, self._weights
         if weights.head is None:
-            logits = target.kernels.linear(normed, target.weights.head, keep_float=True)
+            logits, part = target.kernels.linear(normed, target.weights.head, keep_float=True), target.part
         else:
-            logits = self.kernels.linear(normed, weights.head, keep_float=True)
+            logits, part = self.kernels.linear(normed, weights.head, keep_float=True), self._part
         if config.logits_scale != 1:
             logits = logits * config.logits_scale
         if config.logits_cap:
             logits = self.kernels.soft_cap(logits, config.logits_cap)
-        if weights.head is None and target.part is not None:
-            logits = target.part.whole(logits)
-        if weights.ids is not None:
-            spread = logits.new_full((len(logits), target.config.vocab_size), -torch.inf)
-            spread[:, weights.ids] = logits
-            logits = spread
-        logits[:, config.mask_token] = -torch.inf  # never a token of a text
-        return logits
+        ids = torch.arange(logits.shape[1], device=logits.device) if part is None else part.ids
+        logits = logits.masked_fill(ids == config.mask_token, -torch.inf)  # never a token of a text
+        return SlotRows(normed, logits, part)
 
     def candidates(self, rows: SlotRows, last: int, tokens: Sequence[Sequence[int]]) -> list[Candidates]:
         """What the head says about pairs of candidates and about each slot, from the candidates of all slots, best
@@ -249,41 +232,3 @@ class BlockHead:
         if weight is None:
             return x.contiguous()
         return self._norm(x.reshape(-1, x.shape[2]), weight).view(x.shape)
-
-
-def attention_to_others(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """Each row's attention to the other rows of its block, to those before it if `is_causal`: [T, H, D + 1] float32, an
-    output and its log-sum-exp, as in `KV.remainder`. q [T, H, D]; k, v [T, Hkv, D]"""
-    count, heads, dim = q.shape
-    keys, values = (part.float().repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q.float(), keys) / math.sqrt(dim)
-    hidden = torch.eye(count, dtype=torch.bool, device=q.device)
-    if is_causal:
-        hidden = torch.ones_like(hidden).triu()
-    scores = scores.masked_fill(hidden, -torch.inf)
-    total = scores.logsumexp(-1)  # [H, T]; -inf: there are no others
-    weights = (scores - total.clamp_min(-1e30)[..., None]).exp()
-    output = torch.einsum("hij,jhd->ihd", weights, values)
-    return torch.cat([output, total.T[..., None]], -1).contiguous()
-
-
-def _mixed(kernels: Kernels, x: Tensor, conv: Convolution | None) -> tuple[Tensor, Tensor | None]:
-    """Rows after the convolution before a sublayer, and the kernel [T, taps, hidden] of the one after it."""
-    if conv is None:
-        return x, None
-    _, taps, width = conv.base.shape
-    moving = kernels.linear(x, conv.projection, keep_float=True).view(len(x), 2, taps, -1)
-    kernel = conv.base + moving.repeat_interleave(width // moving.shape[3], 3)
-    return _convolved(x, kernel[:, 0]), kernel[:, 1]
-
-
-def _mixed_after(x: Tensor, kernel: Tensor | None) -> Tensor:
-    return x if kernel is None else _convolved(x, kernel)
-
-
-def _convolved(x: Tensor, kernel: Tensor) -> Tensor:
-    """sum over t of kernel[i, t] * x[i - t] for rows x [T, hidden]; zeros are before the block."""
-    total = torch.zeros_like(x, dtype=torch.float32)
-    for tap in range(kernel.shape[1]):
-        total[tap:] += kernel[tap:, tap] * x[: len(x) - tap].float()
-    return total.to(x.dtype)

@@ -11,9 +11,11 @@ from typing import Any
 from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
+from longdraft.kernels import LayerWeights
+from longdraft.kernels.weights import Convolution
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
-from longdraft.parts.block import BlockHead, BlockLayer, BlockWeights, Convolution, PairTerms
+from longdraft.parts.block import BlockHead, BlockWeights, PairTerms
 from longdraft.parts.block_config import BlockConfig, read_block_config
 from longdraft.parts.block_probe import likeliest
 from longdraft.parts.draft_copy import SAME, head_format
@@ -132,12 +134,12 @@ def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConf
             return None
         return Convolution(tensors.tensor(f"{part}.base_kernel").float(), tensors.pack(f"{part}.kernel_projection"))
 
-    def read_layer(index: int) -> BlockLayer:
-        part = f"layers.{index}"
-        return BlockLayer(tensors.layer(index, layer.head_norms != "none"),
-                          tensors.pack(f"{part}.self_attn.k_proj", f"{part}.self_attn.v_proj", quantize=quantize),
-                          convolution(f"{part}.attention_conv"), convolution(f"{part}.mlp_conv"))
+    def read_layer(index: int) -> LayerWeights:
+        weights = tensors.layer(index, layer.head_norms != "none")
+        return weights._replace(attention_conv=convolution(f"layers.{index}.attention_conv"),
+                                mlp_conv=convolution(f"layers.{index}.mlp_conv"))
 
+    of_text = [f"layers.{index}.self_attn.{name}_proj" for index in range(layer.num_layers) for name in "kv"]
     pairs = None
     if config.kind == "dspark":
         trust = tensors.pack(_CONFIDENCE) if f"{_CONFIDENCE}.weight" in shapes else None
@@ -149,7 +151,8 @@ def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConf
         pairs = PairTerms(first, second, gate=tensors.pack("candidate_selector.hidden_projection"))
     return BlockWeights(
         tensors.pack("embed_tokens") if "embed_tokens.weight" in names else None, tensors.pack("fc", quantize=quantize),
-        tensors.norm("hidden_norm"), tuple(read_layer(index) for index in range(layer.num_layers)),
+        tensors.norm("hidden_norm"), tensors.pack(*of_text, quantize=quantize),
+        tuple(read_layer(index) for index in range(layer.num_layers)),
         tensors.norm("norm"),
         tensors.pack("lm_head", quantize=of_head) if "lm_head.weight" in names else None,
         None if ids is None else ids.to(kernels.device), pairs)

@@ -78,9 +78,10 @@ def _score(head: BlockHead, text: ReadText) -> _Score:
     # From the end: attention may write a block's rows to the positions after the rows that it sees.
     for place in sorted({1 + (count - 2 - slots) * step // _NUM_BLOCKS for step in range(_NUM_BLOCKS)}, reverse=True):
         rows = head.block(text.ids[place], place, head.config.block_size, [(store, place) for store in stores])
+        logits = rows.whole()
         wanted = text.choices[place : place + slots]
-        said = rows.logits[:slots].log_softmax(-1).gather(1, wanted[:, None])[:, 0]
+        said = logits[:slots].log_softmax(-1).gather(1, wanted[:, None])[:, 0]
         likelihoods.append(said[said.isfinite()])
-        first.append(bool(rows.logits[0].argmax() == wanted[0]))
+        first.append(bool(logits[0].argmax() == wanted[0]))
     joined = torch.cat(likelihoods)
     return _Score(float(joined.mean()) if len(joined) else -torch.inf, sum(first) / len(first))

@@ -18,6 +18,7 @@ from torch import Tensor
 from longdraft.kernels.chain_plan import Ranked, Ranker
 from longdraft.kernels.cpu import native
 from longdraft.kernels.cpu.chain import CompiledRanker
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
@@ -67,6 +68,12 @@ class FastSampler:
         return Ranked(*self._native.rank(row, path, len(context) + known, known < self._left(context), num,
                                          within))
 
+    def shortlists(self, logits: Tensor, context: Context, num: int,
+                   part: PartOfVocabulary | None) -> list[tuple[list[int], list[float]]]:
+        self._update(context)
+        rows = self._rows(logits, None if part is None else len(part.ids))
+        return self._native.shortlists(rows, len(context), self._left(context), num, part.native if part else None)
+
     def ranker(self, context: Context, width: int, within: float) -> Ranker:
         """See `Sampler.ranker`."""
         self._update(context)
@@ -83,9 +90,9 @@ class FastSampler:
             self._native.extend(new)
             self._num_seen = len(context)
 
-    def _rows(self, logits: Tensor) -> Tensor:
+    def _rows(self, logits: Tensor, width: int | None = None) -> Tensor:
         rows = logits
         if rows.dtype != torch.float32 or rows.device.type != "cpu" or not rows.is_contiguous():
             rows = logits.detach().to("cpu", torch.float32).contiguous()
-        assert rows.ndim == 2 and rows.shape[1] == self._vocabulary, "logits [R, V] of one vocabulary"
+        assert rows.ndim == 2 and rows.shape[1] == (width or self._vocabulary), "logits [R, V] of one vocabulary"
         return rows

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from longdraft.kernels import Kernels, noise
 from longdraft.kernels.chain_plan import Ranked, Ranker
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.launched import LaunchedWork, finished
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -193,13 +194,28 @@ class Sampler:
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
         return Ranked([token for score, token in ranked if score >= ranked[0][0] - within], lead)
 
-    def shortlists(self, logits: torch.Tensor, context: Context, num: int) -> list[Shortlist]:
+    def shortlists(self, logits: torch.Tensor, context: Context, num: int,
+                   part: PartOfVocabulary | None = None) -> list[Shortlist]:
         """A drafter's `num` best guesses for each of the places after the text, from their logits [places, V].
+
+        part  the tokens that the drafter has: logits [places, N] are of these alone; None: the whole vocabulary
 
         As `ranked` with no path and as many unknown tokens in between as there are places before; logits of a device
         are copied to the host once.
         """
-        rows, shortlists = logits.detach().float().cpu(), []
+        rows, positions = logits.detach().float().cpu(), range(len(context), len(context) + len(logits))
+        masks = [self._mask(context, ())] + [None] * (len(rows) - 1) if self._grammar and len(rows) else None
+        if part is not None and (not self._is_fast or masks or len(self._bias[0]) or self._bans[0] in positions):
+            rows, part = part.whole(rows), None
+        if self._is_fast and len(rows):
+            compiled = self._compiled(context, part.size if part else rows.shape[1])
+            found = compiled.shortlists(self._biased(rows, positions, masks), context, num, part)
+            return [Shortlist(tokens, np.array(scores)) for tokens, scores in found]
+        return self._shortlists(rows, context, num)
+
+    def _shortlists(self, rows: torch.Tensor, context: Context, num: int) -> list[Shortlist]:
+        """As `shortlists`, by `ranked`."""
+        shortlists = []
         for ahead, row in enumerate(rows):
             tokens = np.array(self.ranked(row, context, (), num, ahead).tokens, dtype=np.int64)
             position = len(context) + ahead

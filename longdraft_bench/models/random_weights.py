@@ -26,7 +26,7 @@ from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import Pick
-from longdraft.parts.block import BlockHead, BlockLayer, BlockWeights
+from longdraft.parts.block import BlockHead, BlockWeights
 from longdraft.parts.block_config import BlockConfig
 from longdraft.parts.eagle import Eagle, EagleWeights
 from longdraft.parts.eagle_config import EagleConfig
@@ -188,17 +188,17 @@ def random_block(target: Transformer, shape: BlockShape) -> BlockHead:
         layers=taps, other_layers=taps, block_size=shape.rows, mask_token=0, windows=(0,) * shape.layers,
         causal=(False,) * shape.layers, says_causal=True, first_guesses=False, adjacent=False, draft_vocab_size=count)
 
-    def layer() -> BlockLayer:
+    def layer() -> LayerWeights:
         own = [made.matrix(*size, shape.quantize) for size in (
-            (heads + 2 * keys, width), (width, heads), (2 * inner, width), (width, inner), (2 * keys, width))]
-        return BlockLayer(LayerWeights(made.norm(width), own[0], own[1], made.norm(width), own[2], own[3]), own[4])
+            (heads + 2 * keys, width), (width, heads), (2 * inner, width), (width, inner))]
+        return LayerWeights(made.norm(width), own[0], own[1], made.norm(width), own[2], own[3])
 
     of_head = "none" if shape.quantize == "none" else "int8"
     ids = torch.arange(count, device=target.kernels.device) if shape.vocabulary and count < config.vocab_size else None
     weights = BlockWeights(
         None, made.matrix(width, len(taps) * width, shape.quantize), made.norm(width),
-        tuple(layer() for _ in range(shape.layers)), made.norm(width),
-        made.matrix(count, width, of_head) if shape.vocabulary else None, ids)
+        made.matrix(shape.layers * 2 * keys, width, shape.quantize), tuple(layer() for _ in range(shape.layers)),
+        made.norm(width), made.matrix(count, width, of_head) if shape.vocabulary else None, ids)
     return BlockHead(about, weights, target, taps)
 
 

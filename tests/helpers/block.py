@@ -182,6 +182,11 @@ def write_block_gguf(file: Path, shape: Shape, **changes: object) -> None:
                    "dflash.selector_rank": shape.rank}
     stored = {}
     for name, tensor in shape.tensors.items():
+        if name == "t2d":
+            continue  # the converter leaves it out
+        if name == "d2t":
+            stored[name] = gguf_files.TYPE_IDS["I64"], tensor.shape, tensor.long().numpy().tobytes()
+            continue
         stem, _, suffix = name.rpartition(".")
         stem, suffix = (stem, suffix) if suffix in ("weight", "bias") else (name, "weight")
         if stem.startswith("layers."):

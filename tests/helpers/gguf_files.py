@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q3_K": 11, "Q4_K": 12,
-            "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39}
+            "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "I32": 26, "I64": 27, "BF16": 30, "MXFP4": 39}
 _FORMS = {"u32": (4, "I"), "i32": (5, "i"), "f32": (6, "f"), "bool": (7, "?"), "u64": (10, "Q"), "u8": (0, "B")}
 
 Stored = tuple[int, Sequence[int], bytes]  # type, shape as PyTorch has it, data

@@ -107,8 +107,8 @@ def test_a_head_computes_what_it_was_trained_to_compute(tiny, tmp_path, target, 
     wanted = slow.rows(states_of(model, IDS, head.layers)[:, :-1], IDS[-1])
     assert_close(found.normed, wanted)
     has = made.ids != MASK
-    assert_close(found.logits[:, made.ids[has]], slow.logits(wanted)[:, has])
-    assert (found.logits == -torch.inf).sum(1).tolist() == [VOCAB - int(has.sum())] * len(wanted)
+    assert_close(found.whole()[:, made.ids[has]], slow.logits(wanted)[:, has])
+    assert (found.whole() == -torch.inf).sum(1).tolist() == [VOCAB - int(has.sum())] * len(wanted)
 
     tokens = [made.ids[has][place : place + 4].tolist() for place in range(len(wanted))]
     before, best = [IDS[-1]], IDS[-1]
@@ -130,9 +130,10 @@ def test_the_layouts_of_one_head_give_the_same_guesses(tiny, tmp_path, shape):
     assert torch.equal(*rows)
 
 
-@pytest.mark.parametrize("shape", ["DFlash", "a window and none", "first row guesses", "DSpark", "DFlash2"])
+@pytest.mark.parametrize("shape", ["DFlash", "a window and none", "first row guesses", "draft vocabulary", "DSpark",
+                                   "DFlash2"])
 def test_a_head_in_gguf_is_the_same_head(tiny, tmp_path, shape):
-    flags = SHAPES[shape] | dict(draft_vocab=VOCAB, causal=SHAPES[shape].get("causal", False))
+    flags = SHAPES[shape] | dict(causal=SHAPES[shape].get("causal", False))
     made, model, rows = Shape(**flags), load(tiny["gqa"]), []
     write_block(tmp_path, made)
     write_block_gguf(tmp_path / "head.gguf", made)
@@ -208,7 +209,7 @@ def test_a_head_that_is_fed_wrongly_is_found(tiny, tmp_path, target, mutant):
         head = head.reading((1, 2, 2))
     elif mutant == "a norm on the text":
         weights = head._weights
-        norm = weights.hidden_norm * weights.layers[0].weights.attention_norm
+        norm = weights.hidden_norm * weights.layers[0].attention_norm
         head._weights = weights._replace(hidden_norm=norm)
     elif mutant == "window off by the block":
         head = head.reading(head.layers, windows=(9 - made.block,) * 2)
@@ -236,28 +237,36 @@ def test_candidates_are_ranked_with_the_noise_of_their_positions(tiny, tmp_path)
 
 @pytest.mark.parametrize("shape", ["DFlash", "DSpark", "DFlash2", "causal, as JetSpec"])
 def test_the_tree_is_that_of_the_slow_head(tiny, tmp_path, target, shape):
-    """From its logits and pair terms; a limit of the depth cuts it, and shortens a causal block without a change."""
+    """From its logits and pair terms. A limit of the depth shortens the block: rows that see later ones then guess
+    otherwise."""
     made, model = Shape(**SHAPES[shape]), load(tiny["gqa"])
     write_block(tmp_path, made)
     head, params = load_block(tmp_path, model), SamplingParams(seed=5, temperature=0.7)
     drafter, context = read(model, head, IDS, params=params)
-    slow = slow_of(made, target)
-    rows = slow.rows(states_of(model, IDS, head.layers)[:, :-1], IDS[-1])
+    states = states_of(model, IDS, head.layers)[:, :-1]
+    for depth, rows in ((9, made.block), (2, made.block if all(made.is_causal) else 4), (1, 4)):
+        made.block = rows
+        slots = slow_slots(slow_of(made, target), states, context, params)
+        wanted = MarginalTrees("block").grow(IDS[-1], slots[:depth], 8)
+        tree = run_alone(drafter.propose(context, depth))
+        assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
+        assert tree.rates[1:] == pytest.approx(wanted.rates[1:], abs=1e-3)
+
+
+def slow_slots(slow: SlowBlock, states: torch.Tensor, context: Context, params: SamplingParams) -> list[Slot]:
+    """The slots of a block after a text with these states."""
+    made, rows = slow.shape, slow.rows(states, context.last)
     logits = torch.full((len(rows), VOCAB), -torch.inf)
     logits[:, made.ids] = slow.logits(rows)
     logits[:, MASK] = -torch.inf
-    slots, before, best = [], [IDS[-1]], IDS[-1]
+    slots, before, best = [], [context.last], context.last
     for row, shortlist in zip(rows, Sampler(params).shortlists(logits, context, 16), strict=True):
         places = torch.searchsorted(made.ids, torch.tensor(shortlist.tokens))
         pairs = torch.stack([slow.pair_term(row, token)[places] for token in before]).double().numpy() / 0.7
         slots.append(Slot(shortlist.tokens, shortlist.scores, None if made.kind == "dflash" else pairs,
                           slow.trust(row, best)))
         before, best = shortlist.tokens, shortlist.tokens[0]
-    for depth in (9, 2, 1):
-        wanted = MarginalTrees("block").grow(IDS[-1], slots[:depth], 8)
-        tree = run_alone(drafter.propose(context, depth))
-        assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
-        assert tree.rates[1:] == pytest.approx(wanted.rates[1:], abs=1e-3)
+    return slots
 
 
 # Files.
@@ -374,11 +383,11 @@ def test_a_draft_vocabulary_gives_the_same_logits_of_its_tokens(tiny, tmp_path):
     model = load(tiny["mha"])
     head = make_block(tmp_path, model)
     drafter, context = read(model, head, IDS)
-    whole = slots_of(drafter, context).logits
+    all_logits = slots_of(drafter, context).logits
     limited = DraftVocabulary(model, 100).model(context)
-    some = head.block(context.last, len(context) - 1, head.config.block_size, drafter.rows.stores, limited).logits
+    some = head.block(context.last, len(context) - 1, head.config.block_size, drafter.rows.stores, limited).whole()
     assert (some > -torch.inf).sum() == 99 * len(some), "the mask is one of them"
-    assert torch.equal(some[some > -torch.inf], whole[some > -torch.inf])
+    assert torch.equal(some[some > -torch.inf], all_logits[some > -torch.inf])
 
 
 @pytest.mark.parametrize("shape", ["DFlash", "DFlash2, draft vocabulary"])
@@ -403,9 +412,11 @@ def test_a_head_that_lies_changes_nothing(tiny, tmp_path, monkeypatch, lie):
         own = block.BlockHead.context
         monkeypatch.setattr(block.BlockHead, "context", lambda *given: tuple(x * torch.nan for x in own(*given)))
     elif lie == "NaN logits":
-        monkeypatch.setattr(block.BlockHead, "_logits", lambda self, x, target: torch.full((len(x), VOCAB), torch.nan))
+        monkeypatch.setattr(block.BlockHead, "_guesses",
+                            lambda self, x, target: block.SlotRows(x, torch.full((len(x), VOCAB), torch.nan), None))
     else:
-        monkeypatch.setattr(block.BlockHead, "_logits", lambda self, x, target: torch.eye(VOCAB)[[MASK] * len(x)] * 99)
+        monkeypatch.setattr(block.BlockHead, "_guesses",
+                            lambda self, x, target: block.SlotRows(x, torch.eye(VOCAB)[[MASK] * len(x)] * 99, None))
     params, tally = SamplingParams(max_new_tokens=30, seed=5, min_p=0.05), Tally()
     written = generate(model, prompt_of(40), params, by_name("block", block=head, suffix="false"), tally=tally)
     assert written == generate(model, prompt_of(40), params, by_name("plain"))

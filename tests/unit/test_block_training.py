@@ -71,7 +71,7 @@ def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name, changes):
         with torch.no_grad():
             logits = task.module.logits(block, before)
         for slot, own in enumerate(head.candidates(found, IDS[start], tokens)):
-            said = found.logits[slot, tokens[slot]] + (0 if own.pairs is None else torch.from_numpy(own.pairs[0]))
+            said = found.whole()[slot, tokens[slot]] + (0 if own.pairs is None else torch.from_numpy(own.pairs[0]))
             own_places = torch.searchsorted(task.module.ids, torch.tensor(tokens[slot]))
             torch.testing.assert_close(said.float(), logits[slot, own_places], atol=5e-3, rtol=1e-3)
 

@@ -14,7 +14,7 @@ from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.draft_vocabulary import ALL, AUTO, DraftVocabulary, check_draft_vocabulary, vocabulary_size
 from longdraft.drafters.self_draft import MagicDecOptions
 from longdraft.errors import UsageError
-from longdraft.kernels.cpu.vocabulary import part_of_vocabulary
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary, rows_of_head
 from longdraft.model.transformer import Forward, chain_rows
 from longdraft.parts import draft_copy
 from longdraft.request.context import Context
@@ -26,8 +26,8 @@ from longdraft.speculation.drafter import Verified
 def test_logits_of_a_part_are_those_of_the_whole_head(tiny, quantize, dtype):
     model = load(tiny["gqa"], dtype, quantize=quantize)
     ids = torch.tensor([0, 3, 4, 63, 64, 65, 127, 128, 200, VOCAB - 1])
-    part = part_of_vocabulary(model.kernels, model.weights.head, ids)
-    limited = model.with_part_of_vocabulary(part)
+    part = PartOfVocabulary(ids, model.config.vocab_size)
+    limited = model.with_part_of_vocabulary(part, rows_of_head(model.kernels, model.weights.head, part))
     whole, some = (m.forward(chain_rows(prompt_of(9), 0), m.new_cache(), 9).logits for m in (model, limited))
     assert torch.equal(some[:, ids], whole[:, ids])
     assert (some.isneginf().sum(1) == VOCAB - len(ids)).all()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
@@ -70,6 +72,25 @@ def test_the_compiled_sampler_agrees_with_the_python_sampler(data):
             compiled, obvious = (sampler.ranked(rows[0], context, path, num, ahead, within) for sampler in samplers)
             assert compiled == obvious
         context.extend(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9)))
+
+
+@pytest.mark.skipif(not FastSampler.supports(SamplingParams()), reason="the compiled module is missing")
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_compiled_shortlists_of_a_part_of_the_vocabulary_are_those_of_the_python_sampler(data):
+    params, banned = data.draw(sampling()), data.draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=3))
+    ids = sorted(data.draw(st.sets(st.integers(0, VOCABULARY - 1), min_size=9)))
+    part = data.draw(st.sampled_from([PartOfVocabulary(torch.tensor(ids), VOCABULARY), None]))
+    context = Context(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=50)))
+    rows = data.draw(logits(data.draw(st.integers(1, 4))))
+    assume(all(row.unique().numel() == VOCABULARY for row in rows))  # among equal ones beyond the support any may come
+    rows = rows if part is None else rows[:, ids].contiguous()
+    bias = data.draw(st.sampled_from([(), ((3, 2.5), (7, -4.0))]))
+    params = replace(params, logit_bias=bias)
+    samplers = [Sampler(params, banned, is_fast) for is_fast in (True, False)]
+    compiled, obvious = (sampler.shortlists(rows, context, 6, part) for sampler in samplers)
+    for one, other in zip(compiled, obvious, strict=True):
+        assert one.tokens == other.tokens and one.scores.tolist() == other.scores.tolist()
 
 
 @pytest.mark.parametrize("setting", [dict(eta_cutoff=0.1), dict(min_tokens_to_keep=2),

@@ -129,7 +129,8 @@ class GgufTensors(StoredTensors):
         return any(entry.type.dtype is None and entry.type.name != "MXFP4" for entry in self._stored.values())
 
     def float_dtype(self, name: str) -> torch.dtype | None:
-        return self._stored[name].type.dtype or torch.float32
+        dtype = self._stored[name].type.dtype or torch.float32
+        return dtype if dtype.is_floating_point else None
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         entry = self._stored[name]

@@ -49,6 +49,8 @@ TYPES = {
     20: BlockType("IQ4_NL", 32, 18),
     23: BlockType("IQ4_XS", 256, 136),
     39: BlockType("MXFP4", 32, 17),
+    26: BlockType("I32", 1, 4, torch.int32),  # of tables, not of weights
+    27: BlockType("I64", 1, 8, torch.int64),
 }
 # Bytes of a number that compiled kernels keep as the file has it (encoding.h, mxfp4.h).
 KEPT_BYTES = {name: bits / 8 for name, bits in {
@@ -58,5 +60,5 @@ KEPT_BYTES = {name: bits / 8 for name, bits in {
 DEVICE_BYTES = {"Q4_0": 4.5 / 8, "Q6_K": 6.625 / 8, "MXFP4": 2}
 # Types that are refused by name.
 REFUSED = {9: "Q8_1", 10: "Q2_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
-           22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+           22: "IQ2_S", 24: "I8", 25: "I16", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
            40: "NVFP4"}

@@ -55,6 +55,8 @@ class Choice:
                banned_depth: int) -> list[int]: ...
     def rank(self, logits: Tensor, path: Sequence[int], position: int, is_banned: bool, count: int,
              within: float) -> tuple[list[int], float]: ...
+    def shortlists(self, logits: Tensor, position: int, banned_depth: int, count: int,
+                   part: PartOfVocabulary | None) -> list[tuple[list[int], list[float]]]: ...
 
 State = tuple[Tensor, Tensor]  # history, matrix: DeltaState
 
@@ -76,7 +78,9 @@ class Layer:
                  is_gated: bool = False, source: int = -1, attention_post_norm: Tensor | None = None,
                  mlp_post_norm: Tensor | None = None, scalar: float = 1.0, mlp: tuple[Linear, Linear] | None = None,
                  mixture: Mixture | None = None, beside: Sequence[Tensor] = (),
-                 extra: tuple[Linear, Linear] | None = None, extra_norm: Tensor | None = None) -> None: ...
+                 extra: tuple[Linear, Linear] | None = None, extra_norm: Tensor | None = None,
+                 is_causal: bool = True, attention_conv: tuple[Tensor, Linear] | None = None,
+                 mlp_conv: tuple[Tensor, Linear] | None = None) -> None: ...
 
 class Decoder:
     def __init__(self, *, heads: int, kv_heads: int, dim: int, eps: float, post_norm: bool, rounds_once: bool,

@@ -12,7 +12,7 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cpu.delta import native_weights
 from longdraft.kernels.cpu.store import CpuLinear, native_stores, refuse, require, require_tensor
 from longdraft.kernels.interface import REPORTED_ROWS, LayersKV
-from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, Mlp
+from longdraft.kernels.weights import Convolution, Experts, Geometry, LayerWeights, Linear, Mlp
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels.cpu import _cpu
@@ -83,7 +83,18 @@ class CpuDecoder:
             rotates=layer.rotates, ropes=layer.ropes, sinks=sinks, is_gated=layer.is_gated,
             source=self._checked_source(layer, (kv_heads, dim)), attention_post_norm=layer.attention_post_norm,
             mlp_post_norm=layer.mlp_post_norm, scalar=layer.scalar, mlp=mlp, mixture=mixture,
-            beside=layer.beside or (), extra=extra, extra_norm=layer.extra.norm if layer.extra else None)
+            beside=layer.beside or (), extra=extra, extra_norm=layer.extra.norm if layer.extra else None,
+            is_causal=layer.is_causal, attention_conv=self._convolution(layer.attention_conv),
+            mlp_conv=self._convolution(layer.mlp_conv))
+
+    def _convolution(self, conv: Convolution | None) -> tuple[Tensor, _cpu.Linear] | None:
+        if conv is None:
+            return None
+        require(not self._geometry.post_norm, "norms before the sublayers of convolutions", "norms after them")
+        base, (projection,) = conv.base.contiguous(), self._checked((conv.projection,),
+                                                                    [(conv.projection.out_features, self._hidden)])
+        self._held.append(base)
+        return base, projection
 
     def _mlp_or_experts(self, layer: LayerWeights
                         ) -> tuple[tuple[_cpu.Linear, _cpu.Linear] | None, _cpu.Mixture | None]:

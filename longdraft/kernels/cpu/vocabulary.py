@@ -1,4 +1,4 @@
-"""A head of some tokens of a vocabulary, made of the rows of a whole head (longdraft/drafters/draft_vocabulary.py)."""
+"""A part of a vocabulary, and the rows of a head for it (longdraft/drafters/draft_vocabulary.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from longdraft.kernels.cpu import native
 from longdraft.kernels.cpu.kernels import CpuKernels
 from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.kernels.interface import Kernels
@@ -17,37 +18,33 @@ with suppress(ImportError):  # the reference is used instead; native.py has the 
 
 
 class PartOfVocabulary:
-    """Some tokens of a vocabulary, and a head that gives logits of these alone.
+    """Some tokens of a vocabulary, of which a drafter has logits.
 
     ids   [N] int64, ascending
-    head  the rows of a model's head for these tokens: [N, hidden], packed
+    size  number of tokens of the vocabulary
     """
 
-    def __init__(self, kernels: CpuKernels, head: CpuLinear, ids: Tensor) -> None:
-        """The rows `ids` of a whole head. They are copied."""
-        tokens = ids.tolist()
-        self.ids = ids
-        self._size = head.out_features
-        self.head = CpuLinear(kernels.native.take_rows(head.native, tokens))
-        self.native = _cpu.PartOfVocabulary(tokens, self._size)
+    def __init__(self, ids: Tensor, size: int) -> None:
+        self.ids, self.size = ids, size
+        self.native = None if native.IMPORT_ERROR else _cpu.PartOfVocabulary(ids.tolist(), size)
 
     @property
     def nbytes(self) -> int:
-        return self.head.nbytes + self.ids.nbytes + self._size * 4  # the index of each token
+        return self.ids.nbytes + self.size * 4  # the index of each token
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [R, N] of these tokens in a row of the whole vocabulary [R, V]: -inf elsewhere."""
-        row = logits.new_full((len(logits), self._size), -torch.inf)
-        row[:, self.ids] = logits
-        return row
+        """Logits [R, N] of these tokens in rows of the whole vocabulary [R, V]: -inf elsewhere."""
+        rows = logits.new_full((len(logits), self.size), -torch.inf)
+        rows[:, self.ids] = logits
+        return rows
 
 
-def can_part(kernels: Kernels, head: Linear) -> bool:
-    """Whether `part_of_vocabulary` can take rows of this head."""
+def can_take_rows(kernels: Kernels, head: Linear) -> bool:
+    """Whether `rows_of_head` can take rows of this head."""
     return isinstance(kernels, CpuKernels) and isinstance(head, CpuLinear) and not head.native.is_grouped
 
 
-def part_of_vocabulary(kernels: Kernels, head: Linear, ids: Tensor) -> PartOfVocabulary:
-    """The tokens `ids` [N] int64, ascending, of a head's vocabulary."""
+def rows_of_head(kernels: Kernels, head: Linear, part: PartOfVocabulary) -> Linear:
+    """A copy of a whole head's rows for these tokens: [N, hidden], packed."""
     assert isinstance(kernels, CpuKernels) and isinstance(head, CpuLinear)
-    return PartOfVocabulary(kernels, head, ids)
+    return CpuLinear(kernels.native.take_rows(head.native, part.ids.tolist()))

@@ -237,9 +237,9 @@ class CudaDecoder:
 def has_fixed_launches(layer: LayerWeights, geometry: Geometry) -> bool:
     """Whether `CudaDecoder` has this layer."""
     parts = (layer.experts, layer.delta, layer.attention_post_norm, layer.mlp_post_norm, layer.sinks, layer.v_norm,
-             layer.heads, layer.beside, layer.extra, layer.source)
-    has_one_form = not layer.is_gated and not geometry.has_gelu and geometry.num_ropes == 1 and layer.scalar == 1
-    return has_one_form and all(part is None for part in parts)
+             layer.heads, layer.beside, layer.extra, layer.source, layer.attention_conv, layer.mlp_conv)
+    is_usual = layer.is_causal and not layer.is_gated and layer.scalar == 1
+    return is_usual and not geometry.has_gelu and geometry.num_ropes == 1 and all(part is None for part in parts)
 
 
 def _drop_buffers(decoder: weakref.ref[CudaDecoder], key: Key) -> None:

@@ -93,7 +93,7 @@ class CudaKernels(CudaOperations):
             return
         with_attention = [layer for layer in layers if layer.delta is None and layer.source is None]
         with_delta = [layer.delta for layer in layers if layer.delta is not None]
-        layer = with_attention[0]._replace(extra=None)
+        layer = with_attention[0]._replace(extra=None, is_causal=True, attention_conv=None, mlp_conv=None)
         self.is_row_invariant = is_row_invariant(self, self._decoder_of([layer], geometry), layer, geometry)
         if with_delta and not delta_is_row_invariant(self, with_delta[0]):
             self.is_row_invariant = False

@@ -56,6 +56,7 @@ class CudaLayerwiseDecoder:
         self._buffers = RecentlyUsed[object, CapturedLayers](_MAX_BUFFERS, ops.graphs.drop)
         self._shared_buffers = RecentlyUsed[object, CapturedLayers](MAX_SHARED, ops.graphs.drop)
         places_states = delta.PLACES_STATES and len({layer.delta.shape for layer in layers if layer.delta}) <= 1
+        self._can_pad = all(layer.is_causal for layer in layers)  # else a row would see the padding
         self._can_capture = all((layer.delta is None or places_states)
                                 and (layer.experts is None or ops.groups_experts(layer.experts)) for layer in layers)
 
@@ -67,7 +68,7 @@ class CudaLayerwiseDecoder:
             if is_captured and len(texts) == 1 and len(x) <= BUCKETS[-1]:
                 return self._replayed(rows, texts, parents)
             is_alike = len({kv.remainder is None for kv in texts}) == 1
-            if is_captured and len(texts) > 1 and can_share(texts) and is_alike:
+            if is_captured and self._can_pad and len(texts) > 1 and can_share(texts) and is_alike:
                 return in_groups(self._shared, rows, texts, parents)
             return self._few_rows.forward(x, cos, sin, texts, parents)
         if len(texts) == 1:
@@ -84,7 +85,8 @@ class CudaLayerwiseDecoder:
     def _replayed(self, rows: EmbeddedRows, texts: Sequence[LayersKV],
                   parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """The rows of one text, by the graph of their bucket."""
-        (kv,), (stores,), bucket = texts, stores_of(texts), bucket_of(texts)
+        (kv,), (stores,) = texts, stores_of(texts)
+        bucket = bucket_of(texts) if self._can_pad else len(rows.x)
         taps = kv.taps.layers if kv.taps else ()
         key = bucket, taps, kv.remainder is not None, tuple(store.serial for store in stores)
 
