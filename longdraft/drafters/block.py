@@ -184,11 +184,21 @@ class BlockDrafter:
         count = min(self._num_rows, self._rows_for(max_depth))
         limited = self._vocabulary.model(context) if self._vocabulary else None
         rows = head.block(context.last, len(context) - 1, count, self.rows.stores, limited)
-        shortlists = self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part)
-        candidates = head.candidates(rows, context.last, [shortlist.tokens for shortlist in shortlists])
+        if not head.has_pairs:
+            return [Slot(*shortlist) for shortlist in
+                    self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part)]
         scale = self._sampler.params.temperature or 1.0
-        return [Slot(shortlist.tokens, shortlist.scores, None if own.pairs is None else own.pairs / scale, own.trust)
-                for shortlist, own in zip(shortlists, candidates, strict=False)]
+        slots, before = list[Slot](), [context.last]
+        for place in range(min(len(rows.logits), max_depth)):
+            logits = head.logits_after(rows, place, before[0])
+            (shortlist,) = self._sampler.shortlists(logits, context, SHORTLIST, rows.part, ahead=place)
+            pairs = head.pairs(rows, place, before, shortlist.tokens) if shortlist.tokens else None
+            slots.append(Slot(*shortlist, None if pairs is None else (pairs - pairs[0]) / scale,
+                              head.trust(rows, place, before[0])))
+            if not shortlist.tokens:
+                break
+            before = shortlist.tokens
+        return slots
 
     def _rows_for(self, max_depth: int) -> int:
         """Rows of a block that guesses so many tokens; a power of two where rows see later ones, whose guesses are a

@@ -15,8 +15,9 @@ The layers run as those of a model do, in one call: rows that see those before t
 run of layers with one window is a decoder.
 
 The guesses of a block do not depend on each other. DSpark adds to the logits of a slot a term for the token before it,
-and DFlash2 scores pairs of neighbouring candidates (`pairs`); DFlash2 also mixes neighbouring rows by convolutions.
-longdraft/parts/block_config.py has the kinds.
+and DFlash2 scores pairs of neighbouring candidates. Filters see the sum, as in training: min-p on the first part alone
+would remove what the term raises. So the candidates of a slot are ranked after the best one of the slot before. DFlash2
+also mixes neighbouring rows by convolutions. longdraft/parts/block_config.py has the kinds.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 from longdraft.parts.block_config import BlockConfig
 
+_SELECTED = 16  # best tokens of a slot among which DFlash2's selector chooses
+
 
 class PairTerms(NamedTuple):
     """Scores of a token after another one: <before[a] * gate, after[b]>.
 
     before  [V, rank] of the target's ids
-    after   [Vd, rank] of the head's ids, or [V, rank] of the target's
+    after   [Vd, rank] of the head's ids, or [V, rank] of the target's, packed
     gate    of the slot's row: its projection [rank]; None: ones
     trust   [1, hidden + rank] and bias: of the slot's row and before[a], how sure the slot is; None: it does not say
     """
 
     before: Tensor
-    after: Tensor
+    after: Linear
     gate: Linear | None = None
     trust: Linear | None = None
 
@@ -87,13 +90,6 @@ class SlotRows(NamedTuple):
     def whole(self) -> Tensor:
         """Logits [S, V] of the target's vocabulary; -inf for tokens that the head does not have."""
         return self.logits if self.part is None else self.part.whole(self.logits)
-
-
-class Candidates(NamedTuple):
-    """Of one slot: the scores [K before, K] of its candidates after those of the slot before, and the trust in it."""
-
-    pairs: NDArray[np.float64] | None
-    trust: float
 
 
 class BlockHead:
@@ -193,32 +189,56 @@ class BlockHead:
         logits = logits.masked_fill(ids == config.mask_token, -torch.inf)  # never a token of a text
         return SlotRows(normed, logits, part)
 
-    def candidates(self, rows: SlotRows, last: int, tokens: Sequence[Sequence[int]]) -> list[Candidates]:
-        """What the head says about pairs of candidates and about each slot, from the candidates of all slots, best
-        first. last: the token before the first slot"""
-        terms = self._weights.pairs
-        if terms is None:
-            return [Candidates(None, 1.0)] * len(tokens)
-        gates = None if terms.gate is None else self.kernels.linear(rows.normed, terms.gate).float()
-        found, before = list[Candidates](), [last]
-        for slot, after in enumerate(tokens):
-            if not before or not len(after):
-                break
-            of_before = terms.before[torch.tensor(before, device=terms.before.device)].float()
-            gated = of_before if gates is None else of_before * gates[slot]
-            table = gated @ terms.after[self._places(after, len(terms.after))].float().T
-            trust = 1.0
-            if terms.trust is not None:
-                joined = torch.cat([rows.normed[slot : slot + 1], of_before[:1].to(rows.normed.dtype)], 1)
-                trust = float(self.kernels.linear(joined, terms.trust, keep_float=True).sigmoid())
-            found.append(Candidates(table.double().cpu().numpy(), trust))
-            before = list(after)
-        return found
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the logits of a slot depend on the token before it."""
+        return self._weights.pairs is not None
 
-    def _places(self, tokens: Sequence[int], size: int) -> Tensor:
-        """Places of tokens that the head has, in a table of `size` tokens: the head's or the target's."""
-        wanted, ids = torch.tensor(tokens, device=self.kernels.device), self._weights.ids
-        return torch.searchsorted(ids, wanted) if ids is not None and len(ids) == size else wanted
+    def logits_after(self, rows: SlotRows, slot: int, before: int) -> Tensor:
+        """Logits [1, N] of a slot after the token `before`, for a head with pair terms; where the head selects (DFlash2),
+        of its best tokens alone."""
+        terms, logits, part = self._weights.pairs, rows.logits[slot : slot + 1], rows.part
+        assert terms is not None
+        gated = self._gated(rows, slot, [before])
+        if terms.gate is None:
+            added = self.kernels.linear(gated.to(self.kernels.dtype), terms.after, keep_float=True)
+            return logits + (added if part is None or added.shape[1] == logits.shape[1] else added[:, part.ids])
+        best = logits[0].topk(min(_SELECTED, logits.shape[1])).indices
+        tokens = best if part is None else part.ids[best]
+        selected = torch.full_like(logits, -torch.inf)
+        selected[0, best] = logits[0, best] + (gated @ self._after(tokens.tolist()).T)[0]
+        return selected
+
+    def pairs(self, rows: SlotRows, slot: int, before: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:
+        """What the head adds to the logits of a slot's tokens, after each of the tokens before: [before, tokens]."""
+        table = self._gated(rows, slot, before) @ self._after(tokens).T
+        return np.asarray(table.double().cpu().numpy())
+
+    def trust(self, rows: SlotRows, slot: int, before: int) -> float:
+        """How sure the head is of a slot after the token `before`, 0 to 1; 1: it does not say."""
+        terms = self._weights.pairs
+        if terms is None or terms.trust is None:
+            return 1.0
+        row = rows.normed[slot : slot + 1]
+        joined = torch.cat([row, terms.before[before : before + 1].to(row.dtype)], 1)
+        return float(self.kernels.linear(joined, terms.trust, keep_float=True).sigmoid())
+
+    def _gated(self, rows: SlotRows, slot: int, before: Sequence[int]) -> Tensor:
+        """[before, rank] float32."""
+        terms = self._weights.pairs
+        assert terms is not None
+        chosen = terms.before[torch.tensor(before, device=terms.before.device)].float()
+        if terms.gate is None:
+            return chosen
+        return chosen * self.kernels.linear(rows.normed[slot : slot + 1], terms.gate).float()
+
+    def _after(self, tokens: Sequence[int]) -> Tensor:
+        """[tokens, rank] float32."""
+        terms, ids = self._weights.pairs, self._weights.ids
+        assert terms is not None
+        if ids is not None and len(ids) == terms.after.out_features:  # a table of the head's own tokens
+            tokens = torch.searchsorted(ids, torch.tensor(tokens, device=ids.device)).tolist()
+        return self.kernels.embed(terms.after, tokens).float()
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin [R, D / 2] float32 of positions."""

@@ -143,12 +143,12 @@ def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConf
     pairs = None
     if config.kind == "dspark":
         trust = tensors.pack(_CONFIDENCE) if f"{_CONFIDENCE}.weight" in shapes else None
-        first, second = (tensors.tensor(f"markov_head.markov_w{i}").to(kernels.dtype) for i in (1, 2))
-        pairs = PairTerms(first, second, trust=trust)
+        pairs = PairTerms(tensors.tensor("markov_head.markov_w1").to(kernels.dtype),
+                          tensors.pack("markov_head.markov_w2", quantize=of_head), trust=trust)
     elif config.kind == "dflash2":
-        first, second = (tensors.tensor(f"candidate_selector.{name}_codebook").to(kernels.dtype)
-                         for name in ("predecessor", "successor"))
-        pairs = PairTerms(first, second, gate=tensors.pack("candidate_selector.hidden_projection"))
+        pairs = PairTerms(tensors.tensor("candidate_selector.predecessor_codebook").to(kernels.dtype),
+                          tensors.pack("candidate_selector.successor_codebook"),
+                          gate=tensors.pack("candidate_selector.hidden_projection"))
     return BlockWeights(
         tensors.pack("embed_tokens") if "embed_tokens.weight" in names else None, tensors.pack("fc", quantize=quantize),
         tensors.norm("hidden_norm"), tensors.pack(*of_text, quantize=quantize),

@@ -69,10 +69,11 @@ class FastSampler:
                                          within))
 
     def shortlists(self, logits: Tensor, context: Context, num: int,
-                   part: PartOfVocabulary | None) -> list[tuple[list[int], list[float]]]:
+                   part: PartOfVocabulary | None, ahead: int) -> list[tuple[list[int], list[float]]]:
         self._update(context)
         rows = self._rows(logits, None if part is None else len(part.ids))
-        return self._native.shortlists(rows, len(context), self._left(context), num, part.native if part else None)
+        return self._native.shortlists(rows, len(context) + ahead, self._left(context) - ahead, num,
+                                       part.native if part else None)
 
     def ranker(self, context: Context, width: int, within: float) -> Ranker:
         """See `Sampler.ranker`."""

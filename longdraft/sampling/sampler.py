@@ -195,28 +195,30 @@ class Sampler:
         return Ranked([token for score, token in ranked if score >= ranked[0][0] - within], lead)
 
     def shortlists(self, logits: torch.Tensor, context: Context, num: int,
-                   part: PartOfVocabulary | None = None) -> list[Shortlist]:
+                   part: PartOfVocabulary | None = None, ahead: int = 0) -> list[Shortlist]:
         """A drafter's `num` best guesses for each of the places after the text, from their logits [places, V].
 
-        part  the tokens that the drafter has: logits [places, N] are of these alone; None: the whole vocabulary
+        part   the tokens that the drafter has: logits [places, N] are of these alone; None: the whole vocabulary
+        ahead  unknown tokens between the text and the first place
 
         As `ranked` with no path and as many unknown tokens in between as there are places before; logits of a device
         are copied to the host once.
         """
-        rows, positions = logits.detach().float().cpu(), range(len(context), len(context) + len(logits))
-        masks = [self._mask(context, ())] + [None] * (len(rows) - 1) if self._grammar and len(rows) else None
+        rows, first = logits.detach().float().cpu(), len(context) + ahead
+        positions, has_mask = range(first, first + len(rows)), self._grammar and len(rows) and not ahead
+        masks = [self._mask(context, ())] + [None] * (len(rows) - 1) if has_mask else None
         if part is not None and (not self._is_fast or masks or len(self._bias[0]) or self._bans[0] in positions):
             rows, part = part.whole(rows), None
         if self._is_fast and len(rows):
             compiled = self._compiled(context, part.size if part else rows.shape[1])
-            found = compiled.shortlists(self._biased(rows, positions, masks), context, num, part)
+            found = compiled.shortlists(self._biased(rows, positions, masks), context, num, part, ahead)
             return [Shortlist(tokens, np.array(scores)) for tokens, scores in found]
-        return self._shortlists(rows, context, num)
+        return self._shortlists(rows, context, num, ahead)
 
-    def _shortlists(self, rows: torch.Tensor, context: Context, num: int) -> list[Shortlist]:
+    def _shortlists(self, rows: torch.Tensor, context: Context, num: int, first: int) -> list[Shortlist]:
         """As `shortlists`, by `ranked`."""
         shortlists = []
-        for ahead, row in enumerate(rows):
+        for ahead, row in enumerate(rows, first):
             tokens = np.array(self.ranked(row, context, (), num, ahead).tokens, dtype=np.int64)
             position = len(context) + ahead
             values = self._penalised(self._biased(row[None], [position], None), context, [()], ahead)[0]

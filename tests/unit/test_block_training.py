@@ -70,8 +70,11 @@ def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name, changes):
         before = torch.tensor([IDS[start], *(each[0] for each in tokens[:-1])])
         with torch.no_grad():
             logits = task.module.logits(block, before)
-        for slot, own in enumerate(head.candidates(found, IDS[start], tokens)):
-            said = found.whole()[slot, tokens[slot]] + (0 if own.pairs is None else torch.from_numpy(own.pairs[0]))
+        for slot in range(4):
+            own = found.logits[slot : slot + 1]
+            if head.has_pairs:
+                own = head.logits_after(found, slot, int(before[slot]))
+            said = found._replace(logits=own).whole()[0, tokens[slot]]
             own_places = torch.searchsorted(task.module.ids, torch.tensor(tokens[slot]))
             torch.testing.assert_close(said.float(), logits[slot, own_places], atol=5e-3, rtol=1e-3)
 
