@@ -195,8 +195,8 @@ class BlockHead:
         return self._weights.pairs is not None
 
     def logits_after(self, rows: SlotRows, slot: int, before: int) -> Tensor:
-        """Logits [1, N] of a slot after the token `before`, for a head with pair terms; where the head selects (DFlash2),
-        of its best tokens alone."""
+        """Logits [1, N] of a slot after the token `before`, for a head with pair terms. One that selects (DFlash2) has
+        those of its best tokens alone."""
         terms, logits, part = self._weights.pairs, rows.logits[slot : slot + 1], rows.part
         assert terms is not None
         gated = self._gated(rows, slot, [before])
