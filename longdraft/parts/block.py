@@ -136,9 +136,7 @@ class BlockHead:
         c = self._norm(self.kernels.linear(joined, weights.fc), weights.hidden_norm)
         both = self.kernels.linear(c, weights.kv).view(len(c), sizes.num_layers, 2, sizes.num_kv_heads, sizes.head_dim)
         k, v = both.permute(2, 1, 0, 3, 4)
-        if weights.layers[0].k_norm is not None:
-            k = torch.stack([self._norm(own.reshape(-1, sizes.head_dim), layer.k_norm).view(own.shape)
-                             for own, layer in zip(k, weights.layers, strict=True) if layer.k_norm is not None])
+        k = torch.stack([self._head_norm(own, layer.k_norm) for own, layer in zip(k, weights.layers, strict=True)])
         heads = k.transpose(0, 1).reshape(len(c), -1, sizes.head_dim)
         turned = self.kernels.rope(heads, *self.rotations(positions))
         return turned.view(len(c), sizes.num_layers, sizes.num_kv_heads, sizes.head_dim).transpose(0, 1), v
