@@ -35,6 +35,7 @@ from longdraft.drafters.auto.policy import Policy
 from longdraft.drafters.auto.report import TokenReport
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.drafters.auto.shared import SharedStatistics
+from longdraft.drafters.auto.watch import Watch
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
 from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
@@ -47,7 +48,7 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.abilities import ReadsPrompt, ReadsStates, ReadsText, memory_of
 from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
-from longdraft.speculation.routine import Routine, run_alone
+from longdraft.speculation.routine import Routine
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,6 @@ class PlainRun:
     latest: float | None = None
 
 
-class Watched(NamedTuple):
-    """A draft after the first `length` tokens of the text that was not verified."""
-
-    name: str
-    tree: Tree
-    depth: int
-    length: int
-
-
 class AutoDrafter:
     """Drafts with one of `candidates` at a time.
 
@@ -149,9 +141,9 @@ class AutoDrafter:
         self._proposal: Proposal | None = None  # None: plain decoding
         self._plain = PlainRun()
         self._followers = {name: each for name, each in self._drafters.items() if isinstance(each, ReadsStates)}
-        self._readers = [name for name, drafter in self._drafters.items() if isinstance(drafter, ReadsText)]
+        self._readers = {name: each for name, each in self._drafters.items() if isinstance(each, ReadsText)}
+        self._watch = Watch(self._readers, self._learn_watched, clock)
         self._confidences = {name: confidence_of(drafter) for name, drafter in self._drafters.items()}
-        self._watched: Watched | None = None
         self._num_steps = 0
         self._num_same = 0  # steps of the active candidate since a switch
         self._ended = 0.0  # when the latest step that was timed ended, in seconds
@@ -239,6 +231,7 @@ class AutoDrafter:
             run.tokens += len(accepted.tokens)
             return
         self._num_steps += 1
+        self._watch.look(context, accepted, policy.active)
         if self._proposal is None:
             run.steps += 1
             run.tokens += len(accepted.tokens)
@@ -261,7 +254,6 @@ class AutoDrafter:
             if not is_extra:
                 policy.postpone(now)
             self._follow()
-            self._watch(context, accepted)
         self._num_same += 1
         if policy.active != active:  # the new candidate has not seen the latest tokens
             self._num_same = 0
@@ -306,26 +298,9 @@ class AutoDrafter:
         self._report_plain()
         self._plain = PlainRun()
 
-    def _watch(self, context: Context, accepted: Accepted) -> None:
-        """Compare a watched draft with the text that follows it, and watch another one."""
-        if self._watched:
-            name, tree, depth, length = self._watched
-            if len(context) < length + depth:
-                return
-            node = right = 0
-            for token in context.slice(length, length + depth).tolist():
-                child = tree.children.get((node, token))
-                if child is None:
-                    break
-                node = child
-                right += 1
-            self.policy.learn(name, tree, depth, right)
-            self._watched = None
-        name = self.policy.turn
-        if name in self._readers and name != self.policy.active:
-            self._drafters[name].observe(context, accepted)
-            depth = AUTO_SETTINGS.max_depth
-            self._watched = Watched(name, run_alone(self._drafters[name].propose(context, depth)), depth, len(context))
+    def _learn_watched(self, name: str, tree: Tree, path: list[int]) -> None:
+        self._node_acceptance.add(tree, path)
+        self.policy.learn(name, tree, AUTO_SETTINGS.max_depth, len(path) - 1)
 
     def _report(self, written: int) -> None:
         if self.report.add(self.policy.active, written) and self._shared.pace.is_off:

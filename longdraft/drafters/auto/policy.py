@@ -140,7 +140,8 @@ class Policy:
         """Choose the active candidate."""
         self._costs.update(len(context))
         self.turn = self._next_turn()
-        rated = set(self._candidates) if self.has_news else {self._plain, self._leader, self.active, self.turn}
+        rated = set(self._candidates) if self.has_news else {
+            self._plain, self._leader, self.active, self.turn, *self._watched}
         for name in rated:
             self._rate(name)
         may_go_on = not self._batch_has_changed or self._is_near(self.active)

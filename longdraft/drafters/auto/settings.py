@@ -19,6 +19,7 @@ class AutoSettings:
                            `steps_per_decision`
     drafts_per_decision    steps between two decisions while another candidate leads
     decision_share         share of the time that decisions may take
+    watch_share            share of the time that watching a candidate that reads the text alone may take
     exploration_depth      once in `steps_per_decision` steps a draft is so many tokens deeper than the best depth
     first_steps            steps that a candidate is probed before it may be chosen, and times of its drafts before its
                            costs are no longer in doubt
@@ -47,6 +48,7 @@ class AutoSettings:
     steps_per_look: int = 8
     drafts_per_decision: int = 2
     decision_share: float = 0.002
+    watch_share: float = 0.003
     exploration_depth: int = 2
     first_steps: int = 4
     probe_steps: int = 3

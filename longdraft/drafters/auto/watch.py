@@ -1,0 +1,75 @@
+"""Drafts of candidates that read the text alone, compared with the text that another candidate writes.
+
+Such a draft needs no forward, so its outcome is known without a probe. The first ones come at once, so that a text that
+repeats itself from its beginning is found out; later ones as often as they take a small part of the time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import cycle
+from typing import NamedTuple
+
+from longdraft.drafters.auto.settings import AUTO_SETTINGS
+from longdraft.request.context import Context
+from longdraft.request.tree import Tree
+from longdraft.speculation.drafter import Accepted, Drafter
+from longdraft.speculation.routine import run_alone
+
+
+class Watched(NamedTuple):
+    """A draft after the first `length` tokens of the text that was not verified."""
+
+    name: str
+    tree: Tree
+    length: int
+
+    def path(self, context: Context) -> list[int]:
+        """Nodes from the root on that became text."""
+        path = [0]
+        for token in context.slice(self.length, self.length + AUTO_SETTINGS.max_depth).tolist():
+            child = self.tree.children.get((path[-1], token))
+            if child is None:
+                break
+            path.append(child)
+        return path
+
+
+class Watch:
+    """Watches `readers` in turns: name -> candidate that reads the text alone.
+
+    learn  is given the outcome of a draft: the candidate's name, the tree, and the nodes that became text
+    clock  in seconds
+    """
+
+    def __init__(self, readers: Mapping[str, Drafter], learn: Callable[[str, Tree, list[int]], None],
+                 clock: Callable[[], float]) -> None:
+        self._readers = dict(readers)
+        self._turns = cycle(readers)
+        self._learn = learn
+        self._clock = clock
+        self._drafts = deque[Watched]()
+        self._num_first = AUTO_SETTINGS.first_steps * len(self._readers)  # drafts to come that do not wait
+        self._next = 0.0  # when a later draft is due, by the clock
+
+    def look(self, context: Context, accepted: Accepted, active: str) -> None:
+        """After a step: take the outcomes that are known by now, and watch a candidate other than `active`."""
+        if not self._readers:
+            return
+        began = self._clock()
+        while self._drafts and self._drafts[0].length + AUTO_SETTINGS.max_depth <= len(context):
+            watched = self._drafts.popleft()
+            self._learn(watched.name, watched.tree, watched.path(context))
+        if began < self._next and not self._num_first:
+            return
+        name = next(self._turns)
+        if name == active:
+            return
+        self._num_first -= self._num_first > 0
+        reader = self._readers[name]
+        reader.observe(context, accepted)
+        tree = run_alone(reader.propose(context, AUTO_SETTINGS.max_depth))
+        self._drafts.append(Watched(name, tree, len(context)))
+        now = self._clock()
+        self._next = now + (now - began) / AUTO_SETTINGS.watch_share
