@@ -228,7 +228,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
     AUTO: DrafterSpec(AutoOptions, _build_auto),
     "plain": DrafterSpec(PlainOptions, _build_plain, in_auto={}, prior=0.0),
     "ngram": DrafterSpec(NgramOptions, _build_ngram),
-    "suffix": DrafterSpec(SuffixOptions, _build_suffix, in_auto={}, prior=0.2),
+    "suffix": DrafterSpec(SuffixOptions, _build_suffix, in_auto={"min_probability": 0.1}, prior=0.2),
     "tokenswift": DrafterSpec(TokenSwiftOptions, _build_self_draft, needs="heads",
                               in_auto={"chain": 16, "margin": 0.25}, prior=0.92, guesses_with="target"),
     "medusa": DrafterSpec(MedusaOptions, _build_medusa, needs="heads", in_auto={}, prior=0.45),

@@ -70,6 +70,15 @@ class Tree:
             return self
         return self.kept([depth <= max_depth for depth in self.depths])
 
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes that these tokens lead to, from the root on, up to the first token that no guess has."""
+        nodes = [0]
+        for token in tokens:
+            if (child := self.children.get((nodes[-1], token))) is None:
+                break
+            nodes.append(child)
+        return nodes
+
     def kept(self, wanted: Sequence[bool]) -> Tree:
         """The tree of the root and all wanted nodes whose ancestors are wanted too."""
         if all(wanted[1:]):

@@ -204,24 +204,22 @@ class AutoDrafter:
             drafted = confidence.num_drafted
         if self._sampler:  # before the step does it, so that `observe` is given nodes of this tree
             tree = self._sampler.pruned(tree, context)
+        self._watch.add(policy.active, tree, len(context))
         allowed = drafted
         if not is_exploring and not policy.is_probing and len(tree) > 1:
-            worthwhile = self._worthwhile(tree)
+            worthwhile = self._worthwhile(policy.active, tree)
             if worthwhile is not tree:  # the step will show nothing about the depths that were cut off
                 allowed = min(allowed, max(worthwhile.depths))
                 tree = worthwhile
         return Proposal(tree, drafted, allowed, began, self._clock())
 
-    def _worthwhile(self, tree: Tree) -> Tree:
-        """The tree of the guesses that pay for their rows.
-
-        All of them, if none seems to pay: then the rating of the drafter or the acceptance of its guesses is wrong, and
-        only their outcome can correct it.
-        """
+    def _worthwhile(self, name: str, tree: Tree) -> Tree:
+        """The tree of the guesses of a candidate that pay for their rows."""
         reach = self._node_acceptance.reach(tree)
         falling = sorted(reach[1:], reverse=True)
-        count = self.policy.num_guesses(falling) or len(falling)
-        return tree.kept([at_all >= falling[count - 1] for at_all in reach])
+        count = self.policy.num_guesses(name, falling)
+        least = falling[count - 1] if count else 2.0
+        return tree.kept([at_all >= least for at_all in reach])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         run = self._plain
@@ -298,9 +296,13 @@ class AutoDrafter:
         self._report_plain()
         self._plain = PlainRun()
 
-    def _learn_watched(self, name: str, tree: Tree, path: list[int]) -> None:
-        self._node_acceptance.add(tree, path)
-        self.policy.learn(name, tree, AUTO_SETTINGS.max_depth, len(path) - 1)
+    def _learn_watched(self, name: str, tree: Tree, tokens: list[int]) -> None:
+        """The text went on with these tokens after a draft. The step that verified the draft of the active candidate
+        was counted, but not the guesses that it left out."""
+        if name != self.policy.active:
+            worthwhile = self._worthwhile(name, tree) if len(tree) > 1 else tree
+            self.policy.learn(name, worthwhile, AUTO_SETTINGS.max_depth, len(worthwhile.path(tokens)) - 1)
+        self._node_acceptance.add(tree, tree.path(tokens))
 
     def _report(self, written: int) -> None:
         if self.report.add(self.policy.active, written) and self._shared.pace.is_off:

@@ -38,18 +38,34 @@ class CandidateOfRequest:
         self.shared = shared
         self.acceptance = acceptance
         self._delivered = DecayedRate(AUTO_SETTINGS.delivery_decay)  # seconds of steps over those of their rating
+        self._per_token = DecayedRate(AUTO_SETTINGS.watch_decay)  # as that of `shared`
+        self._expected = 0.0  # seconds of the latest step, of a candidate that reads the text alone
         self._trusted_steps = AUTO_SETTINGS.delivery_prior
 
     def rate(self, steps: StepCosts, draft_factor: float, requests: int) -> None:
         """Whatever is wrong with a rating shows in what the candidate delivers: a factor of 1 or more."""
-        rating = self.shared.rate(steps.steps, draft_factor, self.acceptance.reached(), requests)
+        self._take(self.shared.rate(steps.steps, draft_factor, self.acceptance.reached(), requests), steps)
+
+    def rate_reader(self, steps: StepCosts) -> None:
+        """By its own steps, and by those that its drafts would have made while another candidate drafted."""
+        earlier = self.shared.per_token.value(1.0)
+        self._take(Rating.of_reader(float(steps.steps[1]) * self._per_token.value(earlier)), steps)
+
+    def _take(self, rating: Rating, steps: StepCosts) -> None:
         weight = self._trusted_steps * float(steps.steps[1])
         self.promised = rating.seconds
         self.rating = rating._replace(seconds=rating.seconds * max(1.0, self._delivered.value(1.0, weight)))
 
+    def count_step(self, seconds: float, plain: float, tokens: int) -> None:
+        """A step of a candidate that reads the text alone takes so many seconds, by its costs, and a plain step
+        `plain` seconds."""
+        self._expected = seconds
+        for rate in (self._per_token, self.shared.per_token):
+            rate.add(seconds / plain, tokens)
+
     def deliver(self, seconds: float, tokens: int) -> None:
         """A step took so many seconds for so many tokens."""
-        self._delivered.add(seconds, tokens * self.promised)
+        self._delivered.add(seconds, self._expected or tokens * self.promised)
         self._trusted_steps *= AUTO_SETTINGS.delivery_decay
 
     def try_again(self) -> None:
@@ -180,6 +196,8 @@ class Policy:
         if name == self._plain:
             plain = float(self._costs.steps[1]) * (AUTO_SETTINGS.batch_ratio if self._clock.batch_size > 1 else 1.0)
             candidate.rating = Rating.of_plain(plain)
+        elif name in self._watched:
+            candidate.rate_reader(self._costs)
         else:
             candidate.rate(self._costs, self._draft_factor(name), self._clock.batch_size)
 
@@ -232,6 +250,8 @@ class Policy:
 
         ends_itself: its chains end where a further token does not pay (`least_probability`)
         """
+        if self.active in self._watched:
+            return AUTO_SETTINGS.max_depth
         deepest = self._deepest() if ends_itself else self._rating(self.active).depth
         if self._probe:
             deepest = min(deepest, self._probe.depth)
@@ -254,15 +274,21 @@ class Policy:
         row = float(steps[1 + deep] - steps[1]) / deep
         return (self._token_seconds + row) / self._promised
 
-    def num_guesses(self, reach: Sequence[float]) -> int:
-        """How many of the likeliest guesses are worth their rows. reach: P(guess becomes text), falling"""
+    def num_guesses(self, name: str, reach: Sequence[float]) -> int:
+        """How many of the likeliest guesses of a candidate are worth their rows. reach: P(guess becomes text), falling
+
+        If none seems to pay, all of them: then the rating of the candidate or the acceptance of its guesses is wrong,
+        and only their outcome can correct it. A candidate that is watched needs no such outcome.
+        """
         steps = self._costs.steps
         most = min(len(reach), len(steps) - 2)
         if not most:
-            return 0
-        gain = np.cumsum(reach[:most]) * self._promised - steps[2 : most + 2]
+            return len(reach)
+        gain = np.cumsum(reach[:most]) * self._candidates[name].promised - steps[2 : most + 2]
         best = int(gain.argmax())
-        return best + 1 if gain[best] > -steps[1] else 0
+        if gain[best] > -steps[1]:
+            return best + 1
+        return 0 if name in self._watched else len(reach)
 
     @property
     def _promised(self) -> float:
@@ -284,6 +310,10 @@ class Policy:
         known.add(tree, allowed, accepted)
         self._shared.num_known += known.acceptance.steps == AUTO_SETTINGS.first_steps
         self._candidates[name].acceptance.add(allowed, accepted)
+        if name in self._watched:
+            steps = self._costs.steps
+            draft = self._draft_factor(name) * known.costs.at(allowed, self._clock.batch_size)
+            self._candidates[name].count_step(float(steps[len(tree)]) + draft, float(steps[1]), accepted + 1)
 
     def observe(self, step: Observation) -> None:
         """Count the time of a step of the active candidate."""

@@ -13,6 +13,7 @@ from longdraft.drafters.auto.costs import Costs, DraftCosts, FloatArray, Forward
 from longdraft.drafters.auto.pace import Pace
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.request.tree import Tree
+from longdraft.speculation.decayed_rate import DecayedRate
 
 MOVING_RATE = 0.05  # how much of a new value the moving averages below take over
 
@@ -36,6 +37,11 @@ class Rating(NamedTuple):
     @classmethod
     def of_plain(cls, seconds: float) -> Rating:
         return cls(seconds, 0, seconds, 1.0, (seconds, 1.0))
+
+    @classmethod
+    def of_reader(cls, seconds: float) -> Rating:
+        """Of a candidate that reads the text alone: it is never probed, and drafts as deep as it can."""
+        return cls(seconds, AUTO_SETTINGS.max_depth, seconds, 1.0, (seconds, 1.0))
 
 
 class Guesser(NamedTuple):
@@ -68,9 +74,11 @@ class Candidate:
     costs       as they were measured on this machine
     acceptance  of its guesses; candidates that guess with the same model share it
     losses      of its probes
+    per_token   of a candidate that reads the text alone: plain steps that its steps take, for each of their tokens
     """
 
     def __init__(self, costs: DraftCosts, acceptance: AcceptanceByDepth) -> None:
+        self.per_token = DecayedRate(AUTO_SETTINGS.watch_decay)
         self.costs = costs
         self.acceptance = acceptance
         self.losses = Losses()

@@ -25,21 +25,11 @@ class Watched(NamedTuple):
     tree: Tree
     length: int
 
-    def path(self, context: Context) -> list[int]:
-        """Nodes from the root on that became text."""
-        path = [0]
-        for token in context.slice(self.length, self.length + AUTO_SETTINGS.max_depth).tolist():
-            child = self.tree.children.get((path[-1], token))
-            if child is None:
-                break
-            path.append(child)
-        return path
-
 
 class Watch:
     """Watches `readers` in turns: name -> candidate that reads the text alone.
 
-    learn  is given the outcome of a draft: the candidate's name, the tree, and the nodes that became text
+    learn  is given the outcome of a draft: the candidate's name, the tree, and the tokens that followed
     clock  in seconds
     """
 
@@ -60,16 +50,22 @@ class Watch:
         began = self._clock()
         while self._drafts and self._drafts[0].length + AUTO_SETTINGS.max_depth <= len(context):
             watched = self._drafts.popleft()
-            self._learn(watched.name, watched.tree, watched.path(context))
+            end = watched.length + AUTO_SETTINGS.max_depth
+            self._learn(watched.name, watched.tree, context.slice(watched.length, end).tolist())
         if began < self._next and not self._num_first:
             return
         name = next(self._turns)
-        if name == active:
+        if name == active:  # `add` gets its drafts
             return
-        self._num_first -= self._num_first > 0
         reader = self._readers[name]
         reader.observe(context, accepted)
         tree = run_alone(reader.propose(context, AUTO_SETTINGS.max_depth))
         self._drafts.append(Watched(name, tree, len(context)))
+        self._num_first -= self._num_first > 0
         now = self._clock()
         self._next = now + (now - began) / AUTO_SETTINGS.watch_share
+
+    def add(self, name: str, tree: Tree, length: int) -> None:
+        """The active candidate drafted this after the first `length` tokens of the text."""
+        if name in self._readers and len(tree) > 1:
+            self._drafts.append(Watched(name, tree, length))
