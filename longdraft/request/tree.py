@@ -70,7 +70,7 @@ class Tree:
             return self
         return self.kept([depth <= max_depth for depth in self.depths])
 
-    def path(self, tokens: Sequence[int]) -> list[int]:
+    def follow(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that these tokens lead to, from the root on, up to the first token that no guess has."""
         nodes = [0]
         for token in tokens:

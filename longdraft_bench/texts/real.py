@@ -132,9 +132,11 @@ def _measure_text(engine: Engine, names: Sequence[str], prompt: str, law: str, p
 
 
 def _up_to(mark: int, turns: Sequence[Record], first: Sequence[Record]) -> Record:
-    """The turns of a drafter up to `mark` new tokens as one bucket, beside the same turns of the first drafter."""
+    """The turns of a drafter up to `mark` new tokens as one bucket, beside the same turns of the first drafter. A text
+    often begins to repeat itself, so its turns differ too much for their median: `to_first` is of the whole."""
     count = sum(each["end"] <= mark for each in turns)
-    return bucket_of(turns[:count], first[:count])
+    bucket, reference = (bucket_of(each[:count], first[:count]) for each in (turns, first))
+    return bucket | {"to_first": bucket["tokens_per_second"] / reference["tokens_per_second"]}
 
 
 def beside_llama_cpp(plan: RealPlan, python: str, limit_s: float, status: Callable[[str], Any]) -> Record:

@@ -59,3 +59,9 @@ def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
     kept = tree.kept([True, False, True, True, True])
     assert kept == from_paths(1, [(3, 5)], "self")
     assert tree.kept([True] * 5) is tree
+
+
+def test_a_path_follows_the_tokens_as_far_as_there_are_guesses():
+    tree = from_paths(1, [[2, 3, 4], [2, 5]], "")
+    assert tree.follow([2, 5, 6]) == [0, tree.children[0, 2], tree.children[tree.children[0, 2], 5]]
+    assert tree.follow([9]) == tree.follow([]) == [0]

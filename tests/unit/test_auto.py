@@ -56,6 +56,31 @@ def test_a_drafter_that_reads_the_text_alone_is_watched_and_not_probed():
     assert wrong.auto.report.turns["reader"] == 0
 
 
+def test_a_text_that_begins_to_repeat_itself_is_noticed_soon():
+    """Its guesses cost next to nothing, so they are compared with the text every few tokens."""
+    text = Text({"reader": (0.0005, 0.0)}, reader="reader")
+    reader = text.drafters["reader"]
+    right, reader.propose = reader.propose, atomic(lambda context, depth: chain(context.last, [3] * depth, "self"))
+    text.write(1000)
+    assert text.auto.report.turns["reader"] == 0
+    reader.propose, reader.rate = right, 1.0
+    text.write(200)
+    assert text.auto.report.turns["reader"] > 60
+    reader.propose, reader.rate = atomic(lambda context, depth: chain(context.last, [3] * depth, "self")), 0.0
+    before = text.auto.report.turns["reader"]
+    assert text.write(200) > 0.9, "wrong guesses are left out as soon as they have been wrong some times"
+    assert text.auto.report.turns["reader"] - before < 100
+
+
+def test_guesses_of_a_watched_drafter_that_do_not_pay_are_not_verified(monkeypatch):
+    text = Text({"reader": (0.0005, 1.0)}, reader="reader")
+    text.write(300)
+    monkeypatch.setattr(Policy, "num_guesses", lambda self, name, reach: 0)
+    text.rows.clear()
+    text.write(20)
+    assert set(text.rows) == {1}
+
+
 def test_auto_notices_that_another_drafter_becomes_the_fastest():
     text = Text({"one": (0.2, 0.9), "other": (0.2, 0.5)})
     text.write(3000)
@@ -293,7 +318,7 @@ def test_a_drafter_that_delivers_less_than_its_rating_is_given_up():
 
 
 def test_where_no_guess_seems_to_pay_outcomes_decide(monkeypatch):
-    monkeypatch.setattr(Policy, "num_guesses", lambda self, reach: 0)
+    monkeypatch.setattr(Policy, "num_guesses", lambda self, name, reach: 0)
     text = Text({"chain": (0.1, 0.9)})
     text.write(1000)
     assert text.auto.report.turns["chain"] > 0.9 * 1000 and np.mean(text.rows) > 4

@@ -11,9 +11,10 @@ text grows. Measured times may decide, because no choice can change the text.
 
 The acceptance of a candidate is only observed while it drafts. Candidates that could be the fastest are *probed* for
 a few steps now and then. All requests of an engine share a budget of time that probes may lose. A probe that gains
-costs nothing of it, and a candidate that would lose even if all its guesses were right is not probed. A drafter that
-reads the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that another
-candidate writes.
+costs nothing of it, and a candidate that would lose even if all its guesses were right is not probed.
+
+A drafter that reads the text alone is *watched* instead (watch.py): it drafts while another candidate writes, and is
+rated by the steps that these drafts would have made.
 
 Costs and acceptance can be wrong together, and then no outcome contradicts them. So what the candidate in use delivers
 is compared with what its rating promises, and a tree of which no guess seems to pay is verified.
@@ -196,6 +197,7 @@ class AutoDrafter:
         confidence = self._confidences[policy.active]
         if confidence:
             confidence.least = policy.least_probability
+        if confidence or policy.active in self._readers:
             is_exploring = False
         deeper = AUTO_SETTINGS.exploration_depth * is_exploring
         drafted = min(max_depth, policy.depth(confidence is not None) + deeper)
@@ -214,11 +216,17 @@ class AutoDrafter:
         return Proposal(tree, drafted, allowed, began, self._clock())
 
     def _worthwhile(self, name: str, tree: Tree) -> Tree:
-        """The tree of the guesses of a candidate that pay for their rows."""
+        """The tree of the guesses of a candidate that pay for their rows.
+
+        All of them, if none seems to pay: then the rating of the drafter or the acceptance of its guesses is wrong, and
+        only their outcome can correct it. The outcome for a drafter that is watched comes without that.
+        """
         reach = self._node_acceptance.reach(tree)
         falling = sorted(reach[1:], reverse=True)
         count = self.policy.num_guesses(name, falling)
-        least = falling[count - 1] if count else 2.0
+        if not count and name in self._readers:
+            return root_only(tree.tokens[0])
+        least = falling[(count or len(falling)) - 1]
         return tree.kept([at_all >= least for at_all in reach])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
@@ -301,8 +309,8 @@ class AutoDrafter:
         was counted, but not the guesses that it left out."""
         if name != self.policy.active:
             worthwhile = self._worthwhile(name, tree) if len(tree) > 1 else tree
-            self.policy.learn(name, worthwhile, AUTO_SETTINGS.max_depth, len(worthwhile.path(tokens)) - 1)
-        self._node_acceptance.add(tree, tree.path(tokens))
+            self.policy.learn(name, worthwhile, AUTO_SETTINGS.max_depth, len(worthwhile.follow(tokens)) - 1)
+        self._node_acceptance.add(tree, tree.follow(tokens))
 
     def _report(self, written: int) -> None:
         if self.report.add(self.policy.active, written) and self._shared.pace.is_off:

@@ -276,19 +276,14 @@ class Policy:
 
     def num_guesses(self, name: str, reach: Sequence[float]) -> int:
         """How many of the likeliest guesses of a candidate are worth their rows. reach: P(guess becomes text), falling
-
-        If none seems to pay, all of them: then the rating of the candidate or the acceptance of its guesses is wrong,
-        and only their outcome can correct it. A candidate that is watched needs no such outcome.
         """
         steps = self._costs.steps
         most = min(len(reach), len(steps) - 2)
         if not most:
-            return len(reach)
+            return 0
         gain = np.cumsum(reach[:most]) * self._candidates[name].promised - steps[2 : most + 2]
         best = int(gain.argmax())
-        if gain[best] > -steps[1]:
-            return best + 1
-        return 0 if name in self._watched else len(reach)
+        return best + 1 if gain[best] > -steps[1] else 0
 
     @property
     def _promised(self) -> float:

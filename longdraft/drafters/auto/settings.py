@@ -20,7 +20,7 @@ class AutoSettings:
     drafts_per_decision    steps between two decisions while another candidate leads
     decision_share         share of the time that decisions may take
     watch_share            share of the time that watching a candidate that reads the text alone may take
-    watch_decay            weight of what earlier drafts of such a candidate came to at each new one: about the last 25 count
+    watch_decay            weight of its earlier drafts at each new one: about the last 25 count
     exploration_depth      once in `steps_per_decision` steps a draft is so many tokens deeper than the best depth
     first_steps            steps that a candidate is probed before it may be chosen, and times of its drafts before its
                            costs are no longer in doubt

@@ -36,7 +36,7 @@ class Watch:
     def __init__(self, readers: Mapping[str, Drafter], learn: Callable[[str, Tree, list[int]], None],
                  clock: Callable[[], float]) -> None:
         self._readers = dict(readers)
-        self._turns = cycle(readers)
+        self._turns = cycle(self._readers)
         self._learn = learn
         self._clock = clock
         self._drafts = deque[Watched]()
@@ -45,22 +45,18 @@ class Watch:
 
     def look(self, context: Context, accepted: Accepted, active: str) -> None:
         """After a step: take the outcomes that are known by now, and watch a candidate other than `active`."""
-        if not self._readers:
+        while self._drafts and (end := self._drafts[0].length + AUTO_SETTINGS.max_depth) <= len(context):
+            name, tree, length = self._drafts.popleft()
+            self._learn(name, tree, context.slice(length, end).tolist())
+        if self._readers.keys() <= {active}:  # `add` gets its drafts
             return
         began = self._clock()
-        while self._drafts and self._drafts[0].length + AUTO_SETTINGS.max_depth <= len(context):
-            watched = self._drafts.popleft()
-            end = watched.length + AUTO_SETTINGS.max_depth
-            self._learn(watched.name, watched.tree, context.slice(watched.length, end).tolist())
         if began < self._next and not self._num_first:
             return
-        name = next(self._turns)
-        if name == active:  # `add` gets its drafts
-            return
+        name = next(each for each in self._turns if each != active)
         reader = self._readers[name]
         reader.observe(context, accepted)
-        tree = run_alone(reader.propose(context, AUTO_SETTINGS.max_depth))
-        self._drafts.append(Watched(name, tree, len(context)))
+        self._drafts.append(Watched(name, run_alone(reader.propose(context, AUTO_SETTINGS.max_depth)), len(context)))
         self._num_first -= self._num_first > 0
         now = self._clock()
         self._next = now + (now - began) / AUTO_SETTINGS.watch_share
