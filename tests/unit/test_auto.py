@@ -218,19 +218,18 @@ def test_a_short_step_of_plain_decoding_reads_no_clock_and_the_report_has_all_to
     assert text.auto.summary(len(text.context) - 1)["tokens_by_choice"]["plain"] == len(text.context) - 1
 
 
-def test_while_plain_decoding_leads_only_every_fourth_step_looks_for_news():
-    text, looks = Text({"dear": (9.0, 0.0)}), []
+def test_while_plain_decoding_leads_steps_may_be_computed_ahead_from_one_decision_to_the_next():
+    text, timed = Text({"dear": (9.0, 0.0)}), []
     text.write(3 * AUTO_SETTINGS.steps_per_decision + 1)
     policy = text.auto.policy
     for _ in range(2 * AUTO_SETTINGS.steps_per_decision):
-        is_resting = text.auto._plain.at_rest
+        timed.append(not text.auto.plain_steps)
         text.step()
-        looks.append(not is_resting)
-    assert looks.count(True) * AUTO_SETTINGS.steps_per_look == len(looks)
+    assert timed.count(True) * AUTO_SETTINGS.steps_per_decision == len(timed)
     text.auto._shared.num_known += 1
-    for _ in range(AUTO_SETTINGS.steps_per_look):
+    for _ in range(AUTO_SETTINGS.steps_per_look + 1):
         text.step()
-    assert not policy.has_news
+    assert not policy.has_news, "every eighth step looks for news, and the next one decides"
 
 
 def test_a_drafter_that_cannot_be_probed_does_not_keep_others_from_their_turns():

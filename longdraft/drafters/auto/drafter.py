@@ -235,6 +235,10 @@ class AutoDrafter:
         if run.at_rest:
             run.at_rest -= 1
             run.tokens += len(accepted.tokens)
+            if not run.at_rest and self._num_steps % AUTO_SETTINGS.steps_per_look == 0:
+                self._watch.look(context, accepted, policy.active)
+                if not policy.has_news:
+                    self._rest()
             return
         self._num_steps += 1
         self._watch.look(context, accepted, policy.active)
@@ -268,9 +272,11 @@ class AutoDrafter:
         self._ended = self._clock()
 
     def _rest(self) -> None:
-        """Of plain decoding, time and decide nothing until the next look for news from other requests."""
+        """Of plain decoding, time and decide nothing until the next look for news. Its step may be computed ahead; that
+        of a decision is timed."""
         if self.policy.is_plain and not self.policy.is_probing and self._num_steps >= AUTO_SETTINGS.untypical_steps:
-            count = -(self._num_steps + 1) % AUTO_SETTINGS.steps_per_look
+            count = AUTO_SETTINGS.steps_per_look - self._num_steps % AUTO_SETTINGS.steps_per_look
+            count -= (self._num_steps + count) % AUTO_SETTINGS.steps_per_decision == 0
             self._plain.at_rest = count
             self._plain.steps += count
             self._num_steps += count
