@@ -272,11 +272,12 @@ class AutoDrafter:
         self._ended = self._clock()
 
     def _rest(self) -> None:
-        """Of plain decoding, time and decide nothing until the next look for news. Its step may be computed ahead; that
-        of a decision is timed."""
+        """Of plain decoding, time and decide nothing until the next look for news. Its step may be computed ahead, but
+        not that of a decision, which is timed, or of a text in a batch, whose news may be that texts joined."""
         if self.policy.is_plain and not self.policy.is_probing and self._num_steps >= AUTO_SETTINGS.untypical_steps:
             count = AUTO_SETTINGS.steps_per_look - self._num_steps % AUTO_SETTINGS.steps_per_look
-            count -= (self._num_steps + count) % AUTO_SETTINGS.steps_per_decision == 0
+            is_decision = (self._num_steps + count) % AUTO_SETTINGS.steps_per_decision == 0
+            count -= is_decision or self._clock.batch_size > 1
             self._plain.at_rest = count
             self._plain.steps += count
             self._num_steps += count
