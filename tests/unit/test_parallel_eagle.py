@@ -21,8 +21,6 @@ from helpers.extents import extent
 from helpers.generation import by_name, generate
 from longdraft import drafters, kernels
 from longdraft.cache.window import RowWindow
-from longdraft.checkpoint import config_file
-from longdraft.checkpoint.checkpoint import load_transformer
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.eagle import EagleOptions, ParallelEagleDrafter
 from longdraft.drafters.marginal_tree import MarginalTrees, Slot
@@ -134,26 +132,6 @@ def test_a_head_that_guesses_wrongly_is_found(tiny, tmp_path, target, monkeypatc
         found, wanted = found[1:], wanted[:-1]
     with pytest.raises(AssertionError):
         assert_close(found, wanted)
-
-
-@pytest.mark.full
-def test_the_guesses_on_a_device_are_those_of_the_reference(tmp_path):
-    """Without a device in Triton's interpreter (see helpers.cuda_kernels)."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from helpers.cuda_kernels import DEVICE
-
-    make_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=48,
-                    num_attention_heads=2, num_key_value_heads=1)
-    write_eagle(tmp_path, Shape(mask=MASK, layers=2, target=32, hidden=32, heads=2, kv_heads=1, dim=16, inner=48,
-                                taps=(0, 1)))
-    found = []
-    for name in ("triton-16", "reference"):
-        chosen = kernels.choose("cpu" if name == "reference" else DEVICE, "float32", name)
-        model = load_transformer(TensorFiles(tmp_path / "model"), config_file.read_config(tmp_path / "model"), chosen,
-                                 "none")
-        found.append(guesses(*drafter_after(model, load_eagle(tmp_path, model), IDS[:15], (8, 11))).cpu())
-    known = found[1].isfinite()
-    assert_close(found[0][known], found[1][known])
 
 
 def test_the_tree_is_that_of_the_slow_head_with_the_noise_of_each_position(tiny, tmp_path, target):
