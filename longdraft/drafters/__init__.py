@@ -13,7 +13,7 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
     medusa        medusa.py       trained heads on the last verified row
     draft-model   draft_model.py  a smaller model
     glide         glide.py        one trained layer that reads the target's cache
-    eagle         eagle.py        trained layers that read the target's own states
+    eagle         eagle.py        trained layers that read the target's own states: a chain, or a tree from one pass
     block         block.py        trained layers that guess a block of tokens in one pass
     triforce      triforce.py     a smaller model for the target on a partial cache for the target on the full cache
 
@@ -41,7 +41,7 @@ from longdraft.drafters.auto.shared import Guesser, SharedStatistics
 from longdraft.drafters.block import BlockDrafter, BlockOptions
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
-from longdraft.drafters.eagle import EagleDrafter, EagleOptions
+from longdraft.drafters.eagle import EagleDrafter, EagleOptions, ParallelEagleDrafter
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
 from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
@@ -167,7 +167,8 @@ def _costs_identity(resources: Resources) -> dict[str, Any]:
         "model": repr(model.config), "quantize": model.weights.quantize,
         "copy": copy and copy.weights.quantize, "draft": draft and repr(draft.config),
         "heads": resources.heads and len(resources.heads), "glide": resources.glide is not None,
-        "eagle": resources.eagle is not None, "block": resources.block and repr(resources.block.config),
+        "eagle": resources.eagle and repr(resources.eagle.config),
+        "block": resources.block and repr(resources.block.config),
     }
 
 
@@ -211,7 +212,9 @@ def _build_glide(options: GlideOptions, resources: Resources) -> Drafter:
 
 def _build_eagle(options: EagleOptions, resources: Resources) -> Drafter:
     assert resources.eagle is not None
-    return EagleDrafter(options, resources.eagle, resources.cache, resources.sampler, resources.params)
+    kind: type[EagleDrafter | ParallelEagleDrafter]
+    kind = ParallelEagleDrafter if resources.eagle.config.is_parallel else EagleDrafter
+    return kind(options, resources.eagle, resources.cache, resources.sampler, resources.params)
 
 
 def _build_block(options: BlockOptions, resources: Resources) -> Drafter:

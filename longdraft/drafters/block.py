@@ -23,9 +23,9 @@ from longdraft.drafters.draft_vocabulary import (
     vocabulary_size,
 )
 from longdraft.drafters.eagle import READ_CHUNK, USUAL_SINKS, USUAL_WINDOW
-from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, MarginalTrees, Slot
+from longdraft.drafters.layer_drafter import SlotDrafter
+from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, Slot
 from longdraft.drafters.options import DrafterOptions
-from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.errors import check
 from longdraft.kernels import KVStore
 from longdraft.parts.block import BlockHead
@@ -33,10 +33,8 @@ from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.parts.draft_copy import check_draft_weights
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import atomic
+from longdraft.speculation.drafter import Verified
 
 BLOCK = "block"  # the source of the guesses in the statistics
 _LEAST_ROWS = 4  # of a block whose rows see later ones
@@ -140,44 +138,30 @@ class ContextRows:
         return [found[index] for index in range(len(found))]
 
 
-class BlockDrafter:
+class BlockDrafter(SlotDrafter):
     def __init__(self, options: BlockOptions, head: BlockHead, cache: FullCache, sampler: Sampler,
                  params: SamplingParams) -> None:
+        super().__init__(BLOCK, options.nodes, options.suffix, params)
         assert cache.taps is not None
         self._head, self._sampler, self._taps = head, sampler, cache.taps
-        self._num_nodes = options.nodes
         self._num_rows = min(options.rows or head.config.block_size, head.config.block_size)
         self.rows = ContextRows(head, cache, options.window or USUAL_WINDOW, options.sinks)
         size = vocabulary_size(options.draft_vocabulary, head.target) if head.target else None
         self._vocabulary = DraftVocabulary(head.target, size) if head.target and size else None
-        self._trees = MarginalTrees(BLOCK)
-        self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + sum(part.nbytes for part in (self._suffix, self._vocabulary) if part)
+        return super().nbytes + self.rows.nbytes + (self._vocabulary.nbytes if self._vocabulary else 0)
 
     def follow(self, is_wanted: bool) -> None:
         self._taps.follow(is_wanted)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        if self._suffix:
-            self._suffix.update(context)
+        super().begin(context, verified)
         if self._vocabulary and verified:
             self._vocabulary.learn(verified)
 
-    @atomic
-    def propose(self, context: Context, max_depth: int) -> Tree:
-        slots = self.slots(context, max_depth) if max_depth else []
-        tree = self._trees.grow(context.last, slots, self._num_nodes)
-        if not self._suffix:
-            return tree
-        trie = Trie.of(tree)
-        self._suffix.add_matches(trie, 0, context, (), max_depth)
-        return trie.tree()
-
     def slots(self, context: Context, max_depth: int) -> list[Slot]:
-        """The candidates of the places after the text; none while the state of its last row is not known."""
         if not self.rows.read(context):
             return []
         head = self._head
@@ -205,7 +189,3 @@ class BlockDrafter:
         little worse in a short block."""
         wanted = max_depth + (not self._head.first_guesses)
         return wanted if all(self._head.config.causal) else max(_LEAST_ROWS, 1 << (wanted - 1).bit_length())
-
-    def observe(self, context: Context, accepted: Accepted) -> None:
-        self._trees.learn(accepted.tokens)
-        self.begin(context, accepted.verified)

@@ -1,8 +1,9 @@
-"""The drafter `eagle`: a chain from trained layers that read the target's own states (EAGLE-3, -2 and -1).
+"""The drafter `eagle`: trained layers that read the target's own states. They draft a chain (EAGLE-3, -2 and -1) or a
+tree of guesses that are made in one pass (P-EAGLE).
 
 longdraft/parts/eagle.py has the head. The states of every row of the text come from the target's cache
-(longdraft/cache/taps.py). The rows that the head computes for its own drafts are dropped after each step: when their
-tokens became text, their true states replace them.
+(longdraft/cache/taps.py). The rows that the head computes for its own drafts, or for masks, are dropped after each
+step: when tokens became text, their true states replace them.
 
 Public heads were trained on 2,000 to 4,000 tokens, and their guesses become useless at 16,000. So the head sees a
 window of the text, and all distances stay in the range that it was trained with.
@@ -19,7 +20,8 @@ from torch import Tensor
 from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TappedRows
 from longdraft.cache.window import RowWindow
-from longdraft.drafters.layer_drafter import LayerDrafter, rotations_after
+from longdraft.drafters.layer_drafter import LayerDrafter, SlotDrafter, rotations_after
+from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, Slot
 from longdraft.drafters.options import ChainOptions
 from longdraft.errors import check
 from longdraft.kernels.chain_plan import (
@@ -46,7 +48,8 @@ USUAL_SINKS = 4
 
 @dataclass(frozen=True)
 class EagleOptions(ChainOptions):
-    """Options of `eagle`.
+    """Options of `eagle`. With a head of P-EAGLE `chain` is the number of places that one pass guesses; the likeliest
+    guesses are verified, up to `chain` * `width`, and `margin` has no meaning.
 
     window  latest rows of the text that the head sees; 0: those that it was trained with, or 2048
     sinks   first rows of the text that it sees as well; -1: 4, or none for a head that was trained with a window
@@ -146,6 +149,18 @@ class EagleDraftModel:
                           rotations(range(rows.end, len(context) - 1), on_host=True),
                           [*rows.sink_moves, *self._moves], rotations([rows.sinks_shift], on_host=True))
 
+    def slot_rows(self, context: Context, count: int) -> Tensor | None:
+        """The layers' output [count, hidden] for the text's last row and count - 1 masks after it, for a head that
+        guesses in one pass: new rows of the text go through the layers together with the masks. None: as for
+        `next_logits`."""
+        self._forget_drafts(0)
+        self._read_runs(context, self._taps.take(), count - 1)
+        if not self._outputs:
+            return None
+        if len(self._outputs) < count:  # nothing was new
+            self._forward(*self._head.masks(count - len(self._outputs)), self.rows.end)
+        return torch.cat(self._outputs)
+
     def _forget_drafts(self, kept: int) -> None:
         """Keep the first `kept` drafts and drop the others."""
         self.rows.num_drafts = kept
@@ -157,7 +172,8 @@ class EagleDraftModel:
             self._read_unread(context)
         self._read_runs(context, self._taps.take())
 
-    def _read_runs(self, context: Context, runs: Sequence[TappedRows]) -> None:
+    def _read_runs(self, context: Context, runs: Sequence[TappedRows], num_masks: int = 0) -> None:
+        """num_masks: of rows after the text's last row, in the forward that reads it"""
         if runs:
             self.rows.num_drafts, self._drafts = 0, []
         first_seen, chunk = len(context) - 1 - self._window, min(READ_CHUNK, self._window)
@@ -165,7 +181,7 @@ class EagleDraftModel:
             end = run.start + run.states.shape[1]
             for start, stop in ((run.start, min(end, self._sinks)), (max(run.start, first_seen, self._sinks), end)):
                 for place in range(start, stop, chunk):
-                    self._read(context, run.cut(place, min(place + chunk, stop)))
+                    self._read(context, run.cut(place, min(place + chunk, stop)), num_masks)
         if self.rows.end != len(context) - 1:  # the state of the text's last row is not known
             self._outputs = []
 
@@ -176,36 +192,74 @@ class EagleDraftModel:
         self.rows.move(self._moves)
         self._read(context, run)
 
-    def _read(self, context: Context, run: TappedRows) -> None:
+    def _read(self, context: Context, run: TappedRows, num_masks: int = 0) -> None:
+        count = run.states.shape[1]
         if run.start != self.rows.end:
             self.rows.restart(run.start)
-        self.rows.make_room(run.states.shape[1])
+        self.rows.make_room(count)
         self.rows.turn_sinks(self._head.rotations)
         self._outputs = []
-        self._forward(self._head.fuse(run.states), self._tokens_after(context, run), run.start, is_text=True)
+        y, tokens = self._head.fuse(run.states), self._tokens_after(context, run)
+        if num_masks and run.start + count == len(context) - 1:
+            masks, of_masks = self._head.masks(num_masks)
+            y, tokens = torch.cat([y, masks]), tokens + of_masks
+        self._forward(y, tokens, run.start, count)
 
     @staticmethod
     def _tokens_after(context: Context, run: TappedRows) -> list[int]:
         tokens: list[int] = context.slice(run.start + 1, run.start + 1 + run.states.shape[1]).tolist()
         return tokens
 
-    def _forward(self, y: Tensor, tokens: Sequence[int], start: int, is_text: bool = False) -> None:
+    def _forward(self, y: Tensor, tokens: Sequence[int], start: int, num_text: int = 0) -> None:
+        """Run rows of which the first `num_text` are the text's and the others drafts or masks. The outputs of these,
+        and of the last one of the text, are kept."""
         rows, positions = self.rows, range(start, start + len(tokens))
         parents = torch.arange(-1, len(tokens) - 1, dtype=torch.int32)
-        result = self._head.forward(y, tokens, positions, rows.stores, rows.length, parents)
-        (rows.add_text if is_text else rows.add_drafts)(result.k, result.v)
-        self._outputs.append(result.hidden[-1:])
+        hidden, k, v = self._head.forward(y, tokens, positions, rows.stores, rows.length, parents)
+        if num_text:
+            rows.add_text(k[:, :num_text], v[:, :num_text])
+        if num_text < len(tokens):
+            rows.add_drafts(k[:, num_text:], v[:, num_text:])
+        self._outputs += hidden[max(0, num_text - 1) :, None].unbind()
+
+    @staticmethod
+    def of(options: EagleOptions, head: Eagle, cache: FullCache) -> EagleDraftModel:
+        """The model with the window that the options ask for, or that the head was trained with."""
+        trained = head.config.window
+        window = options.window or min(trained or USUAL_WINDOW, LATEST)
+        sinks = options.sinks if options.sinks >= 0 else 0 if trained else USUAL_SINKS
+        return EagleDraftModel(head, cache, window, sinks, options.chain)
+
+    def follow(self, is_wanted: bool) -> None:
+        """Whether the target's forwards copy the states."""
+        self._taps.follow(is_wanted)
 
 
 class EagleDrafter(LayerDrafter):
     def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
                  params: SamplingParams) -> None:
-        trained = head.config.window
-        window = options.window or min(trained or USUAL_WINDOW, LATEST)
-        sinks = options.sinks if options.sinks >= 0 else 0 if trained else USUAL_SINKS
-        super().__init__(EagleDraftModel(head, cache, window, sinks, options.chain), EAGLE, options, sampler, params)
-        assert cache.taps is not None
-        self._taps = cache.taps
+        model = EagleDraftModel.of(options, head, cache)
+        super().__init__(model, EAGLE, options, sampler, params)
+        self.follow = model.follow
 
-    def follow(self, is_wanted: bool) -> None:
-        self._taps.follow(is_wanted)
+
+class ParallelEagleDrafter(SlotDrafter):
+    """With a head that guesses all places in one pass (P-EAGLE)."""
+
+    def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
+                 params: SamplingParams) -> None:
+        super().__init__(EAGLE, min(options.chain * options.width, MAX_NODES), options.suffix, params)
+        self._head, self._sampler, self._num_slots = head, sampler, options.chain
+        self._draft_model = EagleDraftModel.of(options, head, cache)
+        self.follow = self._draft_model.follow
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._draft_model.nbytes
+
+    def slots(self, context: Context, max_depth: int) -> list[Slot]:
+        rows = self._draft_model.slot_rows(context, min(self._num_slots, max_depth))
+        if rows is None:
+            return []
+        logits, part = self._head.guesses(rows)
+        return [Slot(*shortlist) for shortlist in self._sampler.shortlists(logits, context, SHORTLIST, part)]

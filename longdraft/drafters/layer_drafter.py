@@ -1,10 +1,12 @@
-"""The common part of the drafters of trained layers: a chain from a layer that reads the text, and suffix guesses.
+"""The common parts of the drafters of trained layers that read the text, with suffix guesses beside them.
 
-`glide` and `eagle` are such drafters. They differ in the layer, which is the `DraftModel` of the chain.
+    LayerDrafter   a chain, token by token: `glide` and `eagle`, which differ in the `DraftModel` of the chain
+    SlotDrafter    the likeliest tree of guesses that are made in one pass: `block`, and `eagle` with a head of P-EAGLE
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, DraftModel
+from longdraft.drafters.marginal_tree import MarginalTrees, Slot
 from longdraft.drafters.options import ChainOptions
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.request.context import Context
@@ -19,7 +22,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import Routine
+from longdraft.speculation.routine import Routine, atomic
 
 
 class LayerModel(DraftModel, Protocol):
@@ -74,3 +77,45 @@ class LayerDrafter:
     def observe(self, context: Context, accepted: Accepted) -> None:
         self.confidence.learn(accepted.tokens)
         self.begin(context, None)
+
+
+class SlotDrafter(ABC):
+    """Drafts the likeliest tree of the candidates of all places, and adds what followed the longest suffix of the text
+    after the root.
+
+    source  name of the guesses in the statistics
+    nodes   guesses of the tree at most
+    suffix  whether suffix guesses are added
+    """
+
+    def __init__(self, source: str, nodes: int, suffix: bool, params: SamplingParams) -> None:
+        self._num_nodes = nodes
+        self._trees = MarginalTrees(source)
+        self._suffix = SuffixMatcher(SuffixOptions(), params) if suffix else None
+
+    @abstractmethod
+    def slots(self, context: Context, max_depth: int) -> list[Slot]:
+        """The candidates of the places after the text, `max_depth` at most, 1 or more; none while the state of its last
+        row is not known."""
+
+    @property
+    def nbytes(self) -> int:
+        return self._suffix.nbytes if self._suffix else 0
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        if self._suffix:
+            self._suffix.update(context)
+
+    @atomic
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        slots = self.slots(context, max_depth) if max_depth else []
+        tree = self._trees.grow(context.last, slots, self._num_nodes)
+        if not self._suffix:
+            return tree
+        trie = Trie.of(tree)
+        self._suffix.add_matches(trie, 0, context, (), max_depth)
+        return trie.tree()
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        self._trees.learn(accepted.tokens)
+        self.begin(context, accepted.verified)

@@ -22,7 +22,7 @@ from longdraft.checkpoint.config_file import parse_config, read_json
 from longdraft.checkpoint.gguf.block_head import block_head_config, is_block_head
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
-from longdraft.parts.eagle_config import flag, is_block_config, positive_number
+from longdraft.parts.eagle_config import flag, is_block_config, mask_token, positive_number
 
 BlockKind = Literal["dflash", "dflash2", "dspark"]
 _KINDS: dict[Any, BlockKind] = {kind: kind for kind in get_args(BlockKind)}
@@ -107,10 +107,6 @@ def read_block_config(folder: Path, names: Mapping[str, str], vocabulary: int) -
     causal = (bool(flag(given, says, None)),) * layer.num_layers if says else default_causal
     if is_speculators and given.get("sliding_window_non_causal"):
         causal = (False,) * layer.num_layers
-    mask = given.get("mask_token_id")
-    if type(mask) is not int or not 0 <= mask < layer.vocab_size:
-        raise ModelError(f"{folder}: mask_token_id is {mask!r} in config.json; allowed: 0 to {layer.vocab_size - 1}, "
-                         "the id of the token for places to guess")
     block = positive_number(folder, given, "block_size", 8)
     if not 2 <= block <= _MOST_ROWS:
         raise ModelError(f"{folder}: block_size is {block} in config.json; allowed: 2 to {_MOST_ROWS}")
@@ -119,7 +115,7 @@ def read_block_config(folder: Path, names: Mapping[str, str], vocabulary: int) -
         kind=kind, layer=layer,
         target_width=positive_number(folder, config, "target_hidden_size", layer.hidden_size),
         layers=layers, other_layers=tuple(each + (1 if is_speculators else -1) for each in layers),
-        block_size=block, mask_token=mask, windows=windows, causal=causal,
+        block_size=block, mask_token=mask_token(folder, given, layer.vocab_size), windows=windows, causal=causal,
         says_causal=says is not None or is_speculators,
         first_guesses=_first_guesses(given, kind, is_speculators),
         adjacent=flag(given, "is_neox_style", True) is False,

@@ -8,6 +8,12 @@ Row i has the target's states of position i and the token of position i + 1, and
     a = y + attention(x) + MLP(...)      then plain layers, if there are more; a is the next row's y
     logits = head(RMSNorm(a))            over the head's own vocabulary, whose j-th token is `ids[j]`
 
+P-EAGLE (arXiv 2602.01469) guesses several places in one pass. After the text come rows of masks, which see the text and
+the masks before them; they do not depend on what is guessed:
+
+    positions   i - 1   i     |   i + 1   i + 2      y of a mask = fc(a trained row, in place of the target's states)
+    tokens      t_i     t_i+1 |   mask    mask       the last row of the text and the masks guess t_i+2, t_i+3, t_i+4
+
 EAGLE-1 has y = the target's last row after its final norm, x = fc([embedding | y]), a = x + ... and the target's head.
 Native multi-token prediction (longdraft/parts/native_heads.py) is similar.
 longdraft/parts/eagle_config.py has the dialects. Rows are rotated at i; only differences of positions matter.
@@ -17,18 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.interface import LayerOperations
 from longdraft.kernels.layer import RunsLayers, layer_forward
 from longdraft.model.rope import RopeTable
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
-from longdraft.parts.eagle_config import FC, EagleConfig
+from longdraft.parts.eagle_config import FC, MASK_HIDDEN, EagleConfig
 from longdraft.parts.head_tensors import layer_shapes
 
 OWN_KEY = "longdraft"  # entry of config.json that longdraft's own trainings add
@@ -42,6 +50,7 @@ class EagleWeights(NamedTuple):
     fc_norms   before fc: one for all tapped rows together, or one for each
     norms      of the token's embedding and of the row y
     ids        [draft vocabulary] int64: the target's id of each token; None: the same ids
+    mask       [taps, 1, target's hidden]: what stands for the target's states in rows of masks (P-EAGLE)
     """
 
     embedding: Linear | None
@@ -52,6 +61,7 @@ class EagleWeights(NamedTuple):
     norm: Tensor | None
     head: Linear | None
     ids: Tensor | None
+    mask: Tensor | None = None
 
 
 class EagleRows(NamedTuple):
@@ -79,6 +89,7 @@ class Eagle:
                                   rounds_once=layer.rounds_once)
         self._rope = RopeTable(layer, 1, self.kernels.device)
         self._first_row = torch.tensor([-1], dtype=torch.int32)  # the parents of a row alone
+        self._part = None if weights.ids is None else PartOfVocabulary(weights.ids, target.config.vocab_size)
 
     def reading(self, layers: Sequence[int], **flags: Any) -> Eagle:
         """This head with another meaning of its config.json. Weights are shared."""
@@ -86,10 +97,23 @@ class Eagle:
 
     def fuse(self, states: Tensor) -> Tensor:
         """The rows y [T, hidden] of the target's states [taps, T, target's hidden] of T positions."""
-        config, weights = self.config, self._weights
-        if not config.uses_taps:
+        if not self.config.uses_taps:
             return self._target.normed(states[-1])
-        rows = [states[self.taps.index(layer)] for layer in self.layers]
+        return self._fused([states[self.taps.index(layer)] for layer in self.layers])
+
+    def masks(self, count: int) -> tuple[Tensor, list[int]]:
+        """The rows y [count, hidden] of masks, and the tokens with them, for a head that guesses in one pass."""
+        assert self.config.mask_token is not None
+        return self._mask_row.repeat(count, 1), [self.config.mask_token] * count
+
+    @cached_property
+    def _mask_row(self) -> Tensor:
+        assert self._weights.mask is not None
+        return self._fused(list(self._weights.mask))
+
+    def _fused(self, rows: list[Tensor]) -> Tensor:
+        """rows: [T, target's hidden] of each tapped layer, in the order of `layers`"""
+        config, weights = self.config, self._weights
         if config.fc_norm:
             rows = [self._norm(row, weight) for row, weight in zip(rows, weights.fc_norms, strict=True)]
         joined = torch.cat(rows, 1)
@@ -182,14 +206,16 @@ class Eagle:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 over the target's vocabulary, of the layers' output [R, hidden]; -inf for tokens that
         the head does not have."""
+        logits, part = self.guesses(hidden)
+        return logits if part is None else part.whole(logits)
+
+    def guesses(self, hidden: Tensor) -> tuple[Tensor, PartOfVocabulary | None]:
+        """Logits [R, N] float32 of the layers' output [R, hidden], and the tokens that they are of; None: all of the
+        target's."""
         weights, normed = self._weights, self._normed(hidden)
         logits = (self._target.head(normed) if weights.head is None
                   else self.kernels.linear(normed, weights.head, keep_float=True))
-        if weights.ids is None:
-            return logits
-        spread = logits.new_full((len(logits), self._target.config.vocab_size), -torch.inf)
-        spread[:, weights.ids] = logits
-        return spread
+        return logits, self._part
 
     def rotations(self, positions: Sequence[int], on_host: bool = False) -> tuple[Tensor, Tensor]:
         """cos and sin [R, D / 2] float32 of positions."""
@@ -226,4 +252,6 @@ def eagle_shapes(config: EagleConfig, present: set[str], vocabulary: int) -> dic
             shapes["input_norm.weight"] = (width,)
         if config.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": (config.target_width,) for i in range(config.num_taps)}
+        if config.is_parallel:
+            shapes[MASK_HIDDEN] = (1, 1, width)
     return shapes | {name: shape for name, shape in optional.items() if name in present}

@@ -3,6 +3,7 @@
     bare          SafeAILab/EAGLE and SpecForge: the layer's sizes, `draft_vocab_size`, `eagle_config`
     speculators   vllm-project/speculators: `speculators_model_type`, sizes in `transformer_layer_config`
     EAGLE-1, -2   the layer's sizes and nothing else: recognised by the tensors
+    P-EAGLE       any of the first two with the tensor `mask_hidden` and the id of a mask token
 
 The dialects differ in defaults and in what the numbers of the tapped layers mean. Both errors are silent: the head
 loads and its guesses are rejected. `layer_readings` has the possible meanings; longdraft/parts/eagle.py tries them.
@@ -10,7 +11,7 @@ loads and its guesses are rejected. `layer_readings` has the possible meanings; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from longdraft.model.config import ModelConfig
 
 FC = "fc.weight"
 _FIRST_Q = "layers.0.self_attn.q_proj.weight"
-_LATER_KINDS = {  # speculators that are not EAGLE, and what longdraft lacks for them
-    "peagle": "rows of mask tokens that are drafted in one pass",
-    "xpress": "its refiner",
-}
+MASK_HIDDEN = "mask_hidden"
+PARALLEL_KIND = "peagle"
+_EAGLE_KINDS = ("eagle3", "eagle", PARALLEL_KIND)
+_LATER_KINDS = {"xpress": "its refiner"}  # speculators that are not EAGLE, and what longdraft lacks for them
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")
+# The id of the mask token: of speculators and NeMo, of earlier versions of speculators and Amazon's heads, of vLLM.
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 _BIASES = ("attention_bias", "mlp_bias", "qkv_bias")
 
 
@@ -46,6 +49,8 @@ class EagleConfig:
     norm_output           the row that is fed back is normalised (EAGLE 3.1); None: config.json says so, but SpecForge
                           writes that for heads which it trained without
     window                rows that its attention was trained with; 0: all
+    mask_token            id of the token in the rows that guess further places in one pass (P-EAGLE); None: the head
+                          guesses one token after the other
     """
 
     version: int
@@ -59,10 +64,16 @@ class EagleConfig:
     fc_norm: bool
     norm_output: bool | None
     window: int
+    mask_token: int | None = None
 
     @property
     def num_taps(self) -> int:
         return len(self.tapped_ids) or 3
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether it guesses several places in one pass."""
+        return self.mask_token is not None
 
 
 def canonical_names(files: TensorFiles) -> dict[str, str]:
@@ -113,18 +124,26 @@ def read_eagle_config(folder: Path, files: TensorFiles) -> EagleConfig:
                              "head without them")
     layer, window = _layer(folder, sizes, names)
     width = positive_number(folder, config, "target_hidden_size", layer.hidden_size)
+    uses_taps = version == 3 and eagle.get("use_aux_hidden_state", True) is not False
+    is_parallel = config["speculators_model_type"] == PARALLEL_KIND if is_speculators else MASK_HIDDEN in names
+    if is_parallel and not uses_taps:
+        raise ModelError(f"{folder}: the head guesses in one pass (P-EAGLE), but does not read several layers of the "
+                         "model; longdraft has this for EAGLE-3 alone")
     return EagleConfig(
         version=version,
         layer=layer,
         target_width=width,
         tapped_ids=_tapped_ids(folder, eagle),
-        uses_taps=version == 3 and eagle.get("use_aux_hidden_state", True) is not False,
+        uses_taps=uses_taps,
         draft_vocab_size=positive_number(folder, config, "draft_vocab_size", layer.vocab_size),
-        norm_before_residual=flag(eagle, "norm_before_residual", None if is_speculators else False),
+        norm_before_residual=flag(eagle, "norm_before_residual",
+                                  None if is_speculators and not is_parallel else False),
         norm_before_fc=bool(flag(eagle, "norm_before_fc", False)),
         fc_norm=bool(flag(eagle, "fc_norm", bool(flag(eagle, "use_aux_norm", False)))),
-        norm_output=(False if not flag(eagle, "norm_output", False) else True if is_speculators else None),
+        norm_output=(False if is_parallel or not flag(eagle, "norm_output", False)  # of a row that is not fed back
+                     else True if is_speculators else None),
         window=window,
+        mask_token=mask_token(folder, eagle, layer.vocab_size, _MASK_TOKENS) if is_parallel else None,
     )
 
 
@@ -155,11 +174,11 @@ def _refuse_other_kinds(folder: Path, config: Mapping[str, Any]) -> None:
     if is_block_config(config):
         raise ModelError(f"{folder} has a block head, not an EAGLE head; give it by --heads with --drafter block, "
                          "or put it into the folder block of the model")
-    if kind is not None and kind not in ("eagle3", "eagle"):
+    if kind is not None and kind not in _EAGLE_KINDS:
         lacks = _LATER_KINDS.get(str(kind))
         raise ModelError(f"{folder} has a drafter of the kind {kind!r}, which longdraft does not load yet"
                          + (f"; it lacks {lacks}" if lacks else "")
-                         + "; supported: eagle3, mtp, EAGLE-1 and EAGLE-2, and block heads")
+                         + "; supported: eagle3, peagle, mtp, EAGLE-1 and EAGLE-2, and block heads")
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
@@ -212,6 +231,17 @@ def positive_number(folder: Path, config: Mapping[str, Any], name: str, default:
     if type(value) is not int or value < 1:
         raise ModelError(f"{folder}: {name} is {value!r} in config.json; allowed: 1 or more")
     return value
+
+
+def mask_token(folder: Path, config: Mapping[str, Any], vocabulary: int,
+               names: Sequence[str] = ("mask_token_id",)) -> int:
+    """The id under the first of these names that the configuration has. Raises ModelError for one that is no token."""
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    token = config.get(name)
+    if type(token) is not int or not 0 <= token < vocabulary:
+        raise ModelError(f"{folder}: {name} is {token!r} in config.json; allowed: 0 to {vocabulary - 1}, the id of the "
+                         "token for places to guess")
+    return token
 
 
 def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ from longdraft.errors import ModelError
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 from longdraft.parts.eagle import OWN_KEY, Eagle, EagleWeights, eagle_shapes
-from longdraft.parts.eagle_config import FC, EagleConfig, canonical_names, layer_readings, read_eagle_config
+from longdraft.parts.eagle_config import (
+    FC,
+    MASK_HIDDEN,
+    EagleConfig,
+    canonical_names,
+    layer_readings,
+    read_eagle_config,
+)
 from longdraft.parts.eagle_probe import likeliest
 from longdraft.parts.head_tensors import MAPS, HeadTensors, draft_ids
 
@@ -40,9 +48,9 @@ def load_eagle(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     weights = _read_weights(files, config, target)
     head = Eagle(config, weights, target, readings[0])
     found = likeliest(head, readings, target, encode)
-    log.info("%s: EAGLE-%d, reads layers %s, window %s, guesses %s of the model's %s tokens", folder, config.version,
-             ", ".join(map(str, found.layers)), config.window or "none", f"{config.draft_vocab_size:,}",
-             f"{target.whole.vocab_size:,}")
+    log.info("%s: EAGLE-%d%s, reads layers %s, window %s, guesses %s of the model's %s tokens", folder, config.version,
+             " in one pass (P-EAGLE)" if config.is_parallel else "", ", ".join(map(str, found.layers)),
+             config.window or "none", f"{config.draft_vocab_size:,}", f"{target.whole.vocab_size:,}")
     return found
 
 
@@ -64,6 +72,9 @@ def _read_weights(files: TensorFiles, config: EagleConfig, target: Transformer) 
     kernels, names, layer = local_kernels(target.kernels), canonical_names(files), config.layer
     shapes = eagle_shapes(config, set(names), target.whole.vocab_size)
     known = {names.get(name, name): shape for name, shape in shapes.items()}
+    if config.is_parallel and (mask := names.get(MASK_HIDDEN)) and math.prod(files.shape(mask)) == math.prod(
+            shapes[MASK_HIDDEN]):
+        known[mask] = files.shape(mask)  # [1, 1, n H] of speculators, [1, n H] of NeMo
     files.check(known, files.names() - {names[name] for name in MAPS if name in names}, "its config.json")
     ids = draft_ids(files, names, config.draft_vocab_size, target.whole.vocab_size)
     hidden = layer.hidden_size
@@ -87,4 +98,6 @@ def _read_weights(files: TensorFiles, config: EagleConfig, target: Transformer) 
         (norm("layers.0.input_layernorm"), norm("layers.0.hidden_norm")) if is_third else (),
         tuple(tensors.layer(index, layer.head_norms != "none") for index in range(layer.num_layers)),
         norm("norm") if is_third else None, pack("lm_head") if "lm_head.weight" in shapes else None,
-        None if ids is None else ids.to(kernels.device))
+        None if ids is None else ids.to(kernels.device),
+        files.read(names[MASK_HIDDEN]).to(kernels.device, kernels.dtype, copy=True).view(
+            config.num_taps, 1, config.target_width) if config.is_parallel else None)

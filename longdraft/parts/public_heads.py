@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 AUTO = "auto"  # of `heads`
 
 HeadKind = Literal["dflash", "dflash2", "dspark", "jetspec", "eagle3", "mtp", "peagle"]
-_EAGLE_KINDS = ("eagle3", "mtp")  # which the drafter `eagle` uses; `block` uses all other kinds
+_EAGLE_KINDS = ("eagle3", "mtp", "peagle")  # which the drafter `eagle` uses; `block` uses all other kinds
 _CURE = "name a head with --heads FOLDER or OWNER/HEAD, or train one with `longdraft train eagle` or `train block`"
 
 
@@ -103,7 +103,7 @@ TARGETS = (
         PublicHead("deepseek-ai/dflash_qwen3_8b_block7", "dflash", "MIT"),
         PublicHead("z-lab/Qwen3-8B-DFlash-b16", "dflash", "MIT"),
         PublicHead("JetSpec/jetspec-qwen3-8b", "jetspec", "MIT"),
-        PublicHead("RedHatAI/Qwen3-8B-speculator.peagle", "peagle", lacks="P-EAGLE's rows of mask tokens"))),
+        PublicHead("RedHatAI/Qwen3-8B-speculator.peagle", "peagle", "Apache-2.0"))),
     KnownTarget("Qwen/Qwen3-14B", "qwen3", TargetSizes(40, 5120, _QWEN3), (
         PublicHead("deepseek-ai/dspark_qwen3_14b_block7", "dspark", "MIT"),
         PublicHead("deepseek-ai/dflash_qwen3_14b_block7", "dflash", "MIT"))),
@@ -129,9 +129,11 @@ TARGETS = (
         PublicHead("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "dflash", "MIT"),
         PublicHead("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"))),
     KnownTarget("openai/gpt-oss-20b", "gpt_oss", TargetSizes(24, 2880, 201088), (
-        PublicHead("z-lab/gpt-oss-20b-DFlash", "dflash", "MIT"),)),
+        PublicHead("z-lab/gpt-oss-20b-DFlash", "dflash", "MIT"),
+        PublicHead("amazon/gpt-oss-20b-p-eagle", "peagle", "Apache-2.0"))),
     KnownTarget("openai/gpt-oss-120b", "gpt_oss", TargetSizes(36, 2880, 201088), (
-        PublicHead("z-lab/gpt-oss-120b-DFlash", "dflash", "MIT"),)),
+        PublicHead("z-lab/gpt-oss-120b-DFlash", "dflash", "MIT"),
+        PublicHead("amazon/gpt-oss-120b-p-eagle", "peagle", "Apache-2.0"))),
     KnownTarget("google/gemma-4-12B-it", "gemma4_unified_text", None, (
         PublicHead("deepseek-ai/dspark_gemma4_12b_block7", "dspark", "MIT", _OF_GEMMA),
         PublicHead("deepseek-ai/dflash_gemma4_12b_block7", "dflash", "MIT", _OF_GEMMA))),

@@ -229,7 +229,7 @@ class EagleTask:
         """The norms and the tapped layers must be the same; window and vocabulary may be others."""
         files = TensorFiles(folder)
         earlier = read_eagle_config(folder, files)
-        for name in ("tapped_ids", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        for name in ("tapped_ids", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mask_token"):
             before, now = getattr(earlier, name), getattr(self.module.config, name)
             if before != now:
                 raise ModelError(f"{folder} has {name} {before}, the head to train {now}; give --start a head that "

@@ -45,6 +45,7 @@ class Shape:
     norm_output: bool = False
     uses_taps: bool = True
     has_own_embedding: bool = False
+    mask: int | None = None  # token of the rows that guess in one pass (P-EAGLE)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,6 +89,8 @@ class Shape:
             ids = torch.randperm(self.vocab)[: self.draft_vocab].sort().values
             t["d2t"] = ids - torch.arange(self.draft_vocab)
             t["t2d"] = torch.zeros(self.vocab, dtype=torch.bool).index_fill(0, ids, True)
+        if self.mask is not None:
+            t["mask_hidden"] = torch.randn(1, 1, width)
 
     @property
     def ids(self) -> Tensor:
@@ -113,8 +116,11 @@ def write_eagle(folder: Path, shape: Shape, layout: str = "speculators", **chang
         "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     flags["use_aux_hidden_state"] = shape.uses_taps
     tensors = dict(shape.tensors)
+    if shape.mask is not None:
+        config["mask_token_id" if layout == "speculators" else "ptd_token_id"] = shape.mask
     if layout == "speculators":
-        config |= flags | {"speculators_model_type": "eagle3", "draft_vocab_size": shape.draft_vocab,
+        kind = "eagle3" if shape.mask is None else "peagle"
+        config |= flags | {"speculators_model_type": kind, "draft_vocab_size": shape.draft_vocab,
                            "transformer_layer_config": shape.layer_config() | {
                                "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta}}}
     elif layout == "eagle1":
@@ -177,6 +183,40 @@ class SlowEagle:
             out = self.row(y, token, count + place, count - 1, held)
         head = self.t.get("lm_head.weight")
         return (self.target.lm_head.weight if head is None else head) @ self.final(out)
+
+    @torch.no_grad()
+    def slots(self, states: Tensor, tokens: Sequence[int], count: int) -> Tensor:
+        """Logits [count, draft vocabulary] of the places after `tokens`, of a head that guesses in one pass: all rows
+        of the text and the masks after them at once, with a dense mask."""
+        shape, t, known = self.shape, self.t, len(tokens) - 1
+        y = torch.stack([self.first_y(states[:, i]) for i in range(known)]
+                        + [self.first_y(t["mask_hidden"].view(len(shape.taps), -1))] * (count - 1))
+        e = self.table[[*tokens[1:], *[shape.mask] * (count - 1)]]
+        m = self.norm(y, t["layers.0.hidden_norm.weight"])
+        source = torch.cat([self.norm(e, t["layers.0.input_layernorm.weight"]), m], 1)
+        x = m if shape.norm_before_residual else y
+        sees = torch.ones(len(y), len(y), dtype=torch.bool).tril()
+        for row in range(len(y) if shape.window else 0):
+            sees[row, : max(0, min(row, known - 1) - shape.window + 1)] = False
+        for i in range(shape.layers):
+            part = f"layers.{i}."
+            if i:
+                source = self.norm(x, t[f"{part}input_layernorm.weight"])
+            q, k, v = ((source @ t[f"{part}self_attn.{name}_proj.weight"].T).view(len(x), -1, shape.dim)
+                       for name in "qkv")
+            if shape.head_norms:
+                q = self.norm(q, t[f"{part}self_attn.q_norm.weight"])
+                k = self.norm(k, t[f"{part}self_attn.k_norm.weight"])
+            q, k = (torch.stack([self.turned(row, position) for position, row in enumerate(rows)]) for rows in (q, k))
+            k, v = (rows.repeat_interleave(shape.heads // shape.kv_heads, 1) for rows in (k, v))
+            scores = torch.einsum("ihd,jhd->hij", q, k) / shape.dim**0.5
+            weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+            attended = torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
+            x = x + attended @ t[f"{part}self_attn.o_proj.weight"].T
+            n = self.norm(x, t[f"{part}post_attention_layernorm.weight"])
+            inner = functional.silu(n @ t[f"{part}mlp.gate_proj.weight"].T) * (n @ t[f"{part}mlp.up_proj.weight"].T)
+            x = x + inner @ t[f"{part}mlp.down_proj.weight"].T
+        return self.final(x[known - 1 :]) @ t["lm_head.weight"].T
 
     def final(self, x: Tensor) -> Tensor:
         return x if self.shape.version == 1 else self.norm(x, self.t["norm.weight"])

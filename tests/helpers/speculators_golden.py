@@ -1,4 +1,4 @@
-"""Writes tests/unit/golden/eagle.json: logits of `speculators`' own EAGLE-3 module for the random heads of the tests.
+"""Writes tests/unit/golden/eagle.json: logits of `speculators`' own modules for the random heads of the tests.
 
     pip install speculators==0.9.0      # in an environment of its own; it needs transformers up to 5.19
     PYTHONPATH=tests python -m helpers.speculators_golden
@@ -25,6 +25,8 @@ SHAPES: dict[str, dict[str, object]] = {
     "qwen3": OWN | dict(head_norms=True, dim=16),
     "two layers": OWN | dict(layers=2),
     "window": OWN | dict(window=6),
+    "P-EAGLE": OWN | dict(mask=300, layers=2),
+    "P-EAGLE, a norm for each layer": OWN | dict(mask=300, fc_norm=True, norm_before_residual=True),
 }
 
 
@@ -36,9 +38,11 @@ def inputs() -> tuple[torch.Tensor, list[int]]:
 
 
 def logits_of(shape: Shape) -> list[list[list[float]]]:
-    """Logits [passes][ROWS][draft vocabulary] of speculators' module."""
+    """Logits [passes][ROWS][draft vocabulary] of speculators' module; of P-EAGLE [places][ROWS][draft vocabulary]."""
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+    from speculators.models.peagle import core as peagle
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig, Qwen3Config
 
@@ -48,21 +52,36 @@ def logits_of(shape: Shape) -> list[list[list[float]]]:
     layer._attn_implementation = "eager"
     method = GreedyTokenProposalConfig(speculative_tokens=PASSES)
     verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
-    config = Eagle3SpeculatorConfig(
+    algorithm, about, made, more = "eagle3", Eagle3SpeculatorConfig, Eagle3DraftModel, {}
+    if shape.mask is not None:
+        algorithm, about, made = "peagle", PEagleSpeculatorConfig, PEagleDraftModel
+        more = {"mask_token_id": shape.mask}
+    config = about(
         transformer_layer_config=layer, draft_vocab_size=shape.draft_vocab, fc_norm=shape.fc_norm,
         norm_before_residual=shape.norm_before_residual, norm_before_fc=shape.norm_before_fc,
-        norm_output=shape.norm_output, speculators_config=SpeculatorsConfig(
-            algorithm="eagle3", default_proposal_method="greedy", proposal_methods=[method], verifier=verifier))
-    module = Eagle3DraftModel(config)
+        norm_output=shape.norm_output, **more, speculators_config=SpeculatorsConfig(
+            algorithm=algorithm, default_proposal_method="greedy", proposal_methods=[method], verifier=verifier))
+    module = made(config)
     module.load_vocab_mappings(shape.tensors["t2d"], shape.tensors["d2t"])
     module.load_state_dict({name: tensor for name, tensor in shape.tensors.items() if name not in ("t2d", "d2t")},
                            strict=False)
     found: list[torch.Tensor] = []
     module.lm_head.register_forward_hook(lambda head, given, result: found.append(result[0].detach()))
     states, tokens = inputs()
+    given = dict(hidden_states=torch.cat(list(states), -1)[None], input_ids=torch.tensor([tokens[1:]]),
+                 document_ids=torch.zeros(1, LENGTH, dtype=torch.long))
     with torch.no_grad():
-        module(hidden_states=torch.cat(list(states), -1)[None], input_ids=torch.tensor([tokens[1:]]),
-               document_ids=torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=PASSES)
+        if shape.mask is None:
+            module(**given, ttt_steps=PASSES)
+        else:  # masks after each of ROWS, in place of random ones
+            anchors, depths = [*range(LENGTH), *ROWS * (PASSES - 1)], [0] * LENGTH
+            depths += [depth for depth in range(1, PASSES) for _ in ROWS]
+            peagle.generate_cod_sample_indices = lambda **settings: (torch.tensor(anchors), torch.tensor(depths))
+            peagle.compute_metrics = lambda **results: (None, {})  # a loss, by kernels of a device
+            module(**given, verifier_last_hidden_states=torch.zeros(1, LENGTH, shape.hidden))
+            rows = [*ROWS, *range(LENGTH, len(anchors))]
+            return [[[round(value, 5) for value in found[0][row].tolist()] for row in rows[place : place + len(ROWS)]]
+                    for place in range(0, len(rows), len(ROWS))]
     return [[[round(value, 5) for value in logits[row].tolist()] for row in ROWS] for logits in found]
 
 

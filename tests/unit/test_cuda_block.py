@@ -1,4 +1,5 @@
-"""Block heads on the device: each layer's rows are a graph, and see each other.
+"""Heads that guess several places in one pass, on the device. Each layer of a block head is a graph, whose rows see
+each other; P-EAGLE runs operation by operation.
 
 Without a device in Triton's interpreter (see helpers.cuda_kernels).
 """
@@ -12,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
+from helpers import eagle
 from helpers.block import Shape, load_block, write_block
 from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE
@@ -23,6 +25,7 @@ from longdraft.checkpoint import config_file
 from longdraft.checkpoint.checkpoint import load_transformer
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.block import BlockDrafter, BlockOptions
+from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -88,3 +91,24 @@ def test_a_text_drafted_by_blocks_is_the_plain_text(folder, tmp_path):
     written = generate(model, IDS, params, by_name("block", block=load_block(tmp_path, model), suffix="false"),
                        tally=tally)
     assert written == generate(model, IDS, params, by_name("plain")) and tally.drafted["block"] > 0
+
+
+@pytest.mark.full
+def test_a_head_of_p_eagle_guesses_what_it_guesses_with_the_reference(folder, tmp_path):
+    sizes = {name: size for name, size in SIZES.items() if name != "block"}
+    eagle.write_eagle(tmp_path, eagle.Shape(mask=300, layers=2, **sizes))
+    found = []
+    for name in ("triton-16", "reference"):
+        model = load(folder, name)
+        head = eagle.load_eagle(tmp_path, model)
+        tapped = model.with_taps(head.taps)
+        cache, context, start = tapped.new_cache(), Context(IDS[:1]), 0
+        reader = EagleDraftModel(head, cache, 8, 2, 4)
+        for end in (8, 11, 14):
+            tapped.forward(chain_rows(IDS[start:end], start), cache)
+            cache.commit(range(end - start))
+            context.extend(IDS[start + 1 : end + 1])
+            found.append(head.guesses(reader.slot_rows(context, 4))[0].cpu())
+            start = end
+    for own, wanted in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(own, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=1e-3)

@@ -34,7 +34,7 @@ QWEN35_27B = dict(model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120
 GEMMA4_12B = dict(model_type="gemma4_unified_text", vocab_size=512, hidden_size=64, intermediate_size=64,
                   num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16, global_head_dim=16)
 BLOCK, EAGLE = PublicHead("owner/block", "dflash", "MIT"), PublicHead("owner/eagle", "eagle3")
-LATER = PublicHead("owner/later", "peagle", lacks="rows of masks")
+LATER = PublicHead("owner/later", "dflash", lacks="layers of another kind")
 
 
 def names_of(model: str, sizes: dict[str, object]) -> list[str]:
@@ -76,7 +76,7 @@ def test_every_entry_of_the_table_is_complete(target):
         assert head.repository or head.kind == native_heads.SPECULATORS_KIND
         assert head.drafter in drafters.DRAFTERS
         assert bool(head.lacks) >= (head.kind in eagle_config._LATER_KINDS)  # such a head does not load
-        known = (*block_config._KINDS, *eagle_config._LATER_KINDS, "jetspec", "eagle3", "mtp")
+        known = (*block_config._KINDS, *eagle_config._LATER_KINDS, *eagle_config._EAGLE_KINDS, "jetspec", "mtp")
         assert head.kind in known
 
 
@@ -163,7 +163,7 @@ def test_a_head_that_is_not_in_the_cache_is_passed_over_with_a_line(stub, tiny, 
 @pytest.mark.parametrize("heads, drafter, error, message", [
     ((BLOCK, EAGLE), "auto", ModelError, "no head for owner/small can be downloaded: .owner/block' is not complete .*"
                                    "offline nothing is downloaded; run once without --offline"),
-    ((LATER,), "auto", UsageError, "can use none: owner/later .peagle, not supported: rows of masks.; name a head"),
+    ((LATER,), "auto", UsageError, "can use none: owner/later .dflash, not supported: layers of .*; name a head"),
     ((PublicHead("", "mtp"),), "auto", UsageError, "can use none: in the files of the model itself .mtp.; name a head"),
     ((BLOCK,), "medusa", UsageError, "this drafter can use none: owner/block .dflash, MIT.; name a head"),
     ((BLOCK,), "plain", UsageError, "drafter 'plain' uses no heads")])
@@ -195,7 +195,7 @@ def test_a_model_of_transformers_takes_a_public_head_too(stub, tiny, tmp_path, m
 
 @pytest.mark.parametrize("sizes, expected", [
     (QWEN3_8B, ["deepseek-ai/dspark_qwen3_8b_block7 (dspark, MIT); ",
-                "RedHatAI/Qwen3-8B-speculator.peagle (peagle, not supported", "--heads auto takes the first"]),
+                "RedHatAI/Qwen3-8B-speculator.peagle (peagle, Apache-2.0)", "--heads auto takes the first"]),
     (QWEN35_27B, ["For Qwen/Qwen3.6-27B: z-lab/Qwen3.6-27B-DFlash (dflash, MIT); in the files of the model itself (mtp",
                   "These models have the same sizes; give the head of yours with --heads"]),
     (QWEN3_8B | {"num_hidden_layers": 2}, ["none known; `longdraft train eagle`"])])
