@@ -25,7 +25,7 @@ SAMPLINGS = {
 }
 SMALL = dict(budget=40, sinks=4, remainder="true")
 # Who writes with which model and samplings. phi3: fused weights, heads rotated by half, a head that is not the
-# embedding; qwen2: biases.
+# embedding; qwen2: biases; block, one-pass: heads that guess several places in one pass.
 PLANS: dict[str, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
     "few drafters": [
         ("llama", "plain", {}, ("warm",)),
@@ -40,6 +40,8 @@ PLANS: dict[str, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
         *(("llama", name, {}, ("warm",)) for name in ("ngram", "suffix", "medusa", "glide", "eagle", "auto")),
         *((model, name, options, ("warm",)) for model in ("phi3", "qwen2")
           for name, options in (("plain", {}), ("magicdec", SMALL | dict(refresh=8))))],
+    "blocks": [(model, name, {}, ("warm", "greedy")) for model, names in (
+        ("block", ("plain", "block", "auto")), ("one-pass", ("plain", "eagle"))) for name in names],
     "hybrids": [
         ("qwen3_5", "plain", {}, ("warm", "greedy")),
         ("qwen3_5", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm", "greedy")),
