@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import longdraft
+from helpers import resuming
 from helpers.checkpoints import load, load_glide
 from helpers.eagle import load_eagle
 from helpers.equality import DRAFTERS, liar, prompt_of
@@ -134,10 +135,7 @@ def check_batch_and_resumed_text(folder: Path, drafter: str, journal: Path) -> N
     plain = engine.with_drafter("plain")
     expected = [[token for event in plain.generate(prompt, each) for token in event.tokens]
                 for prompt, each in zip(prompts, params, strict=True)]
-    found: list[list[int]] = [[], [], []]
-    for place, event in engine.generate_many(prompts, params, batch_size=3):
-        found[place] += event.tokens
-    assert found == expected
+    assert resuming.written_together(engine, prompts, params) == expected
     with engine.generate(prompts[0], params[0], journal=journal) as text:
         while len(text.tokens) < 8:
             next(text)

@@ -29,6 +29,14 @@ def written(generation: longdraft.Generation) -> tuple[str, list[int], dict]:
     return text, tokens, event.stats
 
 
+def written_together(engine, prompts: list[list[int]], params: list[longdraft.SamplingParams]) -> list[list[int]]:
+    """The tokens of texts that are written in one batch."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    for place, event in engine.generate_many(prompts, params, batch_size=len(prompts)):
+        texts[place] += event.tokens
+    return texts
+
+
 def cut(engine, journal: Path, after: int, **changes) -> list[int]:
     """Close a generation after this many events; return its tokens."""
     generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS | changes), journal=journal)

@@ -273,11 +273,7 @@ def test_texts_of_a_batch_and_texts_that_begin_alike_are_the_plain_texts(folder)
     texts = []
     for name in ("eagle", "plain"):
         engine = longdraft.load(str(folder), drafter=name)
-        for _ in range(2):
-            written = [[], [], []]
-            for place, event in engine.generate_many(prompts, params, batch_size=3):
-                written[place] += event.tokens
-            texts.append(written)
+        texts += [resuming.written_together(engine, prompts, params) for _ in range(2)]
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 

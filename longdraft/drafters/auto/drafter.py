@@ -193,12 +193,11 @@ class AutoDrafter:
         """A tree of the active candidate, without the guesses that do not pay for their rows."""
         policy = self.policy
         began = self._clock()
-        is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_decision == 0 and not policy.is_probing
         confidence = self._confidences[policy.active]
         if confidence:
             confidence.least = policy.least_probability
-        if confidence or policy.active in self._readers:
-            is_exploring = False
+        is_exploring = (self._num_steps % AUTO_SETTINGS.steps_per_decision == 0 and not policy.is_probing
+                        and not confidence and policy.active not in self._readers)
         deeper = AUTO_SETTINGS.exploration_depth * is_exploring
         drafted = min(max_depth, policy.depth(confidence is not None) + deeper)
         tree = yield from self._drafters[policy.active].propose(context, drafted)
@@ -208,7 +207,7 @@ class AutoDrafter:
             tree = self._sampler.pruned(tree, context)
         self._watch.add(policy.active, tree, len(context))
         allowed = drafted
-        if not is_exploring and not policy.is_probing and len(tree) > 1:
+        if not is_exploring and not policy.is_probing:
             worthwhile = self._worthwhile(policy.active, tree)
             if worthwhile is not tree:  # the step will show nothing about the depths that were cut off
                 allowed = min(allowed, max(worthwhile.depths))
@@ -221,6 +220,8 @@ class AutoDrafter:
         All of them, if none seems to pay: then the rating of the drafter or the acceptance of its guesses is wrong, and
         only their outcome can correct it. The outcome for a drafter that is watched comes without that.
         """
+        if len(tree) == 1:
+            return tree
         reach = self._node_acceptance.reach(tree)
         falling = sorted(reach[1:], reverse=True)
         count = self.policy.num_guesses(name, falling)
@@ -315,7 +316,7 @@ class AutoDrafter:
         """The text went on with these tokens after a draft. The step that verified the draft of the active candidate
         was counted, but not the guesses that it left out."""
         if name != self.policy.active:
-            worthwhile = self._worthwhile(name, tree) if len(tree) > 1 else tree
+            worthwhile = self._worthwhile(name, tree)
             self.policy.learn(name, worthwhile, AUTO_SETTINGS.max_depth, len(worthwhile.follow(tokens)) - 1)
         self._node_acceptance.add(tree, tree.follow(tokens))
 

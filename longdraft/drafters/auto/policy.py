@@ -275,8 +275,7 @@ class Policy:
         return (self._token_seconds + row) / self._promised
 
     def num_guesses(self, name: str, reach: Sequence[float]) -> int:
-        """How many of the likeliest guesses of a candidate are worth their rows. reach: P(guess becomes text), falling
-        """
+        """How many of a candidate's likeliest guesses are worth their rows. reach: P(guess becomes text), falling"""
         steps = self._costs.steps
         most = min(len(reach), len(steps) - 2)
         if not most:
