@@ -39,6 +39,7 @@ from torch import Tensor
 from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.remainder import new_fit
+from longdraft.cache.taps import TapLog
 from longdraft.errors import check
 from longdraft.kernels import AttentionRows, Kernels, LayersKV
 from longdraft.kernels.chain_plan import DraftStores
@@ -84,12 +85,14 @@ class PartialCache:
     mode           dynamic | static | full: see above
     has_remainder  drafts merge the remainder into their attention
     selection      selects the rows; by default heavy hitters
+    taps           gets the tapped states of committed drafts; None: no layer is tapped
 
     Call `update` after the prompt and after each step.
     """
 
     def __init__(self, full: FullCache, kernels: Kernels, size: PartialBudget, mode: CacheMode = "dynamic",
-                 has_remainder: bool = True, selection: row_selection.Selection | None = None) -> None:
+                 has_remainder: bool = True, selection: row_selection.Selection | None = None,
+                 taps: TapLog | None = None) -> None:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
@@ -99,7 +102,7 @@ class PartialCache:
         self._selection = selection or row_selection.heavy_hitters(size.selected, size.sinks, size.recent)
         self._must_select = False  # at the next update
         self._mode = mode
-        self._rows = FullCache(kernels, full.shapes, score_cap=full.score_cap)
+        self._rows = FullCache(kernels, full.shapes, taps=taps, score_cap=full.score_cap)
         self._states = full.states.for_drafts() if full.states else None
         check(mode != "full" or self._states is None, "cache", mode, "dynamic or static for models with delta layers")
         if kernels.is_device and mode != "full":  # stores that grow would need new graphs

@@ -15,7 +15,7 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
     glide         glide.py        one trained layer that reads the target's cache
     eagle         eagle.py        trained layers that read the target's own states: a chain, or a tree from one pass
     block         block.py        trained layers that guess a block of tokens in one pass
-    triforce      triforce.py     a smaller model for the target on a partial cache for the target on the full cache
+    triforce      triforce.py     a head or a small model, for the target on a partial cache, for the target
 
 **How to add a drafter.**
 
@@ -224,7 +224,8 @@ def _build_block(options: BlockOptions, resources: Resources) -> Drafter:
 
 def _build_triforce(options: TriForceOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, *_ = resources
-    return TriForceDrafter(options, model, cache, sampler, params, resources.draft, resources.clock)
+    return TriForceDrafter(options, model, cache, sampler, params, resources.draft, resources.clock,
+                           resources.block or resources.eagle, resources.draft_copy)
 
 
 DRAFTERS: dict[str, DrafterSpec] = {
@@ -244,10 +245,11 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "triforce": DrafterSpec(TriForceOptions, _build_triforce),
 }
 
-WITH_HEADS = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide", "eagle", "block")))
 READS_STATES = ("eagle", "block")  # parts that read states of the target; a model has one of them
-WITH_STATES = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in READS_STATES))
-WITH_DRAFT = (AUTO, "draft-model", "triforce")
+_OPTIONAL = (AUTO, "triforce")  # drafters that use what there is
+WITH_STATES = (*_OPTIONAL, *(name for name, spec in DRAFTERS.items() if spec.needs in READS_STATES))
+WITH_HEADS = (*WITH_STATES, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide")))
+WITH_DRAFT = (*_OPTIONAL, "draft-model")
 
 _CURES = {"heads": "trained heads; give --heads or train them with `longdraft train heads`",
           "glide": "a trained layer; give --heads or train it with `longdraft train glide`",

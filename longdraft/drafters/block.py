@@ -10,10 +10,13 @@ A head sees a window of the text, as `eagle`'s does, so that all distances stay 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from longdraft.cache.full import FullCache
-from longdraft.cache.taps import FIRST, LATEST, TappedRows
+from longdraft.cache.taps import FIRST, LATEST, TapLog, TappedRows
 from longdraft.cache.window import RowWindow
 from longdraft.drafters.draft_vocabulary import (
     AUTO,
@@ -79,21 +82,25 @@ class BlockOptions(DrafterOptions):
 class ContextRows:
     """The keys and values of the text in all layers of a head, for one text.
 
-    cache   of the target, which holds the tapped states of the text
-    window  latest rows of the text that layers see which were trained without a window
-    sinks   first rows of the text that these see as well
+    cache    of the target, which holds the tapped states of the text
+    window   latest rows of the text that layers see which were trained without a window
+    sinks    first rows of the text that these see as well
+    drafted  gets the states of drafted tokens, in their order; None: there are none
+    longest  drafted tokens at most
     """
 
-    def __init__(self, head: BlockHead, cache: FullCache, window: int, sinks: int) -> None:
+    def __init__(self, head: BlockHead, cache: FullCache, window: int, sinks: int, drafted: TapLog | None = None,
+                 longest: int = 0) -> None:
         layer = head.config.layer
         assert cache.taps is not None and cache.taps.layers == head.taps, "the target's cache holds the head's states"
-        self._head, self._taps, self._sinks = head, cache.taps, sinks
+        self._head, self._taps, self._sinks, self._drafted = head, cache.taps, sinks, drafted
         # Layers with one window share a RowWindow; those that were trained with a window see no sinks.
         sizes = [(min(own, LATEST), 0) if own else (window, sinks) for own in head.config.windows]
         self._groups = {size: [index for index, other in enumerate(sizes) if other == size]
                         for size in dict.fromkeys(sizes)}
-        self.windows = {size: RowWindow(head.kernels, len(layers), layer.num_kv_heads, layer.head_dim, size[0],
-                                        head.config.block_size, size[1]) for size, layers in self._groups.items()}
+        room = head.config.block_size + longest
+        self.windows = {size: RowWindow(head.kernels, len(layers), layer.num_kv_heads, layer.head_dim, size[0], room,
+                                        size[1]) for size, layers in self._groups.items()}
         self._longest = max(size[0] for size in sizes)
         self._first = next(iter(self.windows.values()))
 
@@ -102,80 +109,105 @@ class ContextRows:
         """Of the rows, and of the states that are not yet read."""
         return sum(rows.nbytes for rows in self.windows.values()) + self._taps.nbytes
 
+    def follow(self, is_wanted: bool) -> None:
+        """Whether the target's forwards copy the states."""
+        self._taps.follow(is_wanted)
+
     @property
     def end(self) -> int:
         """Position after the last row."""
         return self._first.end
 
-    def read(self, context: Context) -> bool:
+    def read(self, context: Context, num_drafted: int = 0) -> bool:
         """Read the rows whose states are new: of many, the first and the latest ones that the head can see. Returns
-        whether all rows of the text up to its last token were read without a gap at the end."""
+        whether all rows of the text up to its last token were read without a gap at the end.
+
+        num_drafted  drafted tokens after the text. The last token of the text and all of them but the last have states
+        """
+        if not num_drafted:
+            self._drop_drafts()
         first_seen = len(context) - 1 - self._longest
         for run in self._taps.take():
             end = run.start + run.states.shape[1]
             for start, stop in ((run.start, min(end, self._sinks)), (max(run.start, first_seen, self._sinks), end)):
                 for place in range(start, stop, READ_CHUNK):
                     self._read(run.cut(place, min(place + READ_CHUNK, stop)))
-        return self.end == len(context) - 1
+        if self.end != len(context) - 1:
+            return False
+        for run in self._drafted.take() if self._drafted else ():
+            start = self.end + self._first.num_drafts
+            for rows, k, v in self._context(TappedRows(start, run.states)):
+                rows.add_drafts(k, v)
+        assert self._first.num_drafts == num_drafted, "a row for the state of each drafted token's predecessor"
+        return True
+
+    def _drop_drafts(self) -> None:
+        for rows in self.windows.values():
+            rows.num_drafts = 0
+
+    def _context(self, run: TappedRows) -> Iterator[tuple[RowWindow, Tensor, Tensor]]:
+        """The keys and values of rows for each group of layers."""
+        k, v = self._head.context(run.states, range(run.start, run.start + run.states.shape[1]))
+        for size, layers in self._groups.items():
+            yield self.windows[size], k[layers], v[layers]
 
     def _read(self, run: TappedRows) -> None:
-        count = run.states.shape[1]
-        k, v = self._head.context(run.states, range(run.start, run.start + count))
-        for size, rows in self.windows.items():
+        for rows, k, v in self._context(run):
             if run.start != rows.end:
                 rows.restart(run.start)
-            layers = self._groups[size]
-            rows.add_text(k[layers], v[layers])
+            rows.add_text(k, v)
             rows.turn_sinks(self._head.rotations)
 
     @property
     def stores(self) -> list[tuple[KVStore, int]]:
-        """The store of each layer, and how many of its rows the text has."""
+        """The store of each layer, and how many of its rows the text and its drafts have."""
         found: dict[int, tuple[KVStore, int]] = {}
         for size, layers in self._groups.items():
             rows = self.windows[size]
-            found |= {layer: (store, rows.num_text) for layer, store in zip(layers, rows.stores, strict=True)}
+            found |= {layer: (store, rows.length) for layer, store in zip(layers, rows.stores, strict=True)}
         return [found[index] for index in range(len(found))]
 
 
-class BlockDrafter(SlotDrafter):
+class BlockModel:
+    """Drafts with a block head. Implements `SlotModel` (longdraft/drafters/layer_drafter.py).
+
+    cache    of the target, which holds the tapped states of the text
+    drafted  gets the states of drafted tokens that another model has computed, in their order; None: there are none
+    longest  of such tokens at most
+    """
+
     def __init__(self, options: BlockOptions, head: BlockHead, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams) -> None:
-        super().__init__(BLOCK, options.nodes, options.suffix, params)
-        assert cache.taps is not None
-        self._head, self._sampler, self._taps = head, sampler, cache.taps
+                 drafted: TapLog | None = None, longest: int = 0) -> None:
+        self._head, self._sampler = head, sampler
         self._num_rows = min(options.rows or head.config.block_size, head.config.block_size)
-        self.rows = ContextRows(head, cache, options.window or USUAL_WINDOW, options.sinks)
+        self.rows = ContextRows(head, cache, options.window or USUAL_WINDOW, options.sinks, drafted,
+                                longest)
         size = vocabulary_size(options.draft_vocabulary, head.target) if head.target else None
         self._vocabulary = DraftVocabulary(head.target, size) if head.target and size else None
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self.rows.nbytes + (self._vocabulary.nbytes if self._vocabulary else 0)
+        return self.rows.nbytes + (self._vocabulary.nbytes if self._vocabulary else 0)
 
-    def follow(self, is_wanted: bool) -> None:
-        self._taps.follow(is_wanted)
-
-    def begin(self, context: Context, verified: Verified | None) -> None:
-        super().begin(context, verified)
-        if self._vocabulary and verified:
+    def learn(self, verified: Verified) -> None:
+        if self._vocabulary:
             self._vocabulary.learn(verified)
 
-    def slots(self, context: Context, max_depth: int) -> list[Slot]:
-        if not self.rows.read(context):
+    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> list[Slot]:
+        if not self.rows.read(context, len(path) - 1):
             return []
-        head = self._head
+        head, ahead = self._head, len(path) - 1
         count = min(self._num_rows, self._rows_for(max_depth))
         limited = self._vocabulary.model(context) if self._vocabulary else None
-        rows = head.block(context.last, len(context) - 1, count, self.rows.stores, limited)
+        rows = head.block(path[-1], len(context) - 1 + ahead, count, self.rows.stores, limited)
         if not head.has_pairs:
             return [Slot(*shortlist) for shortlist in
-                    self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part)]
+                    self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part, ahead)]
         scale = self._sampler.params.temperature or 1.0
-        slots, before = list[Slot](), [context.last]
+        slots, before = list[Slot](), [path[-1]]
         for place in range(min(len(rows.logits), max_depth)):
             logits = head.logits_after(rows, place, before[0])
-            (shortlist,) = self._sampler.shortlists(logits, context, SHORTLIST, rows.part, ahead=place)
+            (shortlist,) = self._sampler.shortlists(logits, context, SHORTLIST, rows.part, ahead + place)
             pairs = head.pairs(rows, place, before, shortlist.tokens) if shortlist.tokens else None
             slots.append(Slot(*shortlist, None if pairs is None else (pairs - pairs[0]) / scale,
                               head.trust(rows, place, before[0])))
@@ -189,3 +221,11 @@ class BlockDrafter(SlotDrafter):
         little worse in a short block."""
         wanted = max_depth + (not self._head.first_guesses)
         return wanted if all(self._head.config.causal) else max(_LEAST_ROWS, 1 << (wanted - 1).bit_length())
+
+
+class BlockDrafter(SlotDrafter):
+    def __init__(self, options: BlockOptions, head: BlockHead, cache: FullCache, sampler: Sampler,
+                 params: SamplingParams) -> None:
+        model = BlockModel(options, head, cache, sampler)
+        super().__init__(model, BLOCK, options.nodes, options.suffix, params)
+        self.rows, self.follow = model.rows, model.rows.follow

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache
-from longdraft.cache.taps import FIRST, LATEST, TappedRows
+from longdraft.cache.taps import FIRST, LATEST, TapLog, TappedRows
 from longdraft.cache.window import RowWindow
 from longdraft.drafters.layer_drafter import LayerDrafter, SlotDrafter, rotations_after
 from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, Slot
@@ -38,6 +38,7 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import common_prefix
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Verified
 from longdraft.speculation.routine import atomic
 
 EAGLE = "eagle"  # the source of the guesses in the statistics
@@ -72,17 +73,20 @@ class EagleDraftModel:
     window   latest rows of the text that the head sees
     sinks    first rows of the text that it sees as well
     longest  tokens drafted in a step at most
+    drafted  gets the states of drafted tokens that another model has computed, in their order; None: there are none
     """
 
-    def __init__(self, head: Eagle, cache: FullCache, window: int, sinks: int, longest: int) -> None:
+    def __init__(self, head: Eagle, cache: FullCache, window: int, sinks: int, longest: int,
+                 drafted: TapLog | None = None) -> None:
         layer = head.config.layer
         assert cache.taps is not None and cache.taps.layers == head.taps, "the target's cache holds the head's states"
-        self._head, self._taps, self._window, self._sinks = head, cache.taps, window, sinks
+        self._head, self._taps, self._window, self._sinks, self._drafted = head, cache.taps, window, sinks, drafted
         self.rows = RowWindow(head.kernels, layer.num_layers, layer.num_kv_heads, layer.head_dim, window, longest,
                               sinks)
         self._unread: TappedRows | None = None  # a device may read them with the next chain; the window has their room
         self._moves: list[Move] = []  # of rows, before they are read
         self._drafts: list[int] = []  # tokens of the drafts in `rows`
+        self._num_known = 0  # of the drafts, the first ones, whose rows come from states
         self._outputs: list[Tensor] = []  # [1, hidden] of the text's last row and of each draft
 
     @property
@@ -100,6 +104,7 @@ class EagleDraftModel:
         self._read_text(context)
         if not self._outputs:
             return None
+        self._read_drafted(path)
         wanted = path[1:]
         common = common_prefix(wanted, self._drafts)
         self._forget_drafts(common)
@@ -109,19 +114,23 @@ class EagleDraftModel:
         return self._head.logits(self._outputs[-1])
 
     def plan(self, context: Context, path: Sequence[int], length: int) -> ChainPlan | None:
-        """See `DraftModel`. Only after the text itself."""
-        if len(path) != 1 or not self._head.shares_kernels:
+        """See `DraftModel`. Only after the text itself, and after drafted tokens with states."""
+        if not self._head.shares_kernels:
             return None
         rows, unread = self.rows, self._unread_rows(context)
         if unread is None:
             self._read_text(context)
         if not self._outputs:
             return None
-        self._forget_drafts(0)
-        layers = TrainedLayers(self._head, self._head.kernels, self._outputs[0], unread=unread)
+        self._read_drafted(path)
+        ahead = len(path) - 1
+        if self._num_known < ahead:
+            return None
+        self._forget_drafts(ahead)
+        layers = TrainedLayers(self._head, self._head.kernels, self._outputs[ahead], unread=unread)
         end = len(context) - 1
         return ChainPlan(layers, path, length, DraftStores(rows.stores, rows.length + end - rows.end),
-                         rotations_after(self._head.rotations, end, length))
+                         rotations_after(self._head.rotations, end + ahead, length))
 
     def has_drafted(self, context: Context, path: Sequence[int], drafted: Sequence[Ranked]) -> None:
         """The rows of the drafts are forgotten: the next step computes them from the target's states."""
@@ -149,22 +158,45 @@ class EagleDraftModel:
                           rotations(range(rows.end, len(context) - 1), on_host=True),
                           [*rows.sink_moves, *self._moves], rotations([rows.sinks_shift], on_host=True))
 
-    def slot_rows(self, context: Context, count: int) -> Tensor | None:
-        """The layers' output [count, hidden] for the text's last row and count - 1 masks after it, for a head that
-        guesses in one pass: new rows of the text go through the layers together with the masks. None: as for
-        `next_logits`."""
-        self._forget_drafts(0)
-        self._read_runs(context, self._taps.take(), count - 1)
+    def slot_rows(self, context: Context, path: Sequence[int], count: int) -> Tensor | None:
+        """The layers' output [count, hidden] for the last token of `path` and count - 1 masks after it, for a head that
+        guesses in one pass: new rows go through the layers together with the masks. None: as for `next_logits`.
+
+        path  the last token of the text, then drafted tokens with states
+        """
+        ahead = len(path) - 1
+        self._forget_drafts(min(ahead, self._num_known))
+        self._read_runs(context, self._taps.take(), 0 if ahead else count - 1)
         if not self._outputs:
             return None
-        if len(self._outputs) < count:  # nothing was new
-            self._forward(*self._head.masks(count - len(self._outputs)), self.rows.end)
-        return torch.cat(self._outputs)
+        self._read_drafted(path, count - 1)
+        if len(self._outputs) < ahead + count:  # nothing was new
+            self._forward(*self._head.masks(ahead + count - len(self._outputs)), self.rows.end + self.rows.num_drafts)
+        return torch.cat(self._outputs[ahead:])
 
     def _forget_drafts(self, kept: int) -> None:
         """Keep the first `kept` drafts and drop the others."""
         self.rows.num_drafts = kept
         del self._drafts[kept:], self._outputs[kept + 1 :]
+        self._num_known = min(self._num_known, kept)
+
+    def _read_drafted(self, path: Sequence[int], num_masks: int = 0) -> None:
+        """Compute the rows of drafted tokens from the states that have come, followed by masks."""
+        for run in self._drafted.take() if self._drafted else ():
+            known, count = self._num_known, run.states.shape[1]
+            self._forget_drafts(known)
+            tokens = list(path[1 + known : 1 + known + count])
+            y, of_masks = self._with_masks(self._head.fuse(run.states), num_masks)
+            self._forward(y, tokens + of_masks, self.rows.end + known)
+            self._drafts += tokens
+            self._num_known += count
+
+    def _with_masks(self, y: Tensor, num_masks: int) -> tuple[Tensor, list[int]]:
+        """The rows y followed by those of masks, and the tokens of these."""
+        if not num_masks:
+            return y, []
+        masks, tokens = self._head.masks(num_masks)
+        return torch.cat([y, masks]), tokens
 
     def _read_text(self, context: Context) -> None:
         """Read the rows whose states are new: of many, the first and the latest ones that the head can see."""
@@ -175,7 +207,7 @@ class EagleDraftModel:
     def _read_runs(self, context: Context, runs: Sequence[TappedRows], num_masks: int = 0) -> None:
         """num_masks: of rows after the text's last row, in the forward that reads it"""
         if runs:
-            self.rows.num_drafts, self._drafts = 0, []
+            self._forget_drafts(0)
         first_seen, chunk = len(context) - 1 - self._window, min(READ_CHUNK, self._window)
         for run in runs:
             end = run.start + run.states.shape[1]
@@ -199,11 +231,9 @@ class EagleDraftModel:
         self.rows.make_room(count)
         self.rows.turn_sinks(self._head.rotations)
         self._outputs = []
-        y, tokens = self._head.fuse(run.states), self._tokens_after(context, run)
-        if num_masks and run.start + count == len(context) - 1:
-            masks, of_masks = self._head.masks(num_masks)
-            y, tokens = torch.cat([y, masks]), tokens + of_masks
-        self._forward(y, tokens, run.start, count)
+        is_last = run.start + count == len(context) - 1
+        y, of_masks = self._with_masks(self._head.fuse(run.states), num_masks if is_last else 0)
+        self._forward(y, self._tokens_after(context, run) + of_masks, run.start, count)
 
     @staticmethod
     def _tokens_after(context: Context, run: TappedRows) -> list[int]:
@@ -223,12 +253,12 @@ class EagleDraftModel:
         self._outputs += hidden[max(0, num_text - 1) :, None].unbind()
 
     @staticmethod
-    def of(options: EagleOptions, head: Eagle, cache: FullCache) -> EagleDraftModel:
+    def of(options: EagleOptions, head: Eagle, cache: FullCache, drafted: TapLog | None = None) -> EagleDraftModel:
         """The model with the window that the options ask for, or that the head was trained with."""
         trained = head.config.window
         window = options.window or min(trained or USUAL_WINDOW, LATEST)
         sinks = options.sinks if options.sinks >= 0 else 0 if trained else USUAL_SINKS
-        return EagleDraftModel(head, cache, window, sinks, options.chain)
+        return EagleDraftModel(head, cache, window, sinks, options.chain, drafted)
 
     def follow(self, is_wanted: bool) -> None:
         """Whether the target's forwards copy the states."""
@@ -243,23 +273,32 @@ class EagleDrafter(LayerDrafter):
         self.follow = model.follow
 
 
-class ParallelEagleDrafter(SlotDrafter):
-    """With a head that guesses all places in one pass (P-EAGLE)."""
+class ParallelEagleModel:
+    """Drafts with a head that guesses all places in one pass (P-EAGLE). Implements `SlotModel`."""
 
-    def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams) -> None:
-        super().__init__(EAGLE, min(options.chain * options.width, MAX_NODES), options.suffix, params)
-        self._head, self._sampler, self._num_slots = head, sampler, options.chain
-        self._draft_model = EagleDraftModel.of(options, head, cache)
-        self.follow = self._draft_model.follow
+    def __init__(self, rows: EagleDraftModel, head: Eagle, sampler: Sampler, longest: int) -> None:
+        self._rows, self._head, self._sampler, self._longest = rows, head, sampler, longest
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._draft_model.nbytes
+        return self._rows.nbytes
 
-    def slots(self, context: Context, max_depth: int) -> list[Slot]:
-        rows = self._draft_model.slot_rows(context, min(self._num_slots, max_depth))
+    def learn(self, verified: Verified) -> None:
+        """Nothing: the target's cache has the states."""
+
+    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> list[Slot]:
+        rows = self._rows.slot_rows(context, path, min(self._longest, max_depth))
         if rows is None:
             return []
         logits, part = self._head.guesses(rows)
-        return [Slot(*shortlist) for shortlist in self._sampler.shortlists(logits, context, SHORTLIST, part)]
+        shortlists = self._sampler.shortlists(logits, context, SHORTLIST, part, len(path) - 1)
+        return [Slot(*shortlist) for shortlist in shortlists]
+
+
+class ParallelEagleDrafter(SlotDrafter):
+    def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
+                 params: SamplingParams) -> None:
+        rows = EagleDraftModel.of(options, head, cache)
+        model = ParallelEagleModel(rows, head, sampler, options.chain)
+        super().__init__(model, EAGLE, min(options.chain * options.width, MAX_NODES), options.suffix, params)
+        self.follow = rows.follow

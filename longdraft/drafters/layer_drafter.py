@@ -1,12 +1,12 @@
 """The common parts of the drafters of trained layers that read the text, with suffix guesses beside them.
 
     LayerDrafter   a chain, token by token: `glide` and `eagle`, which differ in the `DraftModel` of the chain
-    SlotDrafter    the likeliest tree of guesses that are made in one pass: `block`, and `eagle` with a head of P-EAGLE
+    SlotDrafter    the likeliest tree of guesses that are made in one pass, by a `SlotModel`: `block`, and `eagle` with
+                   a head of P-EAGLE
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -79,7 +79,22 @@ class LayerDrafter:
         self.begin(context, None)
 
 
-class SlotDrafter(ABC):
+class SlotModel(Protocol):
+    """Trained layers that guess the tokens of several places in one pass."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows of the text that they have read."""
+
+    def learn(self, verified: Verified) -> None:
+        """The target's results for rows that are now part of the text."""
+
+    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> list[Slot]:
+        """The candidates of the places after `path`: the last token of the text, then drafted tokens. They are
+        `max_depth` at most, 1 or more; none while the state of the last row is not known."""
+
+
+class SlotDrafter:
     """Drafts the likeliest tree of the candidates of all places, and adds what followed the longest suffix of the text
     after the root.
 
@@ -88,27 +103,25 @@ class SlotDrafter(ABC):
     suffix  whether suffix guesses are added
     """
 
-    def __init__(self, source: str, nodes: int, suffix: bool, params: SamplingParams) -> None:
+    def __init__(self, draft_model: SlotModel, source: str, nodes: int, suffix: bool, params: SamplingParams) -> None:
+        self._draft_model = draft_model
         self._num_nodes = nodes
         self._trees = MarginalTrees(source)
         self._suffix = SuffixMatcher(SuffixOptions(), params) if suffix else None
 
-    @abstractmethod
-    def slots(self, context: Context, max_depth: int) -> list[Slot]:
-        """The candidates of the places after the text, `max_depth` at most, 1 or more; none while the state of its last
-        row is not known."""
-
     @property
     def nbytes(self) -> int:
-        return self._suffix.nbytes if self._suffix else 0
+        return self._draft_model.nbytes + (self._suffix.nbytes if self._suffix else 0)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
+        if verified:
+            self._draft_model.learn(verified)
         if self._suffix:
             self._suffix.update(context)
 
     @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
-        slots = self.slots(context, max_depth) if max_depth else []
+        slots = self._draft_model.slots(context, [context.last], max_depth) if max_depth else []
         tree = self._trees.grow(context.last, slots, self._num_nodes)
         if not self._suffix:
             return tree

@@ -77,7 +77,7 @@ def read(model: Transformer, head: block.BlockHead, ids: list[int], window: int 
 
 
 def slots_of(drafter: drafting.BlockDrafter, context: Context) -> block.SlotRows:
-    head = drafter._head
+    head = drafter._draft_model._head
     assert drafter.rows.read(context)
     return head.block(context.last, len(context) - 1, head.config.block_size, drafter.rows.stores)
 
@@ -188,13 +188,13 @@ def test_after_a_gap_in_the_states_a_head_drafts_nothing_until_the_last_one_is_k
     model = load(tiny["mha"])
     head = make_block(tmp_path, model)
     drafter, context = read(model, head, IDS[:9])
-    assert drafter.slots(context, 4)
+    assert drafter._draft_model.slots(context, [context.last], 4)
     context.extend(IDS[9:15])
-    assert not drafter.slots(context, 4) and len(run_alone(drafter.propose(context, 4))) == 1
+    assert not drafter._draft_model.slots(context, [context.last], 4) and len(run_alone(drafter.propose(context, 4))) == 1
     states = states_of(model, IDS, head.taps)
-    drafter._taps._runs.append(TappedRows(14, states[:, 14:-1]))
+    drafter.rows._taps._runs.append(TappedRows(14, states[:, 14:-1]))
     context.extend(IDS[15:])
-    assert drafter.slots(context, 4)
+    assert drafter._draft_model.slots(context, [context.last], 4)
     assert drafter.rows._first.first == 14, "the head sees the rows after the gap"
 
 
@@ -230,7 +230,7 @@ def test_candidates_are_ranked_with_the_noise_of_their_positions(tiny, tmp_path)
     head = make_block(tmp_path, model)
     drafter, context = read(model, head, IDS, params=SamplingParams(seed=5, temperature=0.8))
     logits = slots_of(drafter, context).logits.double().numpy()
-    for ahead, slot in enumerate(drafter.slots(context, 9)):
+    for ahead, slot in enumerate(drafter._draft_model.slots(context, [context.last], 9)):
         total = logits[ahead] / 0.8 + noise.gumbel(5, len(context) + ahead, np.arange(VOCAB))
         assert slot.tokens == np.argsort(-total)[: len(slot.tokens)].tolist()
         assert slot.scores == pytest.approx(np.sort(-total)[: len(slot.tokens)] * -1)

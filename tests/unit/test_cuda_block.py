@@ -108,7 +108,7 @@ def test_a_head_of_p_eagle_guesses_what_it_guesses_with_the_reference(folder, tm
             tapped.forward(chain_rows(IDS[start:end], start), cache)
             cache.commit(range(end - start))
             context.extend(IDS[start + 1 : end + 1])
-            found.append(head.guesses(reader.slot_rows(context, 4))[0].cpu())
+            found.append(head.guesses(reader.slot_rows(context, [context.last], 4))[0].cpu())
             start = end
     for own, wanted in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(own, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=1e-3)

@@ -57,7 +57,7 @@ def drafter_after(model: Transformer, head: eagle.Eagle, ids: Sequence[int], chu
     start = 0
     for end in (*chunks, len(ids) - 1):
         if start:
-            assert drafter.slots(context, COUNT)
+            assert drafter._draft_model.slots(context, [context.last], COUNT)
         tapped.forward(chain_rows(list(ids[start:end]), start), cache)
         cache.commit(range(end - start))
         context.extend(list(ids[start + 1 : end + 1]))
@@ -66,9 +66,9 @@ def drafter_after(model: Transformer, head: eagle.Eagle, ids: Sequence[int], chu
 
 
 def guesses(drafter: ParallelEagleDrafter, context: Context, count: int = COUNT) -> Tensor:
-    rows = drafter._draft_model.slot_rows(context, count)
+    rows = drafter._draft_model._rows.slot_rows(context, [context.last], count)
     assert rows is not None and len(rows) == count
-    return drafter._head.logits(rows)
+    return drafter._draft_model._head.logits(rows)
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
@@ -96,7 +96,7 @@ def test_a_head_guesses_what_a_dense_mask_over_the_text_and_the_masks_gives(tiny
             found = guesses(drafter, context, count)
             assert_close(found[:, made.ids], wanted[:count])
             assert (found == -torch.inf).sum() == count * (VOCAB - made.draft_vocab)
-    assert drafter._draft_model.rows.num_text == (made.window or len(IDS) - 1)
+    assert drafter._draft_model._rows.rows.num_text == (made.window or len(IDS) - 1)
 
 
 @pytest.mark.parametrize("mutant", ["mask_hidden ignored", "another mask token", "positions do not rise",
@@ -155,9 +155,9 @@ def test_after_a_gap_in_the_states_a_head_drafts_nothing_until_the_last_one_is_k
     write_eagle(tmp_path, Shape(mask=MASK))
     head = load_eagle(tmp_path, model)
     drafter, context = drafter_after(model, head, IDS[:9])
-    assert drafter.slots(context, 4)
+    assert drafter._draft_model.slots(context, [context.last], 4)
     context.extend(IDS[9:15])
-    assert not drafter.slots(context, 4) and len(run_alone(drafter.propose(context, 4))) == 1
+    assert not drafter._draft_model.slots(context, [context.last], 4) and len(run_alone(drafter.propose(context, 4))) == 1
 
 
 # Files.
