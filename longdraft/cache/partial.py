@@ -85,7 +85,7 @@ class PartialCache:
     mode           dynamic | static | full: see above
     has_remainder  drafts merge the remainder into their attention
     selection      selects the rows; by default heavy hitters
-    taps           gets the tapped states of committed drafts; None: no layer is tapped
+    taps           gets the tapped states of drafts that are committed; None: no layer is tapped
 
     Call `update` after the prompt and after each step.
     """
@@ -102,6 +102,7 @@ class PartialCache:
         self._selection = selection or row_selection.heavy_hitters(size.selected, size.sinks, size.recent)
         self._must_select = False  # at the next update
         self._mode = mode
+        self.taps = taps
         self._rows = FullCache(kernels, full.shapes, taps=taps, score_cap=full.score_cap)
         self._states = full.states.for_drafts() if full.states else None
         check(mode != "full" or self._states is None, "cache", mode, "dynamic or static for models with delta layers")

@@ -38,10 +38,11 @@ from longdraft.drafters import options as drafter_options
 from longdraft.drafters.auto import calibration, costs
 from longdraft.drafters.auto.drafter import AutoDrafter, AutoOptions
 from longdraft.drafters.auto.shared import Guesser, SharedStatistics
-from longdraft.drafters.block import BlockDrafter, BlockOptions
+from longdraft.drafters.block import BlockDrafter, BlockModel, BlockOptions
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
-from longdraft.drafters.eagle import EagleDrafter, EagleOptions, ParallelEagleDrafter
+from longdraft.drafters.draft_vocabulary import VocabularySize
+from longdraft.drafters.eagle import EagleDrafter, EagleDraftModel, EagleOptions, ParallelEagleDrafter
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
 from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
@@ -49,7 +50,7 @@ from longdraft.drafters.options import DrafterOptions
 from longdraft.drafters.plain import PlainDrafter, PlainOptions
 from longdraft.drafters.self_draft import MagicDecOptions, SelfDrafter, TokenSwiftOptions, new_partial_cache
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
-from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
+from longdraft.drafters.triforce import Reader, TriForceDrafter, TriForceOptions, new_reader, tapped_drafts
 from longdraft.errors import UsageError
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
@@ -64,6 +65,7 @@ from longdraft.system import processor
 from longdraft.version import __version__
 
 AUTO = "auto"
+_LONGEST = 18  # drafted tokens that a head reads in `auto`
 
 
 class Resources(NamedTuple):
@@ -75,6 +77,7 @@ class Resources(NamedTuple):
     corpora             the engine's corpora
     draft               a smaller model with the target's tokenizer, if any
     partial             a partial cache that several drafters of this request share; None: a drafter makes its own
+    reader              what `eagle` or `block` drafts with, shared likewise with `triforce`
     clock               the time that this request takes; None: the wall clock, if no other request runs
     draft_copy          a quantised copy of the target for self-drafting chains; None: they draft with the target
     knowledge           what the engine's requests share about the candidates of `auto`
@@ -89,11 +92,17 @@ class Resources(NamedTuple):
     corpora: Corpora | None = None
     draft: Transformer | None = None
     partial: PartialCache | None = None
+    reader: Reader | None = None
     clock: CostClock | None = None
     knowledge: SharedStatistics | None = None
     draft_copy: Transformer | None = None
     eagle: Eagle | None = None
     block: BlockHead | None = None
+
+    @property
+    def reads_states(self) -> Eagle | BlockHead | None:
+        """The part that reads states of the target; a model has one at most."""
+        return self.block or self.eagle
 
 
 class DrafterSpec(NamedTuple):
@@ -103,6 +112,7 @@ class DrafterSpec(NamedTuple):
     build    makes the drafter of one request from options and resources
     needs    the part of `Resources` without which it cannot draft
     in_auto  options with which `auto` tries it, if the part that it needs is there; None: `auto` does not try it
+    in_auto_with  parts without which `auto` does not try it
     prior    share of right guesses that `auto` expects before it has drafted
     guesses_with  its model, for drafters whose guesses are right equally often; "": no other drafter has it
     """
@@ -113,19 +123,21 @@ class DrafterSpec(NamedTuple):
     in_auto: Mapping[str, Any] | None = None
     prior: float = 0.6
     guesses_with: str = ""
+    in_auto_with: tuple[str, ...] = ()
 
 
 def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     if resources.draft is not None and resources.draft.config.max_positions < options.draft_window:
         resources = resources._replace(draft=None)
-    resources = _with_shared_cache(resources)
+    resources = _with_shared_cache(resources, options.draft_vocabulary)
     candidates = _candidates(options, resources)
     identity = {**_costs_identity(resources), "vocabulary": options.draft_vocabulary}
     shared = resources.knowledge or SharedStatistics()
     clock = resources.clock or CostClock(always=True)
 
     def random_text_candidates(cache: FullCache, sampler: Sampler, clock: CostClock) -> dict[str, Drafter]:
-        return _candidates(options, _with_shared_cache(resources._replace(cache=cache, sampler=sampler, clock=clock)))
+        of_text = resources._replace(cache=cache, sampler=sampler, clock=clock, reader=None)
+        return _candidates(options, _with_shared_cache(of_text, options.draft_vocabulary))
 
     def calibrate() -> None:
         measured = costs.load_or_measure(
@@ -140,17 +152,23 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     return AutoDrafter(candidates, calibrate, forget, shared, clock, resources.partial, resources.sampler)
 
 
-def _with_shared_cache(resources: Resources) -> Resources:
-    """Candidates that draft with the target share one partial cache, so that it is up to date whichever drafts next."""
-    return resources._replace(partial=new_partial_cache(MagicDecOptions(), resources.model,
-                                                        resources.cache))
+def _with_shared_cache(resources: Resources, vocabulary: VocabularySize) -> Resources:
+    """Candidates that draft with the target share one partial cache, and those of a head its rows of the text, so that
+    these are up to date whichever drafts next. vocabulary: the option `draft_vocabulary`"""
+    model, cache, head = resources.model, resources.cache, resources.reads_states
+    if head is None or resources.draft_copy is None:
+        return resources._replace(partial=new_partial_cache(MagicDecOptions(), model, cache))
+    states = tapped_drafts(head, model)  # for `triforce`
+    return resources._replace(partial=new_partial_cache(MagicDecOptions(), model, cache, states),
+                              reader=new_reader(head, cache, resources.sampler, states, _LONGEST, vocabulary))
 
 
 def _candidates(options: AutoOptions, resources: Resources) -> dict[str, Drafter]:
     """The drafters that `auto` tries, by name: all for which the parts are there."""
     candidates = {}
     for name, spec in DRAFTERS.items():
-        if spec.in_auto is not None and (not spec.needs or getattr(resources, spec.needs)):
+        parts = (*spec.in_auto_with, *([spec.needs] if spec.needs else []))
+        if spec.in_auto is not None and all(getattr(resources, part) for part in parts):
             given: Any = spec.options(**spec.in_auto)
             if hasattr(given, "draft_vocabulary"):
                 given = replace(given, draft_vocabulary=options.draft_vocabulary)
@@ -214,18 +232,20 @@ def _build_eagle(options: EagleOptions, resources: Resources) -> Drafter:
     assert resources.eagle is not None
     kind: type[EagleDrafter | ParallelEagleDrafter]
     kind = ParallelEagleDrafter if resources.eagle.config.is_parallel else EagleDrafter
-    return kind(options, resources.eagle, resources.cache, resources.sampler, resources.params)
+    reader = resources.reader if isinstance(resources.reader, EagleDraftModel) else None
+    return kind(options, resources.eagle, resources.cache, resources.sampler, resources.params, reader)
 
 
 def _build_block(options: BlockOptions, resources: Resources) -> Drafter:
     assert resources.block is not None
-    return BlockDrafter(options, resources.block, resources.cache, resources.sampler, resources.params)
+    reader = resources.reader if isinstance(resources.reader, BlockModel) else None
+    return BlockDrafter(options, resources.block, resources.cache, resources.sampler, resources.params, reader)
 
 
 def _build_triforce(options: TriForceOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, *_ = resources
     return TriForceDrafter(options, model, cache, sampler, params, resources.draft, resources.clock,
-                           resources.block or resources.eagle, resources.draft_copy)
+                           resources.reads_states, resources.draft_copy, resources.partial, resources.reader)
 
 
 DRAFTERS: dict[str, DrafterSpec] = {
@@ -242,7 +262,9 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "glide": DrafterSpec(GlideOptions, _build_glide, needs="glide", in_auto={}),
     "eagle": DrafterSpec(EagleOptions, _build_eagle, needs="eagle", in_auto={}, prior=0.7),
     "block": DrafterSpec(BlockOptions, _build_block, needs="block", in_auto={}, prior=0.6),
-    "triforce": DrafterSpec(TriForceOptions, _build_triforce),
+    "triforce": DrafterSpec(TriForceOptions, _build_triforce, prior=0.92, guesses_with="target",
+                            in_auto={"first": "head", "chain": _LONGEST - 2, "floor": 0},
+                            in_auto_with=("reads_states", "draft_copy")),
 }
 
 READS_STATES = ("eagle", "block")  # parts that read states of the target; a model has one of them

@@ -224,8 +224,10 @@ class BlockModel:
 
 
 class BlockDrafter(SlotDrafter):
+    """model: which another drafter of the request drafts with, too; None: the drafter makes its own"""
+
     def __init__(self, options: BlockOptions, head: BlockHead, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams) -> None:
-        model = BlockModel(options, head, cache, sampler)
+                 params: SamplingParams, model: BlockModel | None = None) -> None:
+        model = model or BlockModel(options, head, cache, sampler)
         super().__init__(model, BLOCK, options.nodes, options.suffix, params)
         self.rows, self.follow = model.rows, model.rows.follow

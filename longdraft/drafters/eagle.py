@@ -266,9 +266,11 @@ class EagleDraftModel:
 
 
 class EagleDrafter(LayerDrafter):
-    def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams) -> None:
-        model = EagleDraftModel.of(options, head, cache)
+    """model: which another drafter of the request drafts with, too; None: the drafter makes its own"""
+
+    def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler, params: SamplingParams,
+                 model: EagleDraftModel | None = None) -> None:
+        model = model or EagleDraftModel.of(options, head, cache)
         super().__init__(model, EAGLE, options, sampler, params)
         self.follow = model.follow
 
@@ -296,9 +298,11 @@ class ParallelEagleModel:
 
 
 class ParallelEagleDrafter(SlotDrafter):
-    def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams) -> None:
-        rows = EagleDraftModel.of(options, head, cache)
+    """rows: as `EagleDrafter` has a model"""
+
+    def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler, params: SamplingParams,
+                 rows: EagleDraftModel | None = None) -> None:
+        rows = rows or EagleDraftModel.of(options, head, cache)
         model = ParallelEagleModel(rows, head, sampler, options.chain)
         super().__init__(model, EAGLE, min(options.chain * options.width, MAX_NODES), options.suffix, params)
         self.follow = rows.follow

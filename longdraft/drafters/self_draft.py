@@ -31,6 +31,7 @@ from typing import ClassVar, Literal
 from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
+from longdraft.cache.taps import TapLog
 from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.draft_vocabulary import (
@@ -184,16 +185,16 @@ class MagicDecOptions(SelfDraftOptions):
         return PartialBudget(self.budget + self.refresh, self.sinks, recent, self.refresh)
 
 
-def new_partial_cache(options: TokenSwiftOptions | MagicDecOptions, model: Transformer,
-                      cache: FullCache) -> PartialCache:
-    """The partial cache over `cache` that the options describe."""
+def new_partial_cache(options: TokenSwiftOptions | MagicDecOptions, model: Transformer, cache: FullCache,
+                      taps: TapLog | None = None) -> PartialCache:
+    """The partial cache over `cache` that the options describe. taps: gets the tapped states of its drafts"""
     size = options.partial_budget
     if options.selection == "streaming":
         selection = row_selection.streaming(size.selected, size.sinks)
     else:
         select_by_weight = row_selection.pooled if options.selection == "snapkv" else row_selection.heavy_hitters
         selection = select_by_weight(size.selected, size.sinks, size.recent)
-    return PartialCache(cache, model.kernels, size, options.cache, options.remainder, selection)
+    return PartialCache(cache, model.kernels, size, options.cache, options.remainder, selection, taps)
 
 
 class SelfDrafter:

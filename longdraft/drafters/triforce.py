@@ -24,6 +24,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -31,9 +32,17 @@ from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
 from longdraft.cache.taps import TapLog
+from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.block import BLOCK, BlockModel, BlockOptions
 from longdraft.drafters.chain import Chain, DraftModel
 from longdraft.drafters.draft_model import DRAFT, windowed
+from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
+from longdraft.drafters.draft_vocabulary import (
+    DraftVocabulary,
+    VocabularySize,
+    check_draft_vocabulary,
+    vocabulary_size,
+)
 from longdraft.drafters.eagle import EAGLE, EagleDraftModel, EagleOptions, ParallelEagleModel
 from longdraft.drafters.layer_drafter import SlotModel
 from longdraft.drafters.marginal_tree import MarginalTrees
@@ -41,10 +50,11 @@ from longdraft.drafters.ngram import NgramMatcher, NgramOptions
 from longdraft.drafters.options import DrafterOptions, check_window
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import check
+from longdraft.kernels.chain_plan import Ranked
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.parts.block import BlockHead
 from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
-from longdraft.parts.draft_copy import SAME, check_draft_weights
+from longdraft.parts.draft_copy import check_draft_weights
 from longdraft.parts.eagle import Eagle
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -61,6 +71,7 @@ FIRST_LEVELS = (AUTO_FIRST, "head", "model", "ngrams")
 RETRIEVAL_CHUNK = 8  # positions that the retrieval cache selects together
 _RECENT = 32  # last positions that the retrieval cache always holds
 _WINDOW, _SINKS, _REFRESH = 256, 4, 64  # defaults of the small model's window
+Reader = EagleDraftModel | BlockModel  # what a head drafts with
 _RATED_STEPS = 16  # last steps over which acceptance is averaged
 
 
@@ -76,7 +87,9 @@ class TriForceOptions(DrafterOptions):
     budget     rows of the retrieval cache for each layer and KV head at each selection (the paper: 4096)
     stride     tokens written between two selections
     floor      share of the recent drafts that were accepted, below which rows are selected again; 0: never
+    least      as for `magicdec`: the chain of level 2 ends early where its next token is less likely
     draft_weights  auto | same | file | int8 | int4: weights of level 2, as for `magicdec` (the paper: same)
+    draft_vocabulary  auto | all | number of tokens that level 2 can choose, as for `magicdec`
     remainder  level 2 includes an estimate of what the keys outside its cache give, fitted to verified tokens
     window     tokens that the small model reads at most (the paper: 256)
     sinks      first tokens of the text that the small model always reads
@@ -90,7 +103,9 @@ class TriForceOptions(DrafterOptions):
     budget: int = 256
     stride: int = 128
     floor: float = 0.3
+    least: float = 0.0
     draft_weights: str = AUTO_WEIGHTS
+    draft_vocabulary: VocabularySize = AUTO_VOCABULARY
     remainder: bool = True
     window: int = _WINDOW
     sinks: int = _SINKS
@@ -105,7 +120,9 @@ class TriForceOptions(DrafterOptions):
         check(self.budget >= least, "budget", self.budget, f"at least {least}")
         check(self.stride >= 1, "stride", self.stride, "1 or more")
         check(0 <= self.floor < 1, "floor", self.floor, "0 to below 1", "0 selects by the stride alone")
+        check(0 <= self.least < 1, "least", self.least, "0 to below 1")
         check_draft_weights(self.draft_weights)
+        check_draft_vocabulary(self.draft_vocabulary)
         check_window(self.window, self.sinks, self.refresh)
 
     @property
@@ -131,11 +148,6 @@ class TriForceOptions(DrafterOptions):
 
 class FirstLevel:
     """Level 1: drafts after the text and the tokens that level 2 has accepted."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its caches."""
-        return 0
 
     @atomic
     def read_prompt(self, context: Context) -> None:
@@ -170,10 +182,6 @@ class FirstLevelModel(FirstLevelChain):
     def __init__(self, model: StreamingDraftModel, sampler: Sampler) -> None:
         super().__init__(model, sampler, DRAFT)
         self._model = model
-
-    @property
-    def nbytes(self) -> int:
-        return self._model.cache.nbytes
 
     def read_prompt(self, context: Context) -> Routine[None]:
         yield from self._model.read_prompt(context)
@@ -220,70 +228,84 @@ class FirstLevelNgrams(FirstLevel):
 
 
 class TriForceDrafter:
+    """What the options leave out is not used.
+
+    draft    the small model
+    clock    of the request; None: the request runs alone
+    head     of the target
+    copy     of the target, for level 2
+    partial  a partial cache that several drafters of one request share, for level 2; None: the drafter makes its own
+    reader   what the head drafts with, shared likewise. It reads the states of `partial`
+    """
+
     def __init__(self, options: TriForceOptions, model: Transformer, cache: FullCache, sampler: Sampler,
                  params: SamplingParams, draft: Transformer | None, clock: CostClock | None = None,
-                 head: Eagle | BlockHead | None = None, copy: Transformer | None = None) -> None:
-        """What the options leave out is not used.
-
-        draft  the small model
-        clock  of the request; None: the request runs alone
-        copy   of the target, for level 2
-        """
+                 head: Eagle | BlockHead | None = None, copy: Transformer | None = None,
+                 partial: PartialCache | None = None, reader: Reader | None = None) -> None:
         self._options = options
-        self._model = copy if copy is not None and options.draft_weights != SAME else model
+        self._model = model if copy is None else copy
         self._sampler = sampler
-        first = options.first
-        if first == AUTO_FIRST:
-            first = ("model" if options.model else "head" if head is not None else
-                     "model" if draft is not None else "ngrams")
-        check(first != "head" or head is not None, "first", first, "auto, model or ngrams",
-              "the model has no EAGLE or block head; --heads names one")
-        check(first != "model" or draft is not None, "first", first, "auto, head or ngrams",
-              "the model has no small model in its sub-folder `draft`; the option `model` names one")
+        size = vocabulary_size(options.draft_vocabulary, self._model)
+        self._vocabulary = DraftVocabulary(self._model, size) if size else None
+        first = _first_of(options, has_head=head is not None, has_model=draft is not None)
         is_default = (options.window, options.sinks, options.refresh) == (_WINDOW, _SINKS, _REFRESH)
         check(first == "model" or is_default, "model", options.model, "a smaller model, with window, sinks or refresh")
-        states: TapLog | None = None  # of drafted tokens, from level 2
-        if cache.taps:
-            cache.taps.follow(first == "head")
-        self._first_level: FirstLevel
-        if first == "head":
-            assert head is not None
-            states = TapLog(model.kernels, head.taps, model.config.hidden_size)
-            self._first_level = _first_level_of(head, options, cache, sampler, states)
-        elif first == "model":
-            assert draft is not None
+        self._taps = cache.taps
+        self.follow(first == "head")
+        own: list[Any] = [self._vocabulary] if self._vocabulary else []  # parts whose memory is this drafter's
+        if partial is None:
+            states = tapped_drafts(head, model) if first == "head" and head else None
+            chunks = row_selection.Chunks(len(cache.stores), options.budget, _RECENT, RETRIEVAL_CHUNK)
+            rows = PartialBudget(options.budget + options.stride, RETRIEVAL_CHUNK, _RECENT, options.stride)
+            partial = PartialCache(cache, model.kernels, rows, has_remainder=options.remainder, selection=chunks,
+                                   taps=states)
+            own += [chunks, partial]
+        self.partial = partial
+        self._first_level: FirstLevel = FirstLevelNgrams(params)
+        if first == "head" and head is not None:
+            if reader is None:
+                assert partial.taps is not None, "the head reads the states of level 2"
+                reader = new_reader(head, cache, sampler, partial.taps, options.chain + options.guesses)
+                own.append(reader)
+            self._first_level = _with_head(head, reader, sampler, options.guesses)
+        elif first == "model" and draft is not None:
             small = windowed(draft, model, options.window, options.sinks, options.refresh, clock)
             self._first_level = FirstLevelModel(small, sampler)
-        else:
-            self._first_level = FirstLevelNgrams(params)
-        self._chunks = row_selection.Chunks(len(cache.stores), options.budget, _RECENT, RETRIEVAL_CHUNK)
-        size = PartialBudget(options.budget + options.stride, RETRIEVAL_CHUNK, _RECENT, options.stride)
-        self.partial = PartialCache(cache, model.kernels, size, has_remainder=options.remainder,
-                                    selection=self._chunks, taps=states)
+            own.append(small.cache)
+        self._own = own
+        self.confidence = Confidence(options.least)
         self._num_drafted = 0  # tokens of the last proposal
         self._rates: deque[float] = deque(maxlen=_RATED_STEPS)  # share of the drafts accepted in each of the last steps
 
     @property
     def nbytes(self) -> int:
-        return self.partial.nbytes + self._chunks.nbytes + self._first_level.nbytes
+        """Memory of the drafter's own caches; what is shared is not counted."""
+        return sum(part.nbytes for part in self._own)
+
+    def follow(self, is_wanted: bool) -> None:
+        """Whether the target's forwards copy the states that a head reads."""
+        if self._taps:
+            self._taps.follow(is_wanted)
 
     def read_prompt(self, context: Context) -> Routine[None]:
         yield from self._first_level.read_prompt(context)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        self.partial.update(verified.attention if verified else None)
+        self._update(verified)
         self._first_level.begin(context)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
-        """Steps of level 2 on the retrieval cache until the chain is long enough."""
-        trie, node, path = Trie(context.last), 0, [context.last]
-        length = min(self._options.chain, max_depth)
-        while len(path) <= length:
+        """Steps of level 2 on the retrieval cache until the chain is long enough, or a further token is not likely."""
+        trie, node, path, leads = Trie(context.last), 0, [context.last], list[float]()
+        model = self._vocabulary.model(context) if self._vocabulary else self._model
+        length, end, reached = min(self._options.chain, max_depth), self.confidence.end(), 1.0
+        while len(path) <= length and reached >= end.least:
             num_guesses = min(self._options.guesses, length - len(path))
             tree = yield from self._first_level.propose(context, path, num_guesses)
             rows = tree_rows(tree, len(context) - 2 + len(path))
-            result = yield ForwardRequest(self._model, rows, self.partial, len(tree))
-            choices = self._choose(result.logits, tree, context, path)
+            result = yield ForwardRequest(model, rows, self.partial, len(tree))
+            ranked = self._choose(result.logits, tree, context, path)
+            choices = [each.tokens[0] if each.tokens else NO_TOKEN for each in ranked]
             walked = accepted_path(tree, choices)
             self.partial.commit(walked)
             self._first_level.learn([choices[step] for step in walked])
@@ -293,35 +315,69 @@ class TriForceDrafter:
             for step, source in zip(walked, sources, strict=True):
                 node = trie.add(node, choices[step], source)
                 path.append(choices[step])
+                leads.append(ranked[step].lead)
+                reached *= end.rate(ranked[step].lead)
         self.partial.drop_drafts()
         self._num_drafted = len(path) - 1
+        self.confidence.expect(path[1:], leads)
         return trie.tree()
 
-    def _choose(self, logits: Tensor, tree: Tree, context: Context, path: Sequence[int]) -> list[int]:
+    def _choose(self, logits: Tensor, tree: Tree, context: Context, path: Sequence[int]) -> list[Ranked]:
         """Level 2's token after each node of a tree on the last token of `path`, chosen with the target's noise."""
         paths = [[*path[1:], *(tree.tokens[step] for step in tree.path(node)[1:])] for node in range(len(tree))]
-        best = [self._sampler.ranked(row, context, drafted, 1) for row, drafted in zip(logits, paths, strict=True)]
-        return [guess.tokens[0] if guess.tokens else NO_TOKEN for guess in best]
+        return [self._sampler.ranked(row, context, drafted, 1) for row, drafted in zip(logits, paths, strict=True)]
 
     def observe(self, context: Context, accepted: Accepted) -> None:
+        self.confidence.learn(accepted.tokens)
         if self._num_drafted:
             self._rates.append(len(accepted.sources) / self._num_drafted)
             self._num_drafted = 0
         if len(self._rates) == _RATED_STEPS and statistics.fmean(self._rates) < self._options.floor:
             self.partial.select_again()
             self._rates.clear()
-        verified = accepted.verified
-        assert verified is not None
-        self.partial.update(verified.attention)
+        self._update(accepted.verified)
+
+    def _update(self, verified: Verified | None) -> None:
+        self.partial.update(verified.attention if verified else None)
+        if self._vocabulary and verified:
+            self._vocabulary.learn(verified)
 
 
-def _first_level_of(head: Eagle | BlockHead, options: TriForceOptions, cache: FullCache, sampler: Sampler,
-                    states: TapLog) -> FirstLevel:
-    """states: of drafted tokens"""
-    longest = options.chain + options.guesses
+def _first_of(options: TriForceOptions, *, has_head: bool, has_model: bool) -> str:
+    """What level 1 is: one of FIRST_LEVELS except `auto`. UsageError if there is no such part."""
+    first = options.first
+    if first == AUTO_FIRST:
+        if options.model:
+            return "model"
+        return "head" if has_head else "model" if has_model else "ngrams"
+    check(first != "head" or has_head, "first", first, "auto, model or ngrams",
+          "the model has no EAGLE or block head; --heads names one")
+    check(first != "model" or has_model, "first", first, "auto, head or ngrams",
+          "the model has no small model in its sub-folder `draft`; the option `model` names one")
+    return first
+
+
+def tapped_drafts(head: Eagle | BlockHead, model: Transformer) -> TapLog:
+    """For the states of level 2 that a head reads. model: the target"""
+    return TapLog(model.kernels, head.taps, model.config.hidden_size)
+
+
+def new_reader(head: Eagle | BlockHead, cache: FullCache, sampler: Sampler, states: TapLog, longest: int,
+               draft_vocabulary: VocabularySize = AUTO_VOCABULARY) -> Reader:
+    """What a head drafts with, after the text and after drafted tokens.
+
+    states   of drafted tokens
+    longest  of these at most
+    """
     if isinstance(head, BlockHead):
-        return FirstLevelSlots(BlockModel(BlockOptions(), head, cache, sampler, states, longest), BLOCK)
-    rows = EagleDraftModel.of(EagleOptions(chain=longest), head, cache, states)
+        return BlockModel(BlockOptions(draft_vocabulary=draft_vocabulary), head, cache, sampler, states, longest)
+    return EagleDraftModel.of(EagleOptions(chain=longest), head, cache, states)
+
+
+def _with_head(head: Eagle | BlockHead, reader: Reader, sampler: Sampler, guesses: int) -> FirstLevel:
+    if isinstance(reader, BlockModel):
+        return FirstLevelSlots(reader, BLOCK)
+    assert isinstance(head, Eagle)
     if head.config.is_parallel:
-        return FirstLevelSlots(ParallelEagleModel(rows, head, sampler, options.guesses), EAGLE)
-    return FirstLevelChain(rows, sampler, EAGLE)
+        return FirstLevelSlots(ParallelEagleModel(reader, head, sampler, guesses), EAGLE)
+    return FirstLevelChain(reader, sampler, EAGLE)

@@ -191,25 +191,37 @@ def _computed(saved: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def pretrained(folder: Path, dtype: torch.dtype, device: torch.device, *, shard: bool = False) -> Any:
-    """The model of a folder as a `transformers` model. Raises ModelError if it cannot be loaded completely."""
-    if folder.is_file():
-        raise ModelError(f"{folder} is a GGUF file; training needs a folder with the original weights")
+    """A folder or GGUF file as a `transformers` model. Raises ModelError if it cannot be loaded completely."""
+    options: dict[str, Any] = {"device_map": "auto"} if shard else {}
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
+        if folder.is_file():
+            options |= _gguf_options(folder)
+            folder = folder.parent
     except ImportError as error:
         raise UsageError(f"training needs {error.name}; pip install 'longdraft[train]'") from error
 
     logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True,
-            **({"device_map": "auto"} if shard else {}))
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
     if report["missing_keys"]:
         raise ModelError(f"{folder} lacks the tensors {', '.join(sorted(report['missing_keys']))}")
     return model if shard else model.to(device)
+
+
+def _gguf_options(file: Path) -> dict[str, Any]:
+    """For `from_pretrained`: the floating-point numbers of a GGUF file. Raises ImportError without the package gguf."""
+    import gguf  # noqa: F401 transformers reads the file with it
+    import transformers
+
+    options: dict[str, Any] = {"gguf_file": file.name}
+    if hasattr(transformers, "GgufConfig"):  # versions without it know no other way
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return options
 
 
 def as_ids(sequences: Tokens, device: torch.device) -> Tensor:

@@ -64,7 +64,8 @@ DRAFTERS = {
     "draft-model, itself": ("draft-model", dict(model="itself", cache="full")),
     "draft-model, window": ("draft-model", dict(model="another", budget=40, sinks=3, refresh=9, width=2)),
     "triforce": ("triforce", dict(model="another", budget=48, stride=10, window=30, sinks=2, refresh=8)),
-    "triforce, n-grams": ("triforce", dict(budget=48, stride=4, floor=0.9, guesses=3)),
+    "triforce, n-grams": ("triforce", dict(first="ngrams", budget=48, stride=4, floor=0.9, guesses=3)),
+    "triforce, head": ("triforce", dict(first="head", budget=48, stride=10, chain=7, guesses=3)),
 }
 # The ways in which drafters read keys and values of the text, with a drafter that does: of the core's checks of each
 # family. Drafters that read none (n-grams, suffixes, heads) are right on every cache.

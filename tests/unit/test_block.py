@@ -190,7 +190,8 @@ def test_after_a_gap_in_the_states_a_head_drafts_nothing_until_the_last_one_is_k
     drafter, context = read(model, head, IDS[:9])
     assert drafter._draft_model.slots(context, [context.last], 4)
     context.extend(IDS[9:15])
-    assert not drafter._draft_model.slots(context, [context.last], 4) and len(run_alone(drafter.propose(context, 4))) == 1
+    assert not drafter._draft_model.slots(context, [context.last], 4)
+    assert len(run_alone(drafter.propose(context, 4))) == 1
     states = states_of(model, IDS, head.taps)
     drafter.rows._taps._runs.append(TappedRows(14, states[:, 14:-1]))
     context.extend(IDS[15:])

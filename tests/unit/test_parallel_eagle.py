@@ -157,7 +157,8 @@ def test_after_a_gap_in_the_states_a_head_drafts_nothing_until_the_last_one_is_k
     drafter, context = drafter_after(model, head, IDS[:9])
     assert drafter._draft_model.slots(context, [context.last], 4)
     context.extend(IDS[9:15])
-    assert not drafter._draft_model.slots(context, [context.last], 4) and len(run_alone(drafter.propose(context, 4))) == 1
+    assert not drafter._draft_model.slots(context, [context.last], 4)
+    assert len(run_alone(drafter.propose(context, 4))) == 1
 
 
 # Files.

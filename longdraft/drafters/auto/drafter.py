@@ -175,8 +175,9 @@ class AutoDrafter:
 
     def _follow(self) -> None:
         """Have states of the target copied only for drafters that could be the fastest."""
-        for name, drafter in self._followers.items():
-            drafter.follow(self.policy.could_lead(name))
+        is_wanted = any(map(self.policy.could_lead, self._followers))  # they read the same states
+        for drafter in self._followers.values():
+            drafter.follow(is_wanted)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         if self._plain.at_rest:

@@ -1,0 +1,162 @@
+"""A head as the first level of `triforce`: it drafts after tokens whose states the second level has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import longdraft
+from helpers import block as block_heads
+from helpers import eagle as eagle_heads
+from helpers.checkpoints import load
+from helpers.equality import SETTINGS, prompt_of
+from helpers.generation import by_name, generate
+from longdraft import drafters
+from longdraft.cache.taps import TappedRows
+from longdraft.drafters.eagle import EagleDraftModel, ParallelEagleModel
+from longdraft.drafters.layer_drafter import SlotModel
+from longdraft.drafters.triforce import Reader, new_reader, tapped_drafts
+from longdraft.errors import UsageError
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parts.block import BlockHead
+from longdraft.parts.eagle import Eagle
+from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.routine import run_alone
+from longdraft.speculation.step import Tally
+
+IDS, DRAFTED = prompt_of(30), 7  # the last tokens of IDS are drafted
+GUESSES = 3
+EAGLES = {"eagle": {}, "p-eagle": dict(mask=300, layers=2), "eagle, window": dict(window=40)}
+BLOCKS = {"dflash": {}, "dflash2": dict(kind="dflash2"), "dspark": dict(kind="dspark"),
+          "every row guesses, rows see the ones before": dict(first_guesses=True, causal=True)}
+WARM = dict(temperature=0.8, min_p=0.05)
+
+
+@pytest.fixture(scope="module")
+def model(tiny) -> Transformer:
+    return load(tiny["gqa"])
+
+
+@pytest.fixture(params=[*EAGLES, *BLOCKS])
+def head(request, tmp_path, model) -> Eagle | BlockHead:
+    if request.param in BLOCKS:
+        return block_heads.make_block(tmp_path, model, **BLOCKS[request.param])
+    eagle_heads.write_eagle(tmp_path, eagle_heads.Shape(**EAGLES[request.param]))
+    return eagle_heads.load_eagle(tmp_path, model)
+
+
+class Reading:
+    """A head with a text of which the target has read all but the last token, and the states of drafted tokens."""
+
+    def __init__(self, model: Transformer, head: Eagle | BlockHead, ids: Sequence[int], **settings: object) -> None:
+        params = SamplingParams(**(dict(temperature=0.0, seed=5) | settings))
+        tapped = model.with_taps(head.taps)
+        self.cache, self.context, self.head = tapped.new_cache(), Context(list(ids)), head
+        tapped.forward(chain_rows(list(ids[:-1]), 0), self.cache)
+        self.cache.commit(range(len(ids) - 1))
+        self.states = tapped_drafts(head, model)
+        self.sampler = Sampler(params)
+        self.reader: Reader = new_reader(head, self.cache, self.sampler, self.states, DRAFTED + GUESSES)
+
+    def guesses(self, path: Sequence[int]) -> list[Tensor]:
+        """What the head guesses after drafted tokens: logits of the first token, or of all slots tokens and scores."""
+        path = [self.context.last, *path]
+        if isinstance(self.reader, EagleDraftModel) and not self.head.config.is_parallel:
+            return [run_alone(self.reader.next_logits(self.context, path))]
+        slots: SlotModel = self.reader
+        if isinstance(self.reader, EagleDraftModel):
+            slots = ParallelEagleModel(self.reader, self.head, self.sampler, GUESSES)
+        found = slots.slots(self.context, path, GUESSES)
+        assert len(found) == GUESSES
+        return [torch.tensor(part) for slot in found for part in (slot.tokens, slot.scores) for part in [list(part)]]
+
+
+@pytest.mark.parametrize("settings", [{}, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("steps", [(7,), (1, 3, 3), (2, 1, 4)])
+def test_after_drafted_tokens_a_head_guesses_what_it_guesses_after_a_text_that_has_them(model, head, steps, settings):
+    """The states come in the steps of level 2; the head guesses before each."""
+    known = len(IDS) - DRAFTED
+    states = block_heads.states_of(model, IDS, head.taps)
+    drafting = Reading(model, head, IDS[:known], **settings)
+    end = known
+    for count in steps:
+        drafting.guesses(IDS[known:end])  # they leave nothing behind
+        drafting.states._runs.append(TappedRows(end - 1, states[:, end - 1 : end - 1 + count]))
+        end += count
+        found = drafting.guesses(IDS[known:end])
+        wanted = Reading(model, head, IDS[:end], **settings).guesses([])
+        for own, other in zip(found, wanted, strict=True):
+            finite = torch.isfinite(other)
+            torch.testing.assert_close(own[finite], other[finite], atol=2e-3, rtol=1e-3)
+        again = drafting.guesses(IDS[known:end])
+        assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True)), "drafts are forgotten"
+
+
+def test_states_and_no_others_are_read(model, head):
+    """States of other tokens give other guesses: the test above would find them."""
+    known, states = len(IDS) - DRAFTED, block_heads.states_of(model, IDS, head.taps)
+    own, other = (Reading(model, head, IDS[:known]) for _ in range(2))
+    for reading, shift in ((own, 0), (other, 1)):
+        reading.states._runs.append(TappedRows(known - 1, states[:, known - 1 - shift : known + 3 - shift]))
+    pairs = zip(own.guesses(IDS[known : known + 4]), other.guesses(IDS[known : known + 4]), strict=True)
+    assert any(not torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in pairs)
+
+
+@pytest.mark.parametrize("settings", ["greedy, penalty", "all of it"])
+def test_the_text_is_that_of_plain_decoding(model, head, settings):
+    params = SamplingParams(max_new_tokens=30, seed=4, **SETTINGS[settings])
+    part = {"block": head} if isinstance(head, BlockHead) else {"eagle": head}
+    factory = by_name("triforce", first="head", budget=48, stride=10, chain=5, guesses=3, **part)
+    factory.taps = head.taps
+    plain = generate(model, prompt_of(90), params, by_name("plain"))
+    assert generate(model, prompt_of(90), params, factory, tally=Tally()) == plain
+
+
+@pytest.fixture(scope="module")
+def novelist_stats():
+    """Statistics of a text of `novelist`, which has an EAGLE head and a small model."""
+    def stats(drafter: str, **options: object) -> dict[str, dict[str, dict[str, int]]]:
+        engine = longdraft.load("novelist", drafter=drafter, drafter_options=options)
+        params = SamplingParams(max_new_tokens=60, seed=3, min_p=0.1, ignore_eos=True)
+        return [event.stats for event in engine.generate("It was a dark evening, and", params)][-1]
+    return stats
+
+
+@pytest.mark.parametrize("options, source", [
+    ({}, "eagle"), (dict(first="model"), "draft"), (dict(model="novelist"), "draft"), (dict(first="ngrams"), "ngram")])
+def test_level_1_is_a_head_before_a_small_model_before_ngrams(novelist_stats, options, source):
+    stats = novelist_stats("triforce", **options)
+    assert stats["sha256_tokens"] == novelist_stats("plain")["sha256_tokens"]
+    assert set(stats["by_source"]) <= {source, "retrieval"}
+    if source != "ngram":
+        assert stats["by_source"][source]["accepted"] > 0
+
+
+def test_a_head_spares_forwards_of_level_2(novelist_stats):
+    """Each forward adds one token of its own; the others are guesses of level 1."""
+    forwards = {first: novelist_stats("triforce", first=first)["by_source"]["retrieval"]["drafted"]
+                for first in ("head", "model", "ngrams")}
+    assert forwards["head"] < 0.85 * forwards["model"] < forwards["ngrams"]
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(first="heads"), "first is 'heads'; allowed: auto, head, model, ngrams"),
+    (dict(first="head", model="m"), "first is 'head'; allowed: auto or model with `model`"),
+    (dict(least=1), "least is 1.0; allowed: 0 to below 1"),
+    (dict(draft_weights="int3"), "draft_weights is 'int3'"),
+])
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        drafters.parse_options("triforce", options)
+
+
+@pytest.mark.parametrize("first, cure", [("head", "--heads names one"), ("model", "the option `model` names one")])
+def test_a_first_level_that_is_not_there_is_refused(chatty, first, cure):
+    engine = longdraft.load(str(chatty), drafter="triforce", drafter_options={"first": first})
+    with pytest.raises(UsageError, match=f"first is '{first}'; allowed: auto, .*; the model has no .*{cure}"):
+        list(engine.generate([1, 2, 3], SamplingParams(max_new_tokens=2)))
