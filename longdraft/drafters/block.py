@@ -33,7 +33,7 @@ from longdraft.errors import check
 from longdraft.kernels import KVStore
 from longdraft.parts.block import BlockHead
 from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
-from longdraft.parts.draft_copy import check_draft_weights
+from longdraft.parts.draft_copy import check_head_weights
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
@@ -71,7 +71,7 @@ class BlockOptions(DrafterOptions):
         check(self.rows == 0 or self.rows >= 2, "rows", self.rows, "0, or 2 or more")
         check(0 <= self.window <= LATEST, "window", self.window, f"0 to {LATEST}")
         check(0 <= self.sinks <= FIRST, "sinks", self.sinks, f"0 to {FIRST}")
-        check_draft_weights(self.draft_weights)
+        check_head_weights(self.draft_weights)
         check_draft_vocabulary(self.draft_vocabulary)
 
     @property

@@ -33,6 +33,8 @@ from longdraft.kernels.chain_plan import (
     TrainedLayers,
     UnreadRows,
 )
+from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
+from longdraft.parts.draft_copy import check_head_weights
 from longdraft.parts.eagle import Eagle
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -54,16 +56,24 @@ class EagleOptions(ChainOptions):
 
     window  latest rows of the text that the head sees; 0: those that it was trained with, or 2048
     sinks   first rows of the text that it sees as well; -1: 4, or none for a head that was trained with a window
+    draft_weights  auto | same | int8 | int4: weights of the head's layers, set when the head is loaded; its output head
+                   has 8 bits then. auto: int4 for layers of 4 MiB or more on a CPU, else those of the file
     """
 
     chain: int = 5
     window: int = 0
     sinks: int = -1
+    draft_weights: str = AUTO_WEIGHTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_head_weights(self.draft_weights)
         check(0 <= self.window <= LATEST, "window", self.window, f"0 to {LATEST}")
         check(-1 <= self.sinks <= FIRST, "sinks", self.sinks, f"-1 to {FIRST}")
+
+    @property
+    def head_weights(self) -> str:
+        return self.draft_weights
 
 
 class EagleDraftModel:

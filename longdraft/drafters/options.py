@@ -39,7 +39,7 @@ class DrafterOptions:
 
     @property
     def head_weights(self) -> str:
-        """Format of the layers of a block head (longdraft/parts/draft_copy.py); "same": that of its file."""
+        """Format of the layers of an EAGLE or block head (longdraft/parts/draft_copy.py); "same": that of its file."""
         return "same"
 
     @property

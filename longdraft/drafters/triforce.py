@@ -79,9 +79,10 @@ _RATED_STEPS = 16  # last steps over which acceptance is averaged
 class TriForceOptions(DrafterOptions):
     """Options of `triforce`.
 
-    first      auto | head | model | ngrams: level 1. auto: `model` where it is given, else the target's EAGLE or block
-               head, else the small model in the sub-folder `draft` of the target's folder, else the text's n-grams
-    model      the small model of level 1, with the target's tokenizer; default: the one in the sub-folder `draft`
+    first      auto | head | model | ngrams: level 1. head: the target's EAGLE or block head. model: the small model, or
+               the text's n-grams where there is none. auto: `model` if it is given, else a head if there is one
+    model      the small model of level 1, with the target's tokenizer; default: the one in the sub-folder `draft` of
+               the target's folder
     guesses    tokens drafted by level 1 for each forward of level 2 at most (the paper: 1 to 2)
     chain      tokens drafted by level 2 in each step (the paper: 6)
     budget     rows of the retrieval cache for each layer and KV head at each selection (the paper: 4096)
@@ -344,17 +345,13 @@ class TriForceDrafter:
 
 
 def _first_of(options: TriForceOptions, *, has_head: bool, has_model: bool) -> str:
-    """What level 1 is: one of FIRST_LEVELS except `auto`. UsageError if there is no such part."""
+    """What level 1 is: head, model or ngrams. UsageError if there is no such part."""
     first = options.first
     if first == AUTO_FIRST:
-        if options.model:
-            return "model"
-        return "head" if has_head else "model" if has_model else "ngrams"
+        first = "head" if has_head and not options.model else "model"
     check(first != "head" or has_head, "first", first, "auto, model or ngrams",
           "the model has no EAGLE or block head; --heads names one")
-    check(first != "model" or has_model, "first", first, "auto, head or ngrams",
-          "the model has no small model in its sub-folder `draft`; the option `model` names one")
-    return first
+    return "ngrams" if first == "model" and not has_model else first
 
 
 def tapped_drafts(head: Eagle | BlockHead, model: Transformer) -> TapLog:

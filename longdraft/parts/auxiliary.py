@@ -47,7 +47,7 @@ class Target(NamedTuple):
     fingerprint  SHA-256 of the target's weights
     vocabulary   SHA-256 of its tokenizer's vocabulary; "" if it has no tokenizer
     encode       the tokenizer; None: there is none
-    weights      format of the layers of a block head (draft_copy.CHOICES)
+    weights      format of the layers of an EAGLE or block head (draft_copy.CHOICES)
     """
 
     model: Transformer
@@ -97,7 +97,7 @@ class Target(NamedTuple):
     def _eagle(self, folder: Path) -> Eagle:
         if is_speculators_head(folder):
             return load_speculators_head(folder, self.model)
-        return load_eagle(folder, self.model, self._check, self.encode)
+        return load_eagle(folder, self.model, self._check, self.encode, self.weights)
 
     def _block(self, folder: Path) -> BlockHead:
         return load_block(folder, self.model, self._check, self.encode, self.weights)

@@ -44,6 +44,12 @@ def check_draft_weights(value: str) -> None:
           if value == "int3" else "")
 
 
+def check_head_weights(value: str) -> None:
+    """UsageError unless `value` is a choice of weights for the layers of a head."""
+    choices = [choice for choice in CHOICES if choice != FILE]
+    check(value in choices, "draft_weights", value, ", ".join(choices))
+
+
 def auto_format(weights_bytes: int, weights_in_tokens: float) -> str:
     """The format in which `auto` copies such weights on a CPU: "int4", "int8", or "same" for no copy."""
     if weights_in_tokens >= _MIN_WEIGHTS_IN_TOKENS:
@@ -53,8 +59,8 @@ def auto_format(weights_bytes: int, weights_in_tokens: float) -> str:
 
 def head_format(asked: str, nbytes: int, kernels: Kernels) -> str:
     """The format of the layers of a head that drafts, for `pack`. asked: one of CHOICES, where `auto` is int4 for
-    layers of 4 MiB or more on the compiled CPU kernels"""
-    if asked == AUTO:
+    layers of 4 MiB or more on the compiled CPU kernels, and so is `file`, which says nothing of heads"""
+    if asked in (AUTO, FILE):
         return "int4" if is_compiled(kernels) and nbytes >= _MIN_BYTES else "none"
     return "none" if asked == SAME else asked
 

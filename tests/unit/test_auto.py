@@ -193,15 +193,16 @@ def test_a_drafter_that_was_not_timed_is_expected_to_be_as_far_off_as_another_on
 
 
 def test_states_of_the_target_are_copied_only_for_a_drafter_that_could_be_the_fastest():
-    text = Text({"dear": (2.0, 0.9), "cheap": (0.05, 0.9)})
+    """Drafters that read the same states find them copied where one of them could be."""
+    text = Text({"dear": (2.0, 0.9), "dearer": (3.0, 0.9), "cheap": (0.05, 0.9)})
     wanted = {}
-    for name in ("dear", "cheap"):
+    for name in ("dear", "dearer"):
         text.auto._followers[name] = SimpleNamespace(follow=partial(wanted.__setitem__, name))
     text.write(200)
-    assert wanted == {"dear": False, "cheap": True}
+    assert wanted == {"dear": False, "dearer": False}
     text.auto._shared.candidates["dear"].costs = DraftCosts(0.0, 0.01, 1.0, 16)
     text.write(400)
-    assert wanted["dear"]
+    assert wanted == {"dear": True, "dearer": True}
 
 
 def test_a_short_step_of_plain_decoding_reads_no_clock_and_the_report_has_all_tokens():

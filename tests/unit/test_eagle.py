@@ -15,10 +15,10 @@ from helpers.checkpoints import HIDDEN, VOCAB, load, make_checkpoint
 from helpers.eagle import Shape, SlowEagle, load_eagle, make_eagle, write_eagle
 from helpers.equality import prompt_of
 from helpers.generation import by_name, generate
-from longdraft import kernels
+from longdraft import drafters, kernels
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.eagle import EagleDraftModel
-from longdraft.errors import LongdraftError, ModelError
+from longdraft.errors import LongdraftError, ModelError, UsageError
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts import eagle, eagle_config, eagle_files
 from longdraft.request.context import Context
@@ -243,7 +243,6 @@ def test_a_head_that_does_not_fit_is_refused_with_the_reason(tiny, tmp_path, cha
     ("d2t", None, ""),
     ("t2d", None, ""),
     ("t2d", torch.ones(VOCAB, dtype=torch.bool), "do not name the same 200 tokens"),
-    ("lm_head.weight", None, "has no lm_head.weight, and the model's own does not fit"),
     ("layers.0.hidden_norm.weight", None, "missing layers.0.hidden_norm.weight"),
     ("layers.0.self_attn.q_proj.bias", torch.zeros(48), "unexpected layers.0.self_attn.q_proj.bias"),
     ("norm.weight", torch.full((HIDDEN,), torch.nan), "norm.weight has 48 values that are NaN or infinite"),
@@ -258,6 +257,42 @@ def test_damaged_tensors_are_refused_and_one_map_of_the_vocabulary_is_enough(tin
         return
     with pytest.raises(ModelError, match=message):
         load_eagle(tmp_path, model)
+
+
+def test_a_head_without_an_output_head_has_the_rows_of_a_tied_target(tmp_path):
+    for name, is_tied in (("tied", True), ("untied", False)):
+        make_checkpoint(tmp_path / name, tie_word_embeddings=is_tied)
+    model, shape = load(tmp_path / "tied"), Shape()
+    table = model.kernels.embed(model.weights.embedding, shape.ids.tolist())
+    found = []
+    for name, tensors in (("with", {"lm_head.weight": table.contiguous()}), ("without", {})):
+        write_eagle(tmp_path / name, shape)
+        rest = {key: value for key, value in shape.tensors.items() if key != "lm_head.weight"}
+        save_file(rest | tensors, tmp_path / name / "model.safetensors")
+        draft_model, context = read(model, load_eagle(tmp_path / name, model), IDS)
+        found.append(run_alone(draft_model.next_logits(context, [context.last])))
+    assert torch.equal(*found) and (found[0] > -torch.inf).sum() == shape.draft_vocab
+    with pytest.raises(ModelError, match=r"has no lm_head.weight. longdraft takes the model's rows for .* 200 tokens"):
+        load_eagle(tmp_path / "without", load(tmp_path / "untied"))
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_layers_guess_nearly_the_same(tiny, tmp_path, quantize):
+    write_eagle(tmp_path, Shape())
+    model, logits = load(tiny["mha"]), []
+    for asked in ("same", quantize):
+        head = eagle_files.load_eagle(tmp_path, model, lambda *given: None, asked=asked)
+        draft_model, context = read(model, head, IDS)
+        logits.append(run_alone(draft_model.next_logits(context, [context.last])).clamp_min(-1e3))
+    guessed = logits[0] > -1e3
+    difference = (logits[0] - logits[1])[guessed].abs().mean()
+    assert 0 < difference < {"int8": 0.1, "int4": 0.5}[quantize] * logits[0][guessed].std()
+
+
+@pytest.mark.parametrize("name", ["eagle", "block"])
+def test_formats_that_heads_do_not_have_are_refused(name):
+    with pytest.raises(UsageError, match="draft_weights is 'file'; allowed: auto, same, int8, int4"):
+        drafters.parse_options(name, {"draft_weights": "file"})
 
 
 def test_a_head_in_a_bin_file_is_the_same_head(tiny, tmp_path):

@@ -155,8 +155,12 @@ def test_options_out_of_range_are_refused(options, message):
         drafters.parse_options("triforce", options)
 
 
-@pytest.mark.parametrize("first, cure", [("head", "--heads names one"), ("model", "the option `model` names one")])
-def test_a_first_level_that_is_not_there_is_refused(chatty, first, cure):
-    engine = longdraft.load(str(chatty), drafter="triforce", drafter_options={"first": first})
-    with pytest.raises(UsageError, match=f"first is '{first}'; allowed: auto, .*; the model has no .*{cure}"):
-        list(engine.generate([1, 2, 3], SamplingParams(max_new_tokens=2)))
+def test_a_head_that_is_not_there_is_refused_and_ngrams_replace_a_small_model(chatty):
+    def write(first: str) -> dict[str, object]:
+        engine = longdraft.load(str(chatty), drafter="triforce", drafter_options={"first": first})
+        params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+        return [event.stats for event in engine.generate([1, 2, 3] * 9, params)][-1]
+
+    with pytest.raises(UsageError, match=r"first is 'head'; allowed: auto, .*; the model has no .* --heads names one"):
+        write("head")
+    assert write("model")["by_source"] == write("ngrams")["by_source"] == write("auto")["by_source"]

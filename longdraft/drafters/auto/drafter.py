@@ -56,8 +56,8 @@ from longdraft.speculation.routine import Routine
 class AutoOptions(DrafterOptions):
     """Options of `auto`.
 
-    draft_weights     as for `tokenswift`: weights that its self-drafting candidates draft with; those of a block head's
-                      layers as well
+    draft_weights     as for `tokenswift`: weights that its self-drafting candidates draft with; those of the layers of
+                      an EAGLE or block head as well
     draft_vocabulary  as for `tokenswift`: tokens that they, and a block head, can guess
     """
 
