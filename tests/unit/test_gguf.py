@@ -38,6 +38,7 @@ from longdraft.model.transformer import chain_rows
 from longdraft.parts import draft_copy
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.tokenizer import Tokenizer
+from longdraft.train import frozen_model
 
 HIDDEN = 64  # two blocks of 32
 
@@ -533,3 +534,18 @@ def test_an_absurd_value_of_every_key_of_the_metadata_is_read_or_refused_at_once
             assert "\n" not in line and len(line) < 2000
             count += 1
     print(f"{name}: {count} headers")
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_training_has_the_floating_point_numbers_of_a_file(tmp_path, llama, kind):
+    """The states and logits that `transformers` computes from the file are ours."""
+    pytest.importorskip("gguf", reason="transformers reads GGUF files with the package gguf")
+    folder, model = llama
+    convert(folder, model, tmp_path / "model.gguf", kind, {"llama.vocab_size": model.config.vocab_size})
+    frozen = frozen_model.load_frozen_model(tmp_path / "model.gguf", "float32", torch.device("cpu"))
+    ours, ids = load(tmp_path / "model.gguf"), prompt_of(40)
+    hidden = frozen.outputs(torch.tensor([ids])).hidden[0]
+    wanted = ours.forward(chain_rows(ids, 0), ours.new_cache()).hidden
+    torch.testing.assert_close(hidden, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(frozen.logits(frozen.normed(hidden)), ours.logits(wanted), atol=1e-4, rtol=1e-4)
+    assert frozen.fingerprint == TensorFiles(tmp_path / "model.gguf").fingerprint()
