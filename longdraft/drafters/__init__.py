@@ -288,10 +288,15 @@ def new_drafter(name: str, options: DrafterOptions, resources: Resources) -> Dra
     return spec.build(options, resources)
 
 
-def check_heads(name: str, heads: str | None) -> None:
+def check_heads(name: str, options: DrafterOptions, heads: str | None) -> None:
     """Raise UsageError where heads are given to a drafter that uses none."""
-    if heads is not None and name not in WITH_HEADS:
+    if heads is None:
+        return
+    if name not in WITH_HEADS:
         raise UsageError(f"drafter {name!r} uses no heads; leave --heads out, or use --drafter tokenswift")
+    if not options.may_use_head:
+        raise UsageError(f"drafter {name!r} with these options uses no heads; leave --heads out, or give the option "
+                         "first=head without a model")
 
 
 def parse_options(name: str, given: Mapping[str, Any]) -> Any:

@@ -43,6 +43,11 @@ class DrafterOptions:
         return "same"
 
     @property
+    def may_use_head(self) -> bool:
+        """Whether the drafter uses trained heads of the target, if it is one of those that can."""
+        return True
+
+    @property
     def partial_rows(self) -> int:
         """Rows of a partial KV cache of the target, for each layer and KV head."""
         return 0

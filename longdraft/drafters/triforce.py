@@ -135,6 +135,10 @@ class TriForceOptions(DrafterOptions):
         return AUTO_WEIGHTS
 
     @property
+    def may_use_head(self) -> bool:
+        return self.first == "head" or (self.first == AUTO_FIRST and not self.model)
+
+    @property
     def draft_model(self) -> str:
         return self.model
 
@@ -348,7 +352,7 @@ def _first_of(options: TriForceOptions, *, has_head: bool, has_model: bool) -> s
     """What level 1 is: head, model or ngrams. UsageError if there is no such part."""
     first = options.first
     if first == AUTO_FIRST:
-        first = "head" if has_head and not options.model else "model"
+        first = "head" if has_head and options.may_use_head else "model"
     check(first != "head" or has_head, "first", first, "auto, model or ngrams",
           "the model has no EAGLE or block head; --heads names one")
     return "ngrams" if first == "model" and not has_model else first

@@ -107,7 +107,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """
     _require_version()
     choice = DrafterChoice.parse(drafter, drafter_options)
-    drafters.check_heads(drafter, heads)
+    drafters.check_heads(drafter, choice.options, heads)
     check(quantize in checkpoint.QUANTIZE, "quantize", quantize, checkpoint.QUANTIZE_CHOICES)
     own = model.generation_config
     config = config_file.parse_config(model.config.to_dict(), own.eos_token_id)

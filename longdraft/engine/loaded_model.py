@@ -142,11 +142,14 @@ class LoadedModel:
         ModelError or UsageError if a part that was asked for by name cannot be used; other parts are left out then.
         """
         parts = TrainedParts()
-        if choice.name in drafters.WITH_HEADS:
+        if choice.name in drafters.WITH_HEADS and choice.options.may_use_head:
             owner = Target(target, partial(fingerprint.weights_sha256, files), tokenizer.vocabulary_sha256,
                            tokenizer.encode if tokenizer.vocabulary() else None, choice.options.head_weights)
             parts = (owner.find(files.folder, choice.needs) if heads_name is None
                      else owner.load(hub.resolve(heads_name, hub_options)))
+            if heads_name is not None and choice.name == "triforce" and not (parts.eagle or parts.block):
+                raise UsageError(f"--heads is {heads_name}, which is no EAGLE or block head; drafter 'triforce' uses "
+                                 "only these")
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
         loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
                      SharedStatistics(target.weights_in_tokens), heads_name, *parts,
@@ -192,7 +195,8 @@ class LoadedModel:
         """The target for a text of `length` tokens, prompt included, with the taps that the drafter reads."""
         target = self.target.for_length(length)
         head = self.block or self.eagle
-        return target.with_taps(head.taps) if head and choice.name in drafters.WITH_STATES else target
+        is_read = choice.name in drafters.WITH_STATES and choice.options.may_use_head
+        return target.with_taps(head.taps) if head and is_read else target
 
     def draft_for(self, length: int, choice: DrafterChoice) -> Transformer | None:
         """The draft model for a text of `length` tokens, of which it may read a window only."""

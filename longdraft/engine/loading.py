@@ -91,7 +91,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     if threads:
         kernels.set_threads(threads)
     choice = DrafterChoice.parse(drafter, drafter_options)
-    drafters.check_heads(drafter, heads)
+    drafters.check_heads(drafter, choice.options, heads)
     hub_options = hub.Hub(revision, token, cache_dir, offline)
     model = hub.with_file(model, file)
     folder = hub.resolve(model, hub_options)

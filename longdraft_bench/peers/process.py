@@ -46,6 +46,9 @@ PEERS: dict[str, dict[str, PeerProgram]] = {  # name on the command line -> the 
                                                  "pip install transformers")},
     "llama.cpp": {"llama.cpp": _LLAMA_CPP._replace(options={"flash": False}),
                   "llama.cpp, flash": _LLAMA_CPP._replace(options={"flash": True})},
+    "llama.cpp-as-stored": {  # without its repacked weights, for files with which they crash
+        "llama.cpp, as stored": _LLAMA_CPP._replace(options={"flash": False, "repacks": False}),
+        "llama.cpp, as stored, flash": _LLAMA_CPP._replace(options={"flash": True, "repacks": False})},
     "openvino": {"openvino": PeerProgram("openvino", ("openvino", "optimum.intel"),
                                          "pip install openvino optimum-intel")},
 }

@@ -136,7 +136,7 @@ DRAFTERS = {
     "magicdec": dict(budget=24, sinks=4, refresh=5, chain=2), "glide": dict(chain=2), "eagle": dict(chain=2),
     "triforce": dict(budget=48, stride=10, chain=2), "auto": {},
 }
-QUICK = ["suffix", "medusa", "tokenswift", "glide", "eagle"]  # those that the interpreter has time for
+QUICK = ["suffix", "medusa", "tokenswift", "glide", "eagle", "triforce"]  # those that the interpreter has time for
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS if HAS_CUDA else QUICK)

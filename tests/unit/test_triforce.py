@@ -164,3 +164,13 @@ def test_a_head_that_is_not_there_is_refused_and_ngrams_replace_a_small_model(ch
     with pytest.raises(UsageError, match=r"first is 'head'; allowed: auto, .*; the model has no .* --heads names one"):
         write("head")
     assert write("model")["by_source"] == write("ngrams")["by_source"] == write("auto")["by_source"]
+
+
+@pytest.mark.parametrize("options, part, message", [
+    (dict(model="itself"), "eagle", "with these options uses no heads; leave --heads out, or give the option"),
+    (dict(first="ngrams"), "eagle", "with these options uses no heads"),
+    ({}, "heads", "which is no EAGLE or block head"),
+])
+def test_heads_that_it_would_not_use_are_refused(tiny, options, part, message):
+    with pytest.raises(UsageError, match=message):
+        longdraft.load(str(tiny["mha"]), drafter="triforce", drafter_options=options, heads=str(tiny["mha"] / part))
