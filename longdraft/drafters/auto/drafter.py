@@ -287,7 +287,7 @@ class AutoDrafter:
     def _measure(self, proposal: Proposal, accepted: Accepted, verified_at: float) -> float:
         """Count the step's guesses and time; returns what the clock shows."""
         tree, drafted, allowed, began, drafted_at = proposal
-        if len(tree) > 1:
+        if len(tree) > 1 and self.policy.active not in self._readers:  # `_watch` gives the outcome of their drafts
             self._node_acceptance.add(tree, accepted.rows)
         self.policy.learn(self.policy.active, tree, allowed, len(accepted.tokens) - 1)
         now = self._clock()
