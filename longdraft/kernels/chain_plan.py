@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -91,15 +91,20 @@ class DraftLayers(Protocol):
         stores     of one text
         """
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [T, V] float32 of the layers' output [T, hidden]."""
+
+
+@runtime_checkable
+class ReadsUnreadRows(DraftLayers, Protocol):
+    """Layers whose rows of the text have states."""
+
     def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                   stores: Sequence[KVStore]) -> Tensor:
         """The layers' output [R, hidden] for rows of the text, of each text as many, as `next_row`.
 
         states  [K, R, W], see `UnreadRows`
         """
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [T, V] float32 of the layers' output [T, hidden]."""
 
 
 class UnreadRows(NamedTuple):

@@ -140,7 +140,7 @@ class Eagle:
 
     def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                   stores: Sequence[KVStore]) -> Tensor:
-        """See `longdraft.kernels.chain_plan.DraftLayers`."""
+        """See `longdraft.kernels.chain_plan.ReadsUnreadRows`."""
         return self._output(ops, self.fuse(states), embedded, rotations, stores)
 
     def _output(self, ops: LayerOperations, y: Tensor, e: Tensor, rotations: tuple[Tensor, Tensor],

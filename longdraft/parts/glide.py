@@ -99,11 +99,6 @@ class Glide:
         """See `longdraft.kernels.chain_plan.DraftLayers`. The last store is the target's."""
         return self._run(ops, embedded, rotations, stores[0], 0, stores[1], None).hidden
 
-    def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
-                  stores: Sequence[KVStore]) -> Tensor:
-        """See `longdraft.kernels.chain_plan.DraftLayers`. The layer reads no states."""
-        return self._run(ops, embedded, rotations, stores[0], 0, stores[1], None).hidden
-
     @property
     def embedding(self) -> tuple[Linear, float]:
         """The table of token embeddings, and the factor that multiplies these."""

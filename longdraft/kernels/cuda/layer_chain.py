@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
-from longdraft.kernels.chain_plan import DraftLayers, UnreadRows
+from longdraft.kernels.chain_plan import DraftLayers, ReadsUnreadRows, UnreadRows
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
 from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
@@ -248,7 +248,7 @@ class _Reader:
     def run(self, layers: DraftLayers, row: Tensor) -> None:
         """Read the rows, and write the last ones to `row`."""
         rows, (table, factor) = self._rows, layers.embedding
-        assert isinstance(table, CudaLinear)
+        assert isinstance(table, CudaLinear) and isinstance(layers, ReadsUnreadRows)
         own = rows.stores if self._tables is None else rows.stores[: len(self._tables)]
         move_rows(own, self._moves, self._turns, self._tables)
         Embedding(table, factor).of_tokens(self._tokens, rows.embedded)
