@@ -131,7 +131,8 @@ template <Groups KIND> void unpack_codes(const uint8_t* values, Raw* lines) {
 
 // Add one group of 16 outputs, for one row with these values, to their totals.
 template <Groups KIND>
-Floats add_group(Floats total, const Raw* lines, const Factors& by, const int8_t* values, float step, const int32_t* sums) {
+Floats add_group(Floats total, const Raw* lines, const Factors& by, const int8_t* values, float step, const int32_t* sums,
+                 [[maybe_unused]] float whole) {
     constexpr GroupShape SHAPE = shape_of(KIND);
     Ints first, last;
     if constexpr (SHAPE.bits == 8) {
@@ -151,7 +152,7 @@ Floats add_group(Floats total, const Raw* lines, const Factors& by, const int8_t
     } else {
         total = fma(convert<Floats>(first + last) * step, by.scale, total);
     }
-    if constexpr (SHAPE.has_least) total = fma(broadcast(step * static_cast<float>(sums[0] + sums[1])), by.least, total);
+    if constexpr (SHAPE.has_least) total = fma(broadcast(whole), by.least, total);
     return total;
 }
 
@@ -178,7 +179,8 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
             const Factors by = factors<KIND>(tile, g, v);
             UNROLLED for (int r = 0; r < COUNT; r++) {
                 const long at = (row + r) * x.groups + g;
-                totals[r][v] = add_group<KIND>(totals[r][v], lines, by, x.values + at * GROUP, x.steps[at], x.sums + 2 * at);
+                totals[r][v] = add_group<KIND>(totals[r][v], lines, by, x.values + at * GROUP, x.steps[at], x.sums + 2 * at,
+                                               x.totals[at]);
             }
         }
     }
@@ -194,7 +196,7 @@ void add_rows(int rows, const uint8_t* tile, long from, long to, const Quantised
     add_groups<KIND, COUNT>(tile, from, to, x, row, sums);
 }
 
-constexpr long LEAST_UNIT_ROWS = 10;  // for which the matrix unit multiplies, where there is one: with fewer it is slower
+constexpr long LEAST_UNIT_ROWS = 9;  // for which the matrix unit multiplies, where there is one: with fewer it is slower
 
 #if defined(__AMX_INT8__)
 // Groups [from, to) of one tile, added to the sums of up to 16 rows, by the matrix unit: the same integers, so the same
@@ -225,14 +227,15 @@ void add_groups_by_unit(int rows, const uint8_t* tile, long from, long to, const
     auto scale_sums = [&](long g) {
         for (int v = 0; v < VECTORS; v++) {
             const Factors by = factors<KIND>(tile, g, v);
-            for (int r = 0; r < rows; r++) {
-                const long at = (row + r) * x.groups + g;
-                const int32_t sum = x.sums[2 * at] + x.sums[2 * at + 1];
-                Ints whole = found[g % 2][v][r];
-                if constexpr (E::SHAPE.has_zero) whole += minus_products(by.zeros, sum);
-                if constexpr (E::SHAPE.offset) whole -= E::SHAPE.offset * sum;
-                Floats total = fma(convert<Floats>(whole) * x.steps[at], by.scale, load(sums[r] + v * LANES));
-                if constexpr (E::SHAPE.has_least) total = fma(broadcast(x.steps[at] * static_cast<float>(sum)), by.least, total);
+            const Ints* whole = found[g % 2][v];
+            long at = row * x.groups + g;  // multiplied in each row, it would take a fifth of the time
+            for (int r = 0; r < rows; r++, at += x.groups) {
+                Ints group = whole[r];
+                [[maybe_unused]] const int32_t* sum = x.sums + 2 * at;
+                if constexpr (E::SHAPE.has_zero) group += minus_products(by.zeros, sum[0] + sum[1]);
+                if constexpr (E::SHAPE.offset) group -= E::SHAPE.offset * (sum[0] + sum[1]);
+                Floats total = fma(convert<Floats>(group) * x.steps[at], by.scale, load(sums[r] + v * LANES));
+                if constexpr (E::SHAPE.has_least) total = fma(broadcast(x.totals[at]), by.least, total);
                 store(sums[r] + v * LANES, total);
             }
         }
@@ -257,7 +260,7 @@ inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, 
             const long to = std::min(x.groups, from + BLOCK_GROUPS);
             long r = 0;
 #if defined(__AMX_INT8__)
-            if constexpr (shape_of(of).bits < 8 && !shape_of(of).halves)
+            if constexpr (!shape_of(of).halves)  // with a scale for each half, the unit would multiply twice: no gain
                 for (; has_unit && rows - r >= LEAST_UNIT_ROWS; r += amx::ROWS)
                     add_groups_by_unit<of>(static_cast<int>(std::min<long>(amx::ROWS, rows - r)), tile, from, to, x, r, sums + r);
 #endif

@@ -108,11 +108,8 @@ struct RowGroup {
     int32_t sums[2];        // of the halves
 
     RowGroup(const Quantised& x, long at)
-        : values(x.values + at * GROUP), step(_mm256_set1_ps(x.steps[at])), sums{x.sums[2 * at], x.sums[2 * at + 1]} {
-        const int32_t sum = sums[0] + sums[1];
-        of_least = _mm256_set1_ps(x.steps[at] * static_cast<float>(sum));
-        minus_sum = _mm256_set1_epi32(-sum & 0xffff);
-    }
+        : values(x.values + at * GROUP), step(_mm256_set1_ps(x.steps[at])), of_least(_mm256_set1_ps(x.totals[at])),
+          minus_sum(_mm256_set1_epi32(-(x.sums[2 * at] + x.sums[2 * at + 1]) & 0xffff)), sums{x.sums[2 * at], x.sums[2 * at + 1]} {}
 };
 
 // Add a group of eight outputs to their totals, for one row.

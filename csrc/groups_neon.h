@@ -106,7 +106,7 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
             const long at = (row + r) * x.groups + g;
             const int32_t *halves = x.sums + 2 * at, sum = halves[0] + halves[1];
             values[r][0] = vld1q_s8(x.values + at * GROUP), values[r][1] = vld1q_s8(x.values + at * GROUP + 16);
-            steps_of[r] = x.steps[at], leasts_of[r] = x.steps[at] * static_cast<float>(sum), minus_of[r] = -sum;
+            steps_of[r] = x.steps[at], leasts_of[r] = x.totals[at], minus_of[r] = -sum;
             first_of[r] = -OFFSET * (SHAPE.halves ? halves[0] : sum), second_of[r] = -OFFSET * halves[1];
         }
         float32x4_t steps = vld1q_f32(steps_of), leasts = vld1q_f32(leasts_of);
@@ -191,9 +191,8 @@ void add_groups_together(long rows, const uint8_t* tile, long from, long to, con
             UNROLLED for (int i = 0; i < EIGHTS; i++)
                 values[p][i] = vcombine_s8(vld1_s8(x.values + a * GROUP + 8 * i), vld1_s8(x.values + b * GROUP + 8 * i));
             auto of_both = [](float first, float last) { return vcombine_f32(vdup_n_f32(first), vdup_n_f32(last)); };
-            auto sum = [&](long at) { return static_cast<float>(x.sums[2 * at] + x.sums[2 * at + 1]); };
             steps[p] = of_both(x.steps[a], x.steps[b]);
-            if constexpr (SHAPE.has_least) leasts[p] = of_both(x.steps[a] * sum(a), x.steps[b] * sum(b));
+            if constexpr (SHAPE.has_least) leasts[p] = of_both(x.totals[a], x.totals[b]);
         }
         for (int quad = 0; quad < QUADS; quad++) {
             int8x16_t lines[LINES], columns[EIGHTS][2];  // eight inputs of the first two outputs, and of the last two

@@ -11,11 +11,13 @@
 namespace longdraft::LONGDRAFT_VARIANT::groups {
 
 // Rows as whole numbers: values [rows, width] padded with zeros to groups; for each group its step (largest magnitude /
-// 127; NaN where the row is not finite), and the sums of the values of its two halves.
+// 127; NaN where the row is not finite), the sums of the values of its two halves, and what these sums stand for, which
+// least values are multiplied with: step * (sum of the first half + sum of the last).
 struct Quantised {
     const int8_t* values;
     const float* steps;
     const int32_t* sums;  // [rows, groups, 2]
+    const float* totals;  // [rows, groups]
     long width, groups;
 };
 
@@ -47,7 +49,7 @@ constexpr long UNIT_ROWS = 1;
 // Bytes of memory for rows of k inputs.
 inline long quantised_bytes(long rows, long k) {
     const long groups = round_up(k, GROUP) / GROUP;
-    return round_up(rows, UNIT_ROWS) * groups * (GROUP + 12) + 2 * GROUP;
+    return round_up(rows, UNIT_ROWS) * groups * (GROUP + 16) + 2 * GROUP;
 }
 
 //   order  the input that each column of the weight multiplies; null: its own
@@ -56,6 +58,7 @@ template <class T> Quantised quantise_rows(const void* x, long rows, long k, con
     auto* values = reinterpret_cast<int8_t*>(memory);
     auto* steps = reinterpret_cast<float*>(values + rows * width);
     auto* sums = reinterpret_cast<int32_t*>(steps + rows * groups);
+    auto* totals = reinterpret_cast<float*>(sums + 2 * rows * groups);
     auto* in = static_cast<const typename T::Element*>(x);
     for (long r = 0; r < rows; r++)
         for (long g = 0; g < groups; g++) {
@@ -69,10 +72,11 @@ template <class T> Quantised quantise_rows(const void* x, long rows, long k, con
                 std::copy_n(from, count, held);
                 from = held;
             }
-            quantise_group(T::widen(from), T::widen(from + LANES), values + r * width + g * GROUP,
-                           steps + r * groups + g, sums + (r * groups + g) * 2);
+            const long at = r * groups + g;
+            quantise_group(T::widen(from), T::widen(from + LANES), values + r * width + g * GROUP, steps + at, sums + 2 * at);
+            totals[at] = steps[at] * static_cast<float>(sums[2 * at] + sums[2 * at + 1]);
         }
-    return {values, steps, sums, width, groups};
+    return {values, steps, sums, totals, width, groups};
 }
 
 }  // namespace

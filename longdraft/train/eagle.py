@@ -48,6 +48,7 @@ from longdraft.train.glide import offset_positions, rotate
 from longdraft.train.settings import EagleSettings
 
 SPECULATORS_FORMAT = "0.9.0"  # version of speculators whose format is written
+_FIRST_NORM = 0.25  # of the target's norm before the head
 _ATTENTION_ROWS = 256  # rows whose scores are computed at a time: half of them all, and a part that stays in the cache
 
 
@@ -94,7 +95,23 @@ class EagleModule(LayerModule):
         self.head = base.head_weight[self.ids].detach()
         inverse, _ = frequencies(config.layer.rope, config.layer.trained_positions, 1)
         self._inverse = inverse.to(base.device)
+        self._attend_to_own_tokens(seed)
         self.to(base.device)
+
+    @torch.no_grad()
+    def _attend_to_own_tokens(self, seed: int) -> None:
+        """Begin with queries and keys that are one projection of the token's embedding. A row then attends to itself,
+        whose token a guess depends on most, and to rows with the same token; random ones would attend to all alike. The
+        output begins small, because a random row must not be sure of a token."""
+        layer, part = self.config.layer, "layers.0.self_attn."
+        generator = torch.Generator().manual_seed(seed + 1)
+        keys = torch.randn(layer.num_kv_heads, layer.head_dim, layer.hidden_size, generator=generator)
+        keys *= layer.hidden_size**-0.5
+        queries = keys.repeat_interleave(layer.num_heads // layer.num_kv_heads, 0)
+        for name, rows in (("q_proj", queries), ("k_proj", keys)):
+            weight = self._weight(part + name)
+            weight.zero_()[:, : layer.hidden_size] = rows.flatten(0, 1)
+        self._weight("norm").mul_(_FIRST_NORM)
 
     def forward(self, ids: Tensor, positions: Tensor, states: Tensor, passes: int) -> list[Tensor]:
         """Normalised rows of each pass: of pass s [B, L - 1 - s, hidden] float32, for ids and positions [B, L].
