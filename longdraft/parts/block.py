@@ -81,11 +81,15 @@ class BlockWeights(NamedTuple):
 
 class SlotRows(NamedTuple):
     """The rows [S, hidden] that guess the S slots, after the last norm, and their logits [S, N] of the tokens `part`;
-    None: of the target's vocabulary."""
+    None: of the target's vocabulary.
+
+    gates  [S, rank] float32, by which pair terms are multiplied; None: they have none
+    """
 
     normed: Tensor
     logits: Tensor
     part: PartOfVocabulary | None
+    gates: Tensor | None = None
 
     def whole(self) -> Tensor:
         """Logits [S, V] of the target's vocabulary; -inf for tokens that the head does not have."""
@@ -185,7 +189,8 @@ class BlockHead:
             logits = self.kernels.soft_cap(logits, config.logits_cap)
         ids = torch.arange(logits.shape[1], device=logits.device) if part is None else part.ids
         logits = logits.masked_fill(ids == config.mask_token, -torch.inf)  # never a token of a text
-        return SlotRows(normed, logits, part)
+        gate = None if weights.pairs is None else weights.pairs.gate
+        return SlotRows(normed, logits, part, None if gate is None else self.kernels.linear(normed, gate).float())
 
     @property
     def has_pairs(self) -> bool:
@@ -226,9 +231,7 @@ class BlockHead:
         terms = self._weights.pairs
         assert terms is not None
         chosen = terms.before[torch.tensor(before, device=terms.before.device)].float()
-        if terms.gate is None:
-            return chosen
-        return chosen * self.kernels.linear(rows.normed[slot : slot + 1], terms.gate).float()
+        return chosen if rows.gates is None else chosen * rows.gates[slot]
 
     def _after(self, tokens: Sequence[int]) -> Tensor:
         """[tokens, rank] float32."""
