@@ -39,6 +39,7 @@ from longdraft.drafters.auto import calibration, costs
 from longdraft.drafters.auto.drafter import AutoDrafter, AutoOptions
 from longdraft.drafters.auto.shared import Guesser, SharedStatistics
 from longdraft.drafters.block import BlockDrafter, BlockModel, BlockOptions
+from longdraft.drafters.chain import SMALL_BYTES
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.draft_vocabulary import VocabularySize
@@ -104,6 +105,13 @@ class Resources(NamedTuple):
         """The part that reads states of the target; a model has one at most."""
         return self.block or self.eagle
 
+    @property
+    def levels(self) -> bool:
+        """Whether a head can draft for a copy that drafts for the target, and may gain: not for a copy so small that
+        drafting a chain in one call gains more."""
+        copy = self.draft_copy
+        return self.reads_states is not None and copy is not None and copy.weights_bytes > SMALL_BYTES
+
 
 class DrafterSpec(NamedTuple):
     """An entry of `DRAFTERS`.
@@ -112,7 +120,7 @@ class DrafterSpec(NamedTuple):
     build    makes the drafter of one request from options and resources
     needs    the part of `Resources` without which it cannot draft
     in_auto  options with which `auto` tries it, if the part that it needs is there; None: `auto` does not try it
-    in_auto_with  parts without which `auto` does not try it
+    in_auto_with  another property of `Resources` without which `auto` does not try it; "": there is none
     prior    share of right guesses that `auto` expects before it has drafted
     guesses_with  its model, for drafters whose guesses are right equally often; "": no other drafter has it
     """
@@ -123,7 +131,7 @@ class DrafterSpec(NamedTuple):
     in_auto: Mapping[str, Any] | None = None
     prior: float = 0.6
     guesses_with: str = ""
-    in_auto_with: tuple[str, ...] = ()
+    in_auto_with: str = ""
 
 
 def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
@@ -156,7 +164,7 @@ def _with_shared_cache(resources: Resources, vocabulary: VocabularySize) -> Reso
     """Candidates that draft with the target share one partial cache, and those of a head its rows of the text, so that
     these are up to date whichever drafts next. vocabulary: the option `draft_vocabulary`"""
     model, cache, head = resources.model, resources.cache, resources.reads_states
-    if head is None or resources.draft_copy is None:
+    if head is None or not resources.levels:
         return resources._replace(partial=new_partial_cache(MagicDecOptions(), model, cache))
     states = tapped_drafts(head, model)  # for `triforce`
     return resources._replace(partial=new_partial_cache(MagicDecOptions(), model, cache, states),
@@ -167,8 +175,8 @@ def _candidates(options: AutoOptions, resources: Resources) -> dict[str, Drafter
     """The drafters that `auto` tries, by name: all for which the parts are there."""
     candidates = {}
     for name, spec in DRAFTERS.items():
-        parts = (*spec.in_auto_with, *([spec.needs] if spec.needs else []))
-        if spec.in_auto is not None and all(getattr(resources, part) for part in parts):
+        wanted = filter(None, (spec.needs, spec.in_auto_with))
+        if spec.in_auto is not None and all(getattr(resources, part) for part in wanted):
             given: Any = spec.options(**spec.in_auto)
             if hasattr(given, "draft_vocabulary"):
                 given = replace(given, draft_vocabulary=options.draft_vocabulary)
@@ -264,7 +272,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "block": DrafterSpec(BlockOptions, _build_block, needs="block", in_auto={}, prior=0.6),
     "triforce": DrafterSpec(TriForceOptions, _build_triforce, prior=0.92, guesses_with="target",
                             in_auto={"first": "head", "chain": _LONGEST - 2, "floor": 0},
-                            in_auto_with=("reads_states", "draft_copy")),
+                            in_auto_with="levels"),
 }
 
 READS_STATES = ("eagle", "block")  # parts that read states of the target; a model has one of them

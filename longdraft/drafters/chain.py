@@ -123,7 +123,7 @@ class Chain(NamedTuple):
         return drafted
 
 
-_SMALL_BYTES = 16 << 20  # of weights that processors' caches hold: texts gain little by reading them together
+SMALL_BYTES = 16 << 20  # of weights that processors' caches hold: texts gain little by reading them together
 
 
 def shares_forwards(model: Transformer, clock: CostClock | None) -> bool:
@@ -132,7 +132,7 @@ def shares_forwards(model: Transformer, clock: CostClock | None) -> bool:
 
     clock  of the request; None: the request runs alone
     """
-    return clock is not None and clock.batch_size > 1 and model.weights_bytes > _SMALL_BYTES
+    return clock is not None and clock.batch_size > 1 and model.weights_bytes > SMALL_BYTES
 
 
 class SelfDraftModel:

@@ -105,6 +105,7 @@ def real(
     drafters: Annotated[str | None, typer.Option(
         help="Drafters to compare, with options such as magicdec,chain=6; separated by spaces.",
         show_default="plain, and all that the model has parts for")] = None,
+    heads: Annotated[str | None, typer.Option(help="Folder or hub id of trained heads of the model.")] = None,
     quantize: Annotated[str, typer.Option(help="Formats of the weights, as in `longdraft generate`.")] = "auto none",
     prompts: Annotated[str, typer.Option(help="Prompts.")] = "prose,chat,code",
     temperatures: Annotated[str, typer.Option(help="0, 0.7 (with top-p 0.9), 1 (with min-p 0.1).")] = "0,0.7,1",
@@ -130,7 +131,8 @@ def real(
     check(peers in ("llama.cpp", "none"), "--peers", peers, "llama.cpp or none")
     prepare_run(threads, 1)
     plan = real.RealPlan(model or str(real.packaged_model()), settings("--quantize", quantize),
-                         (drafters or "").split(), prompts.split(","), temperatures.split(","), marks, turn, threads)
+                         (drafters or "").split(), prompts.split(","), temperatures.split(","), marks, turn, threads,
+                         heads)
 
     def save(filled: Record, *, is_printed: bool = False) -> None:
         with document("real", output, is_printed=is_printed) as whole:

@@ -91,6 +91,7 @@ class RealPlan(NamedTuple):
     marks      numbers of new tokens at which speeds are reported, ascending multiples of `turn`
     turn       new tokens of a turn
     threads    None: PyTorch's choice
+    heads      of the model, for the drafters that use them; None: those in its folder, if any
     """
 
     model: str
@@ -101,6 +102,7 @@ class RealPlan(NamedTuple):
     marks: Sequence[int]
     turn: int
     threads: int | None
+    heads: str | None = None
 
 
 def measure_real(plan: RealPlan, on_text: Callable[[Record], None]) -> Record:
@@ -111,7 +113,7 @@ def measure_real(plan: RealPlan, on_text: Callable[[Record], None]) -> Record:
     """
     filled: Record = {"model": plan.model, "texts": []}
     for quantize in plan.quantize:
-        engine = load(plan.model, threads=plan.threads, quantize=quantize)
+        engine = load(plan.model, threads=plan.threads, quantize=quantize, heads=plan.heads)
         filled["machine"] = machine.description(engine.model.kernels) | engine.provenance
         names = plan.drafters or usable_drafters(engine)
         for prompt, law in product(plan.prompts, plan.laws):

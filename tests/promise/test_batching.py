@@ -164,7 +164,7 @@ def cases(engine, drafts, count: int, seed: int) -> Iterator[tuple[list[int], Sa
 
 def share_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have texts read the weights together when they draft, as they do with large models."""
-    monkeypatch.setattr(chain, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(chain, "SMALL_BYTES", 0)
 
 
 @pytest.mark.parametrize("engine, size, count, shares", [

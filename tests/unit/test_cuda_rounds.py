@@ -117,7 +117,7 @@ def test_what_all_texts_draft_is_launched_before_the_host_waits_once(folder, pla
 @pytest.mark.parametrize("drafter", [*OTHERS, "magicdec"])
 def test_chains_of_large_weights_and_of_lower_levels_are_launched_together(folder, plain, drafter, monkeypatch):
     """Also where texts would share the forwards of each drafted token, as all other forwards are shared."""
-    monkeypatch.setattr(chain, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(chain, "SMALL_BYTES", 0)
     happened: list[str] = []
     note_launches(monkeypatch, happened, least=2)
     texts, rounds = written(engine_of(folder, drafter, monkeypatch).batch(), happened)
@@ -168,7 +168,7 @@ def test_texts_with_filters_draft_and_choose_together(folder, drafter, monkeypat
 
 def test_texts_that_the_host_decides_share_the_forwards_of_their_drafts(folder, monkeypatch):
     """With remainders, which are read from a table. Another text, which could share its chain, drafts alone."""
-    monkeypatch.setattr(chain, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(chain, "SMALL_BYTES", 0)
     params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **law)
               for seed, law in enumerate((dict(typical_p=0.9), dict(typical_p=0.7), dict(temperature=0.7)))]
     shared: list[int] = []
