@@ -16,6 +16,7 @@ from helpers.equality import SETTINGS, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.cache.taps import TappedRows
+from longdraft.drafters.auto.drafter import AutoOptions
 from longdraft.drafters.eagle import EagleDraftModel, ParallelEagleModel
 from longdraft.drafters.layer_drafter import SlotModel
 from longdraft.drafters.triforce import Reader, new_reader, tapped_drafts
@@ -26,6 +27,7 @@ from longdraft.parts.eagle import Eagle
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Verified
 from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 
@@ -115,6 +117,61 @@ def test_the_text_is_that_of_plain_decoding(model, head, settings):
     factory.taps = head.taps
     plain = generate(model, prompt_of(90), params, by_name("plain"))
     assert generate(model, prompt_of(90), params, factory, tally=Tally()) == plain
+
+
+class World:
+    """A text that its target reads a few tokens at a time, and drafters beside it."""
+
+    def __init__(self, model: Transformer, head: Eagle | BlockHead) -> None:
+        self.model, self.context, params = model.with_taps(head.taps), Context(IDS[:1]), SamplingParams(temperature=0.0)
+        self.cache, self._end = self.model.new_cache(), 0
+        part = {"block": head} if isinstance(head, BlockHead) else {"eagle": head}
+        self.resources = drafters.Resources(self.model, self.cache, Sampler(params), params, draft_copy=model, **part)
+
+    def read(self, count: int) -> Verified:
+        start, self._end = self._end, self._end + count
+        result = self.model.forward(chain_rows(IDS[start : self._end], start), self.cache)
+        self.cache.commit(range(count))
+        self.context.extend(IDS[start + 1 : self._end + 1])
+        return Verified(result, range(count))
+
+
+def test_in_auto_the_drafters_of_a_head_share_its_rows_of_the_text(model, head, monkeypatch):
+    """A draft of one of them changes no draft of the other."""
+    monkeypatch.setattr(drafters, "SMALL_BYTES", -1)
+    name = "block" if isinstance(head, BlockHead) else "eagle"
+    both, alone = World(model, head), World(model, head)
+    resources = drafters._with_shared_cache(both.resources, "auto")
+    candidates = drafters._candidates(AutoOptions(), resources)
+    own = drafters._candidates(AutoOptions(), alone.resources._replace(draft_copy=None))
+    assert "triforce" in candidates and "triforce" not in own
+    for turn, count in enumerate((9, 2, 1, 3, 4, 2, 1)):
+        verified = both.read(count)
+        alone.read(count)
+        for each in (candidates["triforce"], candidates[name]):
+            each.begin(both.context, verified)
+        own[name].begin(alone.context, None)
+        if turn % 3 != 2:
+            drafted = run_alone(candidates["triforce"].propose(both.context, 6))
+            assert len(drafted) == 7
+        if turn % 2 == 0:
+            found, wanted = (run_alone(each.propose(world.context, 5))
+                             for each, world in ((candidates[name], both), (own[name], alone)))
+            assert found.tokens == wanted.tokens and len(found) > 1
+
+
+def test_auto_tries_it_over_a_copy_that_is_not_small(tiny, monkeypatch):
+    def write(drafter: str) -> dict[str, object]:
+        options = {"draft_weights": "int8"} if drafter == "auto" else {}
+        engine = longdraft.load(str(tiny["mha"]), drafter=drafter, drafter_options=options)
+        params = SamplingParams(max_new_tokens=60, seed=2, ignore_eos=True)
+        return [event.stats for event in engine.generate(prompt_of(40), params)][-1]
+
+    assert "triforce" not in write("auto")["tokens_by_choice"]
+    monkeypatch.setattr(drafters, "SMALL_BYTES", -1)
+    stats = write("auto")
+    assert "triforce" in stats["tokens_by_choice"]
+    assert stats["sha256_tokens"] == write("plain")["sha256_tokens"]
 
 
 @pytest.fixture(scope="module")
