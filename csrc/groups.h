@@ -26,7 +26,7 @@ namespace longdraft::LONGDRAFT_VARIANT::groups {
 constexpr int WORDS = GROUP / 8;   // 32-bit words of half of a group's bytes
 constexpr long BLOCK_GROUPS = 16;  // groups that all rows read while they are in the cache near the processor (19 KB)
 #if defined(__AVX512F__)
-constexpr int ROWS = 4;
+constexpr int ROWS = 8, TOGETHER = 4;  // rows whose totals of all outputs the registers hold
 #elif defined(__AVX2__)
 constexpr int ROWS = 2;
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -189,10 +189,39 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
 }
 #endif
 
+#if defined(__AVX512F__)
+// The same for more rows: 16 outputs after another. Each turn fetches its part of the groups that follow these.
+template <Groups KIND, int COUNT>
+void add_groups_in_turns(const uint8_t* tile, long from, long to, const Quantised& x, long row, float (*sums)[COLUMNS]) {
+    using E = Encoding<KIND>;
+    constexpr long VECTORS = COLUMNS / LANES, PART = E::SHAPE.bytes / VECTORS;
+    for (int v = 0; v < VECTORS; v++) {
+        Floats totals[COUNT];
+        UNROLLED for (int r = 0; r < COUNT; r++) totals[r] = load(sums[r] + v * LANES);
+        for (long g = from; g < to; g++) {
+            const uint8_t* group = tile + E::group(g);
+            if constexpr (!FETCHES_ASCENDING_LINES) prefetch<BLOCK_GROUPS * E::SHAPE.bytes>(group + v * PART, PART);
+            Raw lines[2 * WORDS];
+            unpack_codes<KIND>(group + E::VALUES + v * E::OF_VECTOR, lines);
+            const Factors by = factors<KIND>(tile, g, v);
+            UNROLLED for (int r = 0; r < COUNT; r++) {
+                const long at = (row + r) * x.groups + g;
+                totals[r] = add_group<KIND>(totals[r], lines, by, x.values + at * GROUP, x.steps[at], x.sums + 2 * at,
+                                            x.totals[at]);
+            }
+        }
+        UNROLLED for (int r = 0; r < COUNT; r++) store(sums[r] + v * LANES, totals[r]);
+    }
+}
+#endif
+
 template <Groups KIND, int COUNT = ROWS>
 void add_rows(int rows, const uint8_t* tile, long from, long to, const Quantised& x, long row, float (*sums)[COLUMNS]) {
     if constexpr (COUNT > 1)
         if (rows < COUNT) return add_rows<KIND, COUNT - 1>(rows, tile, from, to, x, row, sums);
+#if defined(__AVX512F__)
+    if constexpr (COUNT > TOGETHER) return add_groups_in_turns<KIND, COUNT>(tile, from, to, x, row, sums);
+#endif
     add_groups<KIND, COUNT>(tile, from, to, x, row, sums);
 }
 
