@@ -218,6 +218,8 @@ def eagle_cost(
     model: ModelOption = "novelist",
     contexts: ContextsOption = "1024,8192",
     draft_vocab: Annotated[int, typer.Option(help="Tokens among which the head guesses, at most.")] = 32_000,
+    quantize: Annotated[str, typer.Option(help="Format of the head's layer: none, int8 or int4.")] = "int4",
+    target_quantize: Annotated[str, typer.Option(help="Format of the model: none, int8 or int4.")] = "none",
     chain: Annotated[int, typer.Option(help="Drafts of a chain.")] = 5,
     repeats: RepeatsOption = 15, threads: ThreadsOption = None, output: OutputOption = None,
 ) -> None:
@@ -226,12 +228,13 @@ def eagle_cost(
     from longdraft_bench.document import document, prepare_run
     from longdraft_bench.machine import eagle_cost
 
-    lengths = numbers("--contexts", contexts)
+    lengths, of_layer = numbers("--contexts", contexts), checked_quantize(quantize)
     prepare_run(threads, repeats)
-    target = load(model, drafter="plain", threads=threads, cache_ram=0).model
-    with document("eagle cost", output, target.kernels, model=model, draft_vocabulary=draft_vocab, chain=chain,
-                  repeats=repeats) as filled:
-        filled["rows"] = eagle_cost.measure(target, lengths, draft_vocab, chain, repeats)
+    target = load(model, drafter="plain", threads=threads, cache_ram=0,
+                  quantize=checked_quantize(target_quantize)).model
+    with document("eagle cost", output, target.kernels, model=model, draft_vocabulary=draft_vocab, quantize=of_layer,
+                  target_quantize=target_quantize, chain=chain, repeats=repeats) as filled:
+        filled["rows"] = eagle_cost.measure(target, lengths, draft_vocab, of_layer, chain, repeats)
         eagle_cost.table(filled["rows"]).show()
 
 

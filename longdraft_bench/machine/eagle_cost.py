@@ -29,9 +29,14 @@ _CHUNK = 512  # tokens of the prompt in a forward
 _WINDOW = 2048  # rows of the text that the head sees, as `longdraft train eagle` trains it
 
 
-def measure(model: Transformer, contexts: Sequence[int], vocabulary: int, chain: int, pairs: int) -> list[Record]:
-    """A record for each context. vocabulary: tokens among which the head guesses, at most."""
-    head = random_eagle(model, vocabulary)
+def measure(model: Transformer, contexts: Sequence[int], vocabulary: int, quantize: str, chain: int, pairs: int
+            ) -> list[Record]:
+    """A record for each context.
+
+    vocabulary  tokens among which the head guesses, at most
+    quantize    format of the head's layer
+    """
+    head = random_eagle(model, vocabulary, quantize)
     return [_measure_after(model.with_taps(head.taps), head, length, chain, pairs) for length in contexts]
 
 

@@ -144,21 +144,25 @@ class _Random:
         return torch.ones(width, dtype=self._kernels.dtype, device=self._kernels.device)
 
 
-def random_eagle(target: Transformer, guesses: int = _GUESSES) -> Eagle:
+def random_eagle(target: Transformer, guesses: int = _GUESSES, quantize: str = "none") -> Eagle:
     """An EAGLE-3 head with the sizes of one of the target's layers, which reads three of them.
 
-    guesses  tokens among which it guesses, at most
+    guesses   tokens among which it guesses, at most
+    quantize  format of its layer; its output head is int8 then
     """
     config, made = target.config, _Random(target)
     width, inner, taps = config.hidden_size, config.intermediate_size, (0, config.num_layers // 2, config.num_layers)
     heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     count = min(guesses, config.vocab_size)
     about = EagleConfig(3, replace(config, num_layers=1), width, taps, True, count, True, False, False, False, 0)
-    layer = LayerWeights(made.norm(width), made.matrix(heads + 2 * keys, 2 * width), made.matrix(width, heads),
-                         made.norm(width), made.matrix(2 * inner, width), made.matrix(width, inner))
+    qkv, out, gate_up, down = (made.matrix(*size, quantize) for size in (
+        (heads + 2 * keys, 2 * width), (width, heads), (2 * inner, width), (width, inner)))
+    layer = LayerWeights(made.norm(width), qkv, out, made.norm(width), gate_up, down)
+    of_head = "none" if quantize == "none" else "int8"
     ids = None if count == config.vocab_size else torch.arange(count, device=target.kernels.device)
-    weights = EagleWeights(None, made.matrix(width, len(taps) * width), (), (made.norm(width), made.norm(width)),
-                           (layer,), made.norm(width), made.matrix(count, width), ids)
+    weights = EagleWeights(None, made.matrix(width, len(taps) * width, quantize), (),
+                           (made.norm(width), made.norm(width)), (layer,), made.norm(width),
+                           made.matrix(count, width, of_head), ids)
     return Eagle(about, weights, target, taps)
 
 
