@@ -139,7 +139,7 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
         resources = resources._replace(draft=None)
     resources = _with_shared_cache(resources, options.draft_vocabulary)
     candidates = _candidates(options, resources)
-    identity = {**_costs_identity(resources), "vocabulary": options.draft_vocabulary}
+    identity = {**_costs_identity(resources), "vocabulary": options.draft_vocabulary, "head": options.head_weights}
     shared = resources.knowledge or SharedStatistics()
     clock = resources.clock or CostClock(always=True)
 

@@ -24,7 +24,6 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -60,6 +59,7 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
+from longdraft.speculation.abilities import HoldsMemory
 from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.speculation.routine import Routine, atomic
@@ -257,7 +257,7 @@ class TriForceDrafter:
         check(first == "model" or is_default, "model", options.model, "a smaller model, with window, sinks or refresh")
         self._taps = cache.taps
         self.follow(first == "head")
-        own: list[Any] = [self._vocabulary] if self._vocabulary else []  # parts whose memory is this drafter's
+        own: list[HoldsMemory] = [self._vocabulary] if self._vocabulary else []  # parts whose memory is this drafter's
         if partial is None:
             states = tapped_drafts(head, model) if first == "head" and head else None
             chunks = row_selection.Chunks(len(cache.stores), options.budget, _RECENT, RETRIEVAL_CHUNK)
