@@ -245,6 +245,7 @@ def block_cost(
     rows: Annotated[int, typer.Option(help="Rows of a block.")] = 8,
     draft_vocab: Annotated[int, typer.Option(help="Tokens that an output head of its own guesses among; 0: the model's "
                                                   "output head.")] = 32_000,
+    rank: Annotated[int, typer.Option(help="Rank of DSpark's Markov head; 0: none.")] = 0,
     quantize: Annotated[str, typer.Option(help="Format of the head's layers: none, int8 or int4.")] = "int4",
     target_quantize: Annotated[str, typer.Option(help="Format of the model: none, int8 or int4.")] = "none",
     repeats: RepeatsOption = 15, threads: ThreadsOption = None, output: OutputOption = None,
@@ -259,7 +260,8 @@ def block_cost(
     check(1 <= layers <= 64, "--layers", layers, "1 to 64")
     check(2 <= rows <= 64, "--rows", rows, "2 to 64")
     check(draft_vocab >= 0, "--draft-vocab", draft_vocab, "0 or more")
-    shape = BlockShape(layers, rows, draft_vocab, checked_quantize(quantize))
+    check(0 <= rank <= 4096, "--rank", rank, "0 to 4096")
+    shape = BlockShape(layers, rows, draft_vocab, checked_quantize(quantize), rank)
     prepare_run(threads, repeats)
     target = load(model, drafter="plain", threads=threads, cache_ram=0,
                   quantize=checked_quantize(target_quantize)).model

@@ -26,7 +26,7 @@ from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import Pick
-from longdraft.parts.block import BlockHead, BlockWeights
+from longdraft.parts.block import BlockHead, BlockWeights, PairTerms
 from longdraft.parts.block_config import BlockConfig
 from longdraft.parts.eagle import Eagle, EagleWeights
 from longdraft.parts.eagle_config import EagleConfig
@@ -136,9 +136,12 @@ class _Random:
         self._kernels = target.kernels
         self._generator = torch.Generator(target.kernels.device).manual_seed(1)
 
-    def matrix(self, rows: int, columns: int, quantize: str = "none") -> Linear:
+    def table(self, rows: int, columns: int) -> Tensor:
         values = torch.empty(rows, columns, dtype=self._kernels.dtype, device=self._kernels.device)
-        return self._kernels.pack(values.normal_(0, _DEVIATION, generator=self._generator), quantize=quantize)
+        return values.normal_(0, _DEVIATION, generator=self._generator)
+
+    def matrix(self, rows: int, columns: int, quantize: str = "none") -> Linear:
+        return self._kernels.pack(self.table(rows, columns), quantize=quantize)
 
     def norm(self, width: int) -> Tensor:
         return torch.ones(width, dtype=self._kernels.dtype, device=self._kernels.device)
@@ -172,12 +175,14 @@ class BlockShape(NamedTuple):
     layers, rows  of the head, and of a block
     vocabulary    tokens that an output head of its own guesses among; 0: the target's output head
     quantize      format of its layers; its own output head is int8 then
+    rank          of DSpark's Markov head; 0: the head has none
     """
 
     layers: int
     rows: int
     vocabulary: int
     quantize: str
+    rank: int = 0
 
 
 def random_block(target: Transformer, shape: BlockShape) -> BlockHead:
@@ -188,9 +193,10 @@ def random_block(target: Transformer, shape: BlockShape) -> BlockHead:
     taps = tuple(sorted({1 + (config.num_layers - 1) * place // 4 for place in range(5)}))
     count = min(shape.vocabulary or config.vocab_size, config.vocab_size)
     about = BlockConfig(
-        kind="dflash", layer=replace(config, num_layers=shape.layers, head_norms="none"), target_width=width,
-        layers=taps, other_layers=taps, block_size=shape.rows, mask_token=0, windows=(0,) * shape.layers,
-        causal=(False,) * shape.layers, says_causal=True, first_guesses=False, adjacent=False, draft_vocab_size=count)
+        kind="dspark" if shape.rank else "dflash", layer=replace(config, num_layers=shape.layers, head_norms="none"),
+        target_width=width, layers=taps, other_layers=taps, block_size=shape.rows, mask_token=0,
+        windows=(0,) * shape.layers, causal=(False,) * shape.layers, says_causal=True, first_guesses=False,
+        adjacent=False, draft_vocab_size=count, rank=shape.rank)
 
     def layer() -> LayerWeights:
         own = [made.matrix(*size, shape.quantize) for size in (
@@ -199,10 +205,12 @@ def random_block(target: Transformer, shape: BlockShape) -> BlockHead:
 
     of_head = "none" if shape.quantize == "none" else "int8"
     ids = torch.arange(count, device=target.kernels.device) if shape.vocabulary and count < config.vocab_size else None
+    pairs = PairTerms(made.table(config.vocab_size, shape.rank), made.matrix(count, shape.rank, of_head),
+                      trust=made.matrix(1, width + shape.rank)) if shape.rank else None
     weights = BlockWeights(
         None, made.matrix(width, len(taps) * width, shape.quantize), made.norm(width),
         made.matrix(shape.layers * 2 * keys, width, shape.quantize), tuple(layer() for _ in range(shape.layers)),
-        made.norm(width), made.matrix(count, width, of_head) if shape.vocabulary else None, ids)
+        made.norm(width), made.matrix(count, width, of_head) if shape.vocabulary else None, ids, pairs)
     return BlockHead(about, weights, target, taps)
 
 
