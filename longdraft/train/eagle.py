@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles, dump_json
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
@@ -258,8 +257,7 @@ class EagleTask:
         config, module, dtype = self.module.config, self.module, self.base.saved_dtype
         tensors = {each.name: each.value(dtype) for each in module.stored()}
         write_head(folder, tensors, module.head, module.ids, self.base)
-        verifier = {"name_or_path": record.get("base_model"),
-                    "architectures": read_json(self.base.folder / "config.json").get("architectures")}
+        verifier = {"name_or_path": record.get("base_model"), "architectures": list(self.base.architectures)}
         dump_json(folder / "config.json",
                   speculators_config(config, verifier, dtype, self.settings.passes) | {OWN_KEY: record})
 

@@ -44,7 +44,7 @@ class FrozenOutputs(NamedTuple):
 class FrozenModel:
     """A frozen model: token ids in, hidden states and logits out."""
 
-    folder: Path
+    architectures: tuple[str, ...]  # names of the class of `transformers`
     config: ModelConfig
     fingerprint: str
     initializer_range: float
@@ -181,7 +181,9 @@ def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: 
     body.norm = nn.Identity()
     spread = float(getattr(model.config, "initializer_range", 0.02))
     head_weight = model.get_output_embeddings().weight.detach()
-    return FrozenModel(folder, config, fingerprint, spread, body, norm.to(head_weight.device), head_weight, saved)
+    architectures = tuple(model.config.architectures or [type(model).__name__])
+    return FrozenModel(architectures, config, fingerprint, spread, body, norm.to(head_weight.device), head_weight,
+                       saved)
 
 
 def _computed(saved: torch.dtype, device: torch.device) -> torch.dtype:

@@ -38,7 +38,8 @@ from longdraft.model.transformer import chain_rows
 from longdraft.parts import draft_copy
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.tokenizer import Tokenizer
-from longdraft.train import frozen_model
+from longdraft.train import frozen_model, job
+from longdraft.train.settings import BlockSettings, EagleSettings, GlideSettings, HeadSettings
 
 HIDDEN = 64  # two blocks of 32
 
@@ -549,3 +550,26 @@ def test_a_training_has_the_floating_point_numbers_of_a_file(tmp_path, llama, ki
     torch.testing.assert_close(hidden, wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(frozen.logits(frozen.normed(hidden)), ours.logits(wanted), atol=1e-4, rtol=1e-4)
     assert frozen.fingerprint == TensorFiles(tmp_path / "model.gguf").fingerprint()
+    assert frozen.architectures == ("LlamaForCausalLM",)
+
+
+TRAINED = {"eagle": EagleSettings, "glide": GlideSettings, "tokenswift": HeadSettings, "block": BlockSettings}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafter", TRAINED)
+def test_a_part_that_was_trained_for_a_file_drafts_for_it(tmp_path, llama, drafter):
+    pytest.importorskip("gguf", reason="transformers reads GGUF files with the package gguf")
+    folder, model = llama
+    file = tmp_path / "model.gguf"
+    convert(folder, model, file, "Q8_0", {"llama.vocab_size": model.config.vocab_size})
+    (tmp_path / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 200)
+    job.train(TRAINED[drafter](
+        model=str(file), data=(str(tmp_path / "text.txt"),), sequence_length=64, steps=2, batch_size=1, warmup_steps=1,
+        eval_every=0, checkpoint_every=0, probe_tokens=0, device="cpu", threads=1), tmp_path / "part")
+    hashes = set()
+    for name, part in ((drafter, str(tmp_path / "part")), ("plain", None)):
+        engine = longdraft.load(str(file), drafter=name, heads=part)
+        params = SamplingParams(max_new_tokens=20, seed=3, ignore_eos=True)
+        hashes.add([event.stats for event in engine.generate(prompt_of(20), params)][-1]["sha256_tokens"])
+    assert len(hashes) == 1
