@@ -144,7 +144,7 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     clock = resources.clock or CostClock(always=True)
 
     def random_text_candidates(cache: FullCache, sampler: Sampler, clock: CostClock) -> dict[str, Drafter]:
-        of_text = resources._replace(cache=cache, sampler=sampler, clock=clock, reader=None)
+        of_text = resources._replace(cache=cache, sampler=sampler, clock=clock)
         return _candidates(options, _with_shared_cache(of_text, options.draft_vocabulary))
 
     def calibrate() -> None:
@@ -271,7 +271,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "eagle": DrafterSpec(EagleOptions, _build_eagle, needs="eagle", in_auto={}, prior=0.7),
     "block": DrafterSpec(BlockOptions, _build_block, needs="block", in_auto={}, prior=0.6),
     "triforce": DrafterSpec(TriForceOptions, _build_triforce, prior=0.92, guesses_with="target",
-                            in_auto={"first": "head", "chain": _LONGEST - 2, "floor": 0},
+                            in_auto={"first": "head", "chain": _LONGEST - TriForceOptions.guesses, "floor": 0},
                             in_auto_with="levels"),
 }
 

@@ -263,12 +263,16 @@ class EagleDraftModel:
         self._outputs += hidden[max(0, num_text - 1) :, None].unbind()
 
     @staticmethod
-    def of(options: EagleOptions, head: Eagle, cache: FullCache, drafted: TapLog | None = None) -> EagleDraftModel:
-        """The model with the window that the options ask for, or that the head was trained with."""
+    def of(options: EagleOptions, head: Eagle, cache: FullCache, drafted: TapLog | None = None,
+           longest: int = 0) -> EagleDraftModel:
+        """The model with the window that the options ask for, or that the head was trained with.
+
+        longest  tokens drafted in a step at most; 0: the chain of the options
+        """
         trained = head.config.window
         window = options.window or min(trained or USUAL_WINDOW, LATEST)
         sinks = options.sinks if options.sinks >= 0 else 0 if trained else USUAL_SINKS
-        return EagleDraftModel(head, cache, window, sinks, options.chain, drafted)
+        return EagleDraftModel(head, cache, window, sinks, longest or options.chain, drafted)
 
     def follow(self, is_wanted: bool) -> None:
         """Whether the target's forwards copy the states."""

@@ -372,7 +372,7 @@ def new_reader(head: Eagle | BlockHead, cache: FullCache, sampler: Sampler, stat
     """
     if isinstance(head, BlockHead):
         return BlockModel(BlockOptions(draft_vocabulary=draft_vocabulary), head, cache, sampler, states, longest)
-    return EagleDraftModel.of(EagleOptions(chain=longest), head, cache, states)
+    return EagleDraftModel.of(EagleOptions(), head, cache, states, longest)
 
 
 def _with_head(head: Eagle | BlockHead, reader: Reader, sampler: Sampler, guesses: int) -> FirstLevel:

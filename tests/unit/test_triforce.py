@@ -15,7 +15,7 @@ from helpers.checkpoints import load
 from helpers.equality import SETTINGS, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import drafters
-from longdraft.cache.taps import TappedRows
+from longdraft.cache.taps import TapLog, TappedRows
 from longdraft.drafters.auto.drafter import AutoOptions
 from longdraft.drafters.eagle import EagleDraftModel, ParallelEagleModel
 from longdraft.drafters.layer_drafter import SlotModel
@@ -117,6 +117,34 @@ def test_the_text_is_that_of_plain_decoding(model, head, settings):
     factory.taps = head.taps
     plain = generate(model, prompt_of(90), params, by_name("plain"))
     assert generate(model, prompt_of(90), params, factory, tally=Tally()) == plain
+
+
+@pytest.mark.parametrize("lie", ["noise", "NaN", "states of other tokens"])
+def test_a_head_that_lies_changes_nothing(model, head, monkeypatch, lie):
+    params = SamplingParams(max_new_tokens=20, seed=4, temperature=1.0, min_p=0.1)
+    plain = generate(model, prompt_of(90), params, by_name("plain"))
+    part = {"block": head} if isinstance(head, BlockHead) else {"eagle": head}
+    if lie == "states of other tokens":
+        take = TapLog.take
+        monkeypatch.setattr(TapLog, "take", lambda log: [
+            TappedRows(run.start, run.states.roll(1, 1)) for run in take(log)])
+    else:
+        made = torch.Generator().manual_seed(1)
+        tell = {"noise": lambda x: torch.randn(x.shape, generator=made), "NaN": lambda x: x * torch.nan}[lie]
+        kind, name = (BlockHead, "_guesses") if isinstance(head, BlockHead) else (Eagle, "_normed")
+        true = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda self, x, *more: true(self, tell(x).to(x.dtype), *more))
+    factory = by_name("triforce", first="head", budget=48, stride=10, chain=5, guesses=3, **part)
+    factory.taps = head.taps
+    assert generate(model, prompt_of(90), params, factory) == plain
+
+
+def test_the_longest_chain_with_the_most_guesses_is_drafted(model, head):
+    params = SamplingParams(max_new_tokens=70, seed=4, temperature=0.0)
+    part = {"block": head} if isinstance(head, BlockHead) else {"eagle": head}
+    factory = by_name("triforce", first="head", chain=64, guesses=16, **part)
+    factory.taps = head.taps
+    assert generate(model, prompt_of(40), params, factory) == generate(model, prompt_of(40), params, by_name("plain"))
 
 
 class World:
