@@ -105,7 +105,8 @@ def test_drafters_write_the_plain_text(made, dtype, settings, drafters):
     layer = load_glide(made.folder / "glide", model) if made.has_glide else None
     eagle = load_eagle(made.folder / "eagle", model) if made.has_glide else None
     for name, options in map(DRAFTERS.__getitem__, drafters):
-        if name in ("glide", "eagle") and layer is None:
+        needs_layer = name in ("glide", "eagle") or options.get("first") == "head"
+        if needs_layer and layer is None:
             continue
         factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
         tally = Tally()
