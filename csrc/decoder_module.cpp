@@ -108,15 +108,16 @@ struct Text {
 };
 
 // For each layer, and for the result: where to copy the rows that enter it, or null; empty without taps.
-std::vector<void*> taps_of(const Decoder& d, bool bf16, long hidden, long count, const Text& text) {
-    if (!text.taps) return {};
-    const long layers = static_cast<long>(text.tapped.size()), last = static_cast<long>(d.layers.size());
-    memory("tapped rows", text.taps, rows_type(bf16), {layers, count, hidden});
+std::vector<void*> taps_of(const Decoder& d, bool bf16, long hidden, long count, const std::vector<long>& tapped,
+                           const Array& rows) {
+    if (!rows) return {};
+    const long layers = static_cast<long>(tapped.size()), last = static_cast<long>(d.layers.size());
+    memory("tapped rows", rows, rows_type(bf16), {layers, count, hidden});
     std::vector<void*> taps(static_cast<size_t>(last + 1));
     for (long i = 0; i < layers; i++) {
-        const long layer = text.tapped[static_cast<size_t>(i)];
+        const long layer = tapped[static_cast<size_t>(i)];
         require(0 <= layer && layer <= last && !taps[static_cast<size_t>(layer)], "different tapped layers of the decoder");
-        taps[static_cast<size_t>(layer)] = text.taps.part(i).data;
+        taps[static_cast<size_t>(layer)] = rows.part(i).data;
     }
     return taps;
 }
@@ -152,7 +153,8 @@ void run_forward(const Kernels& k, const Decoder& d, const std::vector<const Tex
         require(fits, "keys and values [L, R, Hkv, D] of the rows' type, a slice for each text");
         require_order(parent + row, count);
         require_stores(d, bf16, text->stores, text->length);
-        placed.push_back({text->stores, text->length, count, maps_of(d, text->remainder), taps_of(d, bf16, hidden, count, *text),
+        placed.push_back({text->stores, text->length, count, maps_of(d, text->remainder),
+                          taps_of(d, bf16, hidden, count, text->tapped, text->taps),
                           delta_rows(d, bf16, count, text->deltas)});
         row += count;
     }
@@ -279,7 +281,8 @@ DraftModel draft_model(const Decoder& d, const Linear& embedding, const Linear& 
 Chain chain(const DraftModel& model, const std::vector<Store*>& stores, long length, const LayerArrays& remainder,
             const std::vector<ChainStateArrays>& states, const Choice& choice, long position, long width, double within,
             long banned_depth, std::tuple<std::vector<double>, std::vector<double>, double> end,
-            const std::vector<int32_t>& path, const Array& cos, const Array& sin) {
+            const std::vector<int32_t>& path, const Array& cos, const Array& sin, const std::vector<long>& tapped,
+            const Array& taps) {
     const Decoder& d = *model.decoder;
     const bool bf16 = model.head->is_bf16;
     auto& [edges, rates, least] = end;
@@ -291,7 +294,10 @@ Chain chain(const DraftModel& model, const std::vector<Store*>& stores, long len
     require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
     require_stores(d, bf16, stores, length);
     const auto [turn_cos, turn_sin] = rotations(d, count, cos, sin);
-    return {model, {stores, length, maps_of(d, remainder), chain_states(d, bf16, states)}, &choice,
+    return {model,
+            {stores, length, maps_of(d, remainder), chain_states(d, bf16, states),
+             taps_of(d, bf16, model.embedding->k, count, tapped, taps)},
+            &choice,
             {count, position, width, within, banned_depth, {std::move(edges), std::move(rates), least}}, path[0],
             {path.begin() + 1, path.end()}, turn_cos, turn_sin};
 }
@@ -351,7 +357,8 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
                 "logits_divisor"_a, "logits_cap"_a, "part"_a.none(), "inputs"_a.none(), "input_norm"_a.none(), "input_factors"_a);
     nb::class_<Chain> chain_class(m, "Chain");
     constructor(chain_class, &chain, nb::kw_only(), "model"_a, "stores"_a, "length"_a, "remainder"_a.none(), "states"_a, "choice"_a,
-                "position"_a, "width"_a, "within"_a, "banned_depth"_a, "end"_a, "path"_a, "cos"_a, "sin"_a);
+                "position"_a, "width"_a, "within"_a, "banned_depth"_a, "end"_a, "path"_a, "cos"_a, "sin"_a,
+                "tapped"_a, "taps"_a.none());
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     kernels.def("delta", &apply_delta, "bf16"_a, "layer"_a, "texts"_a, "z"_a.none(), "out"_a.none(), "parents"_a);
     kernels.def("forward", &run_forward, "decoder"_a, "texts"_a, "x"_a, "given"_a.none(), "cos"_a, "sin"_a, "parents"_a, "q"_a,

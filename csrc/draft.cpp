@@ -32,6 +32,13 @@ struct RowBuffers {
         return rows;
     }
 
+    // Where to copy row `i` of a chain from the layers that are tapped. bytes: of a row
+    static std::vector<void*> taps(std::vector<void*> first, long i, long bytes) {
+        for (void*& tap : first)
+            if (tap) tap = static_cast<char*>(tap) + i * bytes;
+        return first;
+    }
+
   private:
     static size_t bytes(long count) { return static_cast<size_t>(count); }
     static size_t layers(const Decoder& d, long each) { return d.layers.size() * static_cast<size_t>(each); }
@@ -77,7 +84,8 @@ std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
         forward(kernels, d, {1, 1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
                              row.v.data(), row.content.data(), row.attended.data(), row.lse.data(), row.given.data(),
                              model.inputs.width()},
-                {{cache.stores, length, 1, cache.remainders, {}, row.deltas(cache.deltas, i)}}, model.head);
+                {{cache.stores, length, 1, cache.remainders, RowBuffers::taps(cache.taps, i, hidden * size),
+                  row.deltas(cache.deltas, i)}}, model.head);
         for (size_t layer = 0; layer < cache.stores.size(); layer++) {
             Store& store = *cache.stores[layer];
             const long skipped = static_cast<long>(layer) * kv_width * size;

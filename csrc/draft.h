@@ -44,6 +44,7 @@ struct DraftCache {
     long length;
     std::vector<const float*> remainders;  // as for TextKV
     std::vector<ChainStates> deltas;  // one for each delta layer
+    std::vector<void*> taps;  // as for TextKV: where to copy the first row. The rows after it follow, `hidden` values each
 };
 
 // When a chain ends before its last place: as soon as the probability that all its tokens become text is below `least`.

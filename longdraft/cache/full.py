@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
-from longdraft.kernels import Kernels, KVStore, LayersKV
+from longdraft.kernels import Kernels, KVStore, LayersKV, Taps
 from longdraft.kernels.interface import STORE_BLOCK
 
 _ROWS_RESERVED = 64  # at a time, at least; stores grow by multiples of it
@@ -80,10 +80,14 @@ class FullCache:
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
         self.reserve(self.length + k.shape[1])
-        taps = self.taps.append(k.shape[1]) if self.taps and self.taps.is_on else None
+        taps = self.new_taps(k.shape[1])
         deltas = self.states.append(k.shape[1]) if self.states else ()
         self._tail = LayersKV(self.stores, self.length, k, v, taps=taps, deltas=deltas)
         return self._tail
+
+    def new_taps(self, count: int) -> Taps | None:
+        """Where a forward puts the tapped states of `count` rows; None: it need not copy any."""
+        return self.taps.append(count) if self.taps and self.taps.is_on else None
 
     def commit(self, rows: Sequence[int]) -> None:
         assert self._tail is not None or not len(rows), "commit without a forward"
@@ -141,8 +145,10 @@ class FullCache:
         for store, keys, values in zip(self.stores, k, v, strict=True):
             store.write_heads(start, keys, values)
 
-    def skip(self, count: int) -> None:
-        """Commit `count` rows that `fill` wrote. States of tapped layers are not known."""
+    def skip(self, count: int, taps: Taps | None = None) -> None:
+        """Commit `count` rows that others wrote to the stores. taps: of these rows; None: they are not known"""
+        if self.taps and taps:
+            self.taps.commit(taps, range(count), self.length)
         self.length += count
 
     def clear(self) -> None:

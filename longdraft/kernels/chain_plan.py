@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.delta import DeltaState
-from longdraft.kernels.interface import Decoder, Kernels, KVStore, LayerOperations, RemainderMaps
+from longdraft.kernels.interface import Decoder, Kernels, KVStore, LayerOperations, RemainderMaps, Taps
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
@@ -175,12 +175,14 @@ class DraftStores(NamedTuple):
     remainder  as in `LayersKV`
     states     for each delta layer: the state that the chain continues, and two that its rows write to in turn. The
                chain's first row writes to the first of them
+    taps       filled with the rows of the chain, as in `LayersKV`: as many as tokens; None: no layer is tapped
     """
 
     stores: Sequence[KVStore]
     length: int
     remainder: RemainderMaps = None
     states: Sequence[tuple[DeltaState, DeltaState, DeltaState]] = ()
+    taps: Taps | None = None
 
 
 class ChainPlan(NamedTuple):

@@ -19,6 +19,7 @@ from copy import copy
 from time import perf_counter
 
 from longdraft.cache.full import FullCache
+from longdraft.kernels import Taps
 from longdraft.kernels.chain_plan import DraftStores
 from longdraft.kernels.launched import finished
 from longdraft.kernels.switches import is_on
@@ -44,15 +45,16 @@ class PlainAhead:
     def __init__(self, model: Transformer, cache: FullCache, sampler: Sampler, clock: CostClock | None = None) -> None:
         self._model, self._cache, self._sampler, self._clock = model, cache, sampler, clock
         self._tokens: list[int] = []
+        self._taps: Taps | None = None  # of the rows that the tokens were computed from
         self._place = 0  # length of the text that the first of them follows
         self._is_begun = False
-        self._is_possible = WRITES_AHEAD and not cache.taps and not cache.states
+        self._is_possible = WRITES_AHEAD and not cache.states
         self._burst = 1  # tokens that a processor computes ahead
 
     def with_sampler(self, sampler: Sampler) -> PlainAhead:
         """The same for a text that was cut, without the tokens that followed."""
         other = copy(self)
-        other._sampler, other._tokens = sampler, []
+        other._sampler, other._tokens, other._taps = sampler, [], None
         return other
 
     def step(self, context: Context, max_tokens: int) -> Accepted | None:
@@ -62,10 +64,18 @@ class PlainAhead:
         if not self._tokens:
             return None
         self._place += 1
-        self._cache.skip(1)
+        self._cache.skip(1, self._next_taps())
         token = self._tokens.pop(0)
         context.extend([token])
         return Accepted((token,), (0,), (), None)
+
+    def _next_taps(self) -> Taps | None:
+        """The tapped states of the row of the next token."""
+        if self._taps is None:
+            return None
+        layers, rows = self._taps
+        self._taps = Taps(layers, rows[:, 1:])
+        return Taps(layers, rows[:, :1])
 
     def _computed(self, context: Context, max_tokens: int) -> list[int]:
         """The tokens that follow the text, as many as pay; none where that is not possible."""
@@ -81,11 +91,12 @@ class PlainAhead:
         began = perf_counter()
         if not is_on_device:
             cache.reserve(cache.length + count)
-        stores = DraftStores(cache.stores, cache.length)
+        self._taps = cache.new_taps(count)
+        stores = DraftStores(cache.stores, cache.length, taps=self._taps)
         drafted = finished(ranker.draft(model.chain_plan(stores, [context.last], cache.length, count)))
         tokens = [tokens[0] for tokens, _ in drafted or () if tokens]
+        self._is_possible = drafted is not None  # it depends on the model and its taps alone
         if not is_on_device:
-            self._is_possible = drafted is not None  # it depends on the model alone
             fitting = _BURST_SECONDS * len(tokens) / (perf_counter() - began)
             self._burst = max(1, min(MOST, int(fitting)))
         return tokens

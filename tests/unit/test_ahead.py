@@ -55,6 +55,7 @@ def are_equal(model, params):
     fast, slow = begun(model, params, True), begun(model, params, False)
     assert write(fast) == write(slow) and fast.tally.steps == slow.tally.steps == NEW
     assert all(torch.equal(a, b) for a, b in zip(rows(fast), rows(slow), strict=True))
+    return fast, slow
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -67,6 +68,23 @@ def test_tokens_and_rows_are_those_of_single_steps(tiny, family, dtype, name):
 def test_every_family_writes_the_same(tmp_path, family):
     make_family(tmp_path, family)
     are_equal(load(tmp_path, "bfloat16"), params_of("paper"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layers", [(0, 1, 2), (2, 0)])
+def test_tapped_states_are_those_of_single_steps(tiny, dtype, layers):
+    steps = are_equal(load(tiny["gqa"], dtype).with_taps(layers), params_of("paper"))
+    [(start, fast)], [(_, slow)] = (step.cache.taps.take() for step in steps)
+    assert start == 0 and fast.shape[1] == 40 - 1 + NEW and torch.equal(fast, slow)
+
+
+def test_states_that_nobody_reads_are_not_copied(tiny):
+    step = begun(load(tiny["gqa"], "bfloat16").with_taps((1,)), params_of("paper"), True)
+    step.cache.taps.follow(False)
+    write(step, 10)
+    step.cache.taps.follow(True)
+    write(step)
+    assert [(start, states.shape[1]) for start, states in step.cache.taps.take()] == [(0, 39), (39 + 10, NEW - 10)]
 
 
 def test_several_tokens_come_from_one_call(tiny):

@@ -103,7 +103,7 @@ class Chain:
                  remainder: Tensor | Sequence[Tensor] | None, states: Sequence[tuple[State, State, State]],
                  choice: Choice, position: int, width: int, within: float, banned_depth: int,
                  end: tuple[Sequence[float], Sequence[float], float], path: Sequence[int], cos: Tensor,
-                 sin: Tensor) -> None: ...
+                 sin: Tensor, tapped: Sequence[int], taps: Tensor | None) -> None: ...
 
 class RemainderFit:
     nbytes: int

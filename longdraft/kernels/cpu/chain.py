@@ -51,11 +51,13 @@ class CompiledRanker(NamedTuple):
         if model is None:
             model = _models[layers] = _native_model(layers)
         cos, sin = (part.contiguous() for part in plan.rotations)
+        tapped, taps = cache.taps or ((), None)
         chain = _cpu.Chain(
             model=model, stores=native_stores(decoder.dtype, cache.stores, len(cache.stores)), length=cache.length,
             remainder=cache.remainder, states=cache.states, choice=self.choice,
             position=self.length + len(plan.path) - 1, width=self.width, within=self.within,
-            banned_depth=self.banned_depth, end=end, path=plan.path, cos=cos, sin=sin)
+            banned_depth=self.banned_depth, end=end, path=plan.path, cos=cos, sin=sin,
+            tapped=tapped, taps=taps)
         return NativeChain(decoder.kernels, chain, (layers, plan, self.choice, cos, sin))
 
 

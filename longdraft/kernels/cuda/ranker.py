@@ -123,7 +123,8 @@ class DeviceRanker(NamedTuple):
         if isinstance(layers, ModelLayers):
             can_run = isinstance(layers.decoder, CudaDecoder | CudaLayerwiseDecoder) and layers.decoder.drafts_chains
             writes_start = any(last is first for first, _, last in plan.stores.states)  # a capture runs the chain twice
-            return can_run and not writes_start and (DRAFTS_LAYERS or not plan.is_smaller)
+            return (can_run and not writes_start and plan.stores.taps is None
+                    and (DRAFTS_LAYERS or not plan.is_smaller))
         # Kernels of a rank have a share of the weights.
         kernels = layers.kernels if isinstance(layers, TrainedLayers) else self.drafts.kernels
         return DRAFTS_LAYERS and isinstance(kernels, CudaOperations)
