@@ -10,15 +10,6 @@ from longdraft.speculation.routine import Routine
 
 
 @runtime_checkable
-class DecodesPlainly(Protocol):
-    """A drafter that can say how many of the next steps are plain decoding, independently of their outcome."""
-
-    @property
-    def plain_steps(self) -> int:
-        """Number of these steps. Their tokens may be computed ahead, and `observe` then gets no `Accepted.verified`."""
-
-
-@runtime_checkable
 class ReadsPrompt(Protocol):
     """A drafter with a model of its own that reads the text."""
 
@@ -65,8 +56,10 @@ class ReadsStates(Protocol):
 
 
 def plain_steps_of(drafter: Drafter) -> int:
-    """How many of the next steps are plain decoding for certain."""
-    return drafter.plain_steps if isinstance(drafter, DecodesPlainly) else 0
+    """How many of the next steps are plain decoding, whatever their outcome: `plain_steps` of a drafter that knows it.
+    Their tokens may be computed ahead, and `observe` then gets no `Accepted.verified`."""
+    steps: int = getattr(drafter, "plain_steps", 0)  # a protocol's check would take 30 µs of each step
+    return steps
 
 
 def memory_of(drafter: Drafter) -> int:

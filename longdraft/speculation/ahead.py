@@ -39,15 +39,17 @@ _BURST_SECONDS = 0.04  # of what a processor computes ahead: a reader does not s
 class PlainAhead:
     """Tokens of one text's plain decoding that were computed ahead.
 
-    clock  of the request, which says whether others share its forwards; None: it runs alone
+    clock    of the request, which says whether others share its forwards; None: it runs alone
+    is_long  the text is so long that graphs of its own pay for it
     """
 
-    def __init__(self, model: Transformer, cache: FullCache, sampler: Sampler, clock: CostClock | None = None) -> None:
+    def __init__(self, model: Transformer, cache: FullCache, sampler: Sampler, clock: CostClock | None = None,
+                 is_long: bool = False) -> None:
         self._model, self._cache, self._sampler, self._clock = model, cache, sampler, clock
         self._tokens: list[int] = []
         self._taps: Taps | None = None  # of the rows that the tokens were computed from
         self._place = 0  # length of the text that the first of them follows
-        self._is_begun = False
+        self._is_begun = is_long
         self._is_possible = WRITES_AHEAD and not cache.states
         self._burst = 1  # tokens that a processor computes ahead
 
@@ -56,6 +58,15 @@ class PlainAhead:
         other = copy(self)
         other._sampler, other._tokens, other._taps = sampler, [], None
         return other
+
+    @property
+    def _is_on_device(self) -> bool:
+        return self._sampler.on_device is not None
+
+    @property
+    def spare(self) -> int:
+        """Tokens for which there must be room after those that are computed."""
+        return _GRAPH if self._is_on_device else 0  # a capture writes rows of a graph beyond
 
     def step(self, context: Context, max_tokens: int) -> Accepted | None:
         """The outcome of the next step, as that of `Step.run`; None where a step has to compute it."""
@@ -83,7 +94,7 @@ class PlainAhead:
         is_alone = self._clock is None or self._clock.batch_size == 1
         if not self._is_possible or not is_alone or cache.length + 1 != len(context):
             return []
-        is_on_device = self._sampler.on_device is not None
+        is_on_device = self._is_on_device
         count = self._graph_tokens(context, max_tokens) if is_on_device else min(self._burst, max_tokens)
         ranker = self._sampler.ranker(context, model.config.vocab_size, 1) if count > 0 else None
         if ranker is None:
@@ -106,4 +117,4 @@ class PlainAhead:
         self._is_begun = self._is_begun or min(context.num_new, max_tokens) >= LONG_TEXT
         if not self._is_begun:
             return 0
-        return min(MOST, max_tokens // _GRAPH * _GRAPH - _GRAPH)  # a capture writes rows of a graph beyond
+        return min(MOST, max_tokens // _GRAPH * _GRAPH - self.spare)

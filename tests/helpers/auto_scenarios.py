@@ -73,7 +73,8 @@ class Scenario:
     """A text, or several at the same time.
 
     forward    seconds of a step by its rows; `believed` is what `auto` is given
-    between    seconds between two steps
+    between    seconds between two steps; text: and for each token of the step before
+    ahead      seconds that a step of plain decoding saves where it is computed ahead
     turns      tokens after which the rates of drafters change
     num_texts  that share what they know; is_batch: and their forwards
     batch_draft  factor for the seconds of a draft in a batch
@@ -89,6 +90,8 @@ class Scenario:
     believed: ForwardCosts | None = None
     tokens: int = 2000
     between: float = 0.0
+    text: float = 0.0
+    ahead: float = 0.0
     turns: int = 10**9
     num_texts: int = 1
     is_batch: bool = False
@@ -153,6 +156,11 @@ SCENARIOS: dict[str, Scenario] = {
     "machine that changes, plain": Scenario(chains((0.5, 0.5), (0.7, 0.6)), tokens=3000, speeds=(1.0, 2.5, 1.3),
                                             noise=0.05),
     "work between steps": Scenario(chains((0.9, 0.8)), between=1.0),
+    "work for each token": Scenario(chains((0.35, 0.85), (0.3, 0.7)), between=0.05, text=0.03, tokens=3000),
+    "computed ahead": Scenario(chains((0.45, 0.7), (0.5, 0.8)), ahead=0.4, between=0.05, text=0.02, tokens=3000),
+    "computed ahead, drafts gain": Scenario(chains((0.2, 0.85), (0.3, 0.7)), ahead=0.3, text=0.02, tokens=3000),
+    "computed ahead, noisy": Scenario(chains((0.45, 0.7), (0.5, 0.8)), ahead=0.4, between=0.05, text=0.02,
+                                      tokens=3000, **NOISY),
     "dear rows": Scenario(chains((0.01, 0.7)), forward=DEAR_ROWS, tokens=3000),
     "dear rows, trees": Scenario({"tree": Simulated(0.02, (0.7,), "tree"), "chain": Simulated(0.01, (0.7,))},
                                  forward=DEAR_ROWS, tokens=3000),
@@ -315,6 +323,10 @@ class Fixed:
     def __init__(self, drafter: Any, depth: int) -> None:
         self.drafter, self.depth = drafter, depth
 
+    @property
+    def plain_steps(self) -> bool:
+        return not self.depth
+
     def propose(self, context: Context, max_depth: int) -> Any:
         if not self.depth:
             return atomic(lambda: root_only(context.last))()
@@ -352,7 +364,8 @@ class ScenarioText:
             name: Guesser(given.model or name, given.prior) for name, given in scenario.drafters.items()}
         self.auto = AutoDrafter(
             {"plain": PlainCandidate()} | self.drafters,
-            lambda: shared.begin(Costs(scenario.believed or scenario.forward, costs), guessers),
+            lambda: shared.begin(
+                Costs((scenario.believed or scenario.forward)._replace(ahead=scenario.ahead), costs), guessers),
             lambda: None, shared, self.clock)
         self.auto.begin(self.context, None)
         if scenario.decision:
@@ -375,7 +388,8 @@ class ScenarioText:
 
     def verify(self, tree: Tree, rows: float, sharers: int) -> None:
         forward = self.scenario.forward.at([rows], len(self.context), sharers, self.clock.batch_size)
-        self.clock.now += self.machine.seconds(float(forward[0]))
+        saved = self.scenario.ahead if self.auto.plain_steps else 0.0
+        self.clock.now += self.machine.seconds(float(forward[0]) - saved)
         self.clock.sharers = sharers
         path = [0]
         for token in self.truth[len(self.context) :].tolist():
@@ -387,7 +401,7 @@ class ScenarioText:
         self.auto.observe(self.context, Accepted(
             tokens, tuple(path), tuple(tree.sources[node] for node in path[1:]), None, len(tree) - 1,
             max(tree.depths)))
-        self.clock.now += self.machine.seconds(self.scenario.between)
+        self.clock.now += self.machine.seconds(self.scenario.between + self.scenario.text * len(tokens))
         self.ends += [self.clock.now] * len(path)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.drafters.auto.drafter import AutoDrafter
@@ -49,7 +50,12 @@ class Chained:
 
 
 class Text:
-    """A text that `auto` writes with the given drafters: name -> (seconds for each drafted token, rate)."""
+    """A text that `auto` writes with the given drafters: name -> (seconds for each drafted token, rate).
+
+    is_ahead  its steps of plain decoding are computed ahead where they may be
+    """
+
+    is_ahead = True
 
     def __init__(self, drafters: dict[str, tuple[float, float]], *, forward: ForwardCosts = FORWARD, seed: int = 1,
                  shared: SharedStatistics | None = None, clock: Clock | None = None, prior: float = 0.8,
@@ -82,12 +88,15 @@ class Text:
     def step(self) -> None:
         drafter = self.drafters[self.auto.policy.active]
         tree = run_alone(self.auto.propose(self.context, 99))
+        is_ahead = self.is_ahead and self.auto.plain_steps > 0
         self.clock.now += float(self.forward.at([len(tree)], len(self.context), self.clock.batch_size)[0])
+        self.clock.now -= is_ahead * self.forward.ahead
         deepest = max(tree.depths)
         right = next((d for d in range(deepest) if self.numbers.random() > drafter.rate), deepest)
         path = tuple(range(right + 1))
         self.context.extend([2] * len(path))
-        self.auto.observe(self.context, Accepted((2,) * len(path), path, ("self",) * right, None))
+        verified = None if is_ahead else SimpleNamespace()
+        self.auto.observe(self.context, Accepted((2,) * len(path), path, ("self",) * right, verified))
         self.clock.now += self.between
         self.ends += [self.clock.now] * len(path)
         self.rows.append(len(tree))

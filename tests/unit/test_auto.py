@@ -216,7 +216,6 @@ def test_a_short_step_of_plain_decoding_reads_no_clock_and_the_report_has_all_to
     assert text.auto._shared.between == pytest.approx(0.25, rel=0.01)
     text.write(5)
     assert text.auto.summary(len(text.context) - 1)["tokens_by_choice"]["plain"] == len(text.context) - 1
-    assert text.auto.summary(len(text.context) - 1)["tokens_by_choice"]["plain"] == len(text.context) - 1
 
 
 def test_while_plain_decoding_leads_steps_may_be_computed_ahead_from_one_decision_to_the_next():
@@ -231,6 +230,29 @@ def test_while_plain_decoding_leads_steps_may_be_computed_ahead_from_one_decisio
     for _ in range(AUTO_SETTINGS.steps_per_look + 1):
         text.step()
     assert not policy.has_news, "every eighth step looks for news, and the next one decides"
+
+
+AHEAD = FORWARD._replace(ahead=0.4)
+
+
+def test_plain_decoding_is_rated_by_its_steps_ahead():
+    """Single steps of plain decoding take longer than this drafter's, those that are computed ahead do not."""
+    drafters, plain = {"chain": (0.35, 0.85)}, 1 / (1.0 - 0.4)
+    rates = [Text(drafters, forward=AHEAD, seed=seed).write(1000) for seed in range(4)]
+    unaware = [Text(drafters, forward=AHEAD, believed_forward=FORWARD, seed=seed).write(1000) for seed in range(4)]
+    assert min(rates) > 0.95 * plain > max(unaware)
+
+
+def test_where_no_step_is_computed_ahead_plain_decoding_is_rated_by_single_ones():
+    """As beside a grammar, or with log-probabilities."""
+    text = Text({"chain": (0.45, 0.7)}, forward=AHEAD)
+    text.is_ahead = False
+    text.write(AUTO_SETTINGS.steps_per_decision * 2)
+    assert text.auto.policy._seconds("plain") == pytest.approx(1.0, rel=0.01) and text.write(500) > 1.1
+
+
+def test_a_drafter_that_gains_much_is_chosen_whatever_is_computed_ahead():
+    assert Text({"chain": (0.1, 0.9)}, forward=AHEAD).write(1000) > 3.0
 
 
 def test_a_drafter_that_cannot_be_probed_does_not_keep_others_from_their_turns():

@@ -170,6 +170,7 @@ def test_the_costs_of_every_candidate_are_measured(monkeypatch, tmp_path, tiny):
     knowledge = engine.loaded.knowledge
     assert {"plain", "suffix", "magicdec", "tokenswift", "medusa", "glide"} <= set(knowledge.candidates)
     assert all(np.diff(knowledge.forward.rows) >= 0) and knowledge.forward.rows[0] > 0
+    assert 0 <= knowledge.forward.ahead < knowledge.forward.rows[0] + knowledge.forward.host
     for name in ("magicdec", "tokenswift", "medusa", "glide"):
         drafted = knowledge.candidates[name].costs
         assert drafted.depth >= 1 and drafted.nodes > 0 and drafted.at(drafted.depth) > 0, name

@@ -11,18 +11,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from time import perf_counter
 
 import numpy as np
 import torch
 
 from longdraft.cache.full import FullCache
 from longdraft.drafters.auto.costs import DEFAULT_GROWTH, ROWS, Costs, DraftCosts, ForwardCosts
+from longdraft.drafters.plain import PlainDrafter
 from longdraft.kernels import Kernels, KVStore, threads
 from longdraft.kernels.launched import HostWork
 from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, chain
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.ahead import MOST, PlainAhead
 from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.routine import atomic, run_alone
@@ -147,6 +150,29 @@ class _RandomText:
             timings_of[index] += [timed(sizes[index]) for _ in range(_PLAIN_STEPS if is_short_plain else 1)]
         return [_typical_timings(timings_of[index] or [timings]) for index, timings in enumerate(first)]
 
+    def saved_ahead(self, plain: float) -> float:
+        """Seconds that a step of plain decoding saves where it is computed ahead. plain: of a single step"""
+        ahead = PlainAhead(self.model, self.cache, self.sampler, is_long=True)
+        single = Step(self.model, self.cache, PlainDrafter(), self.sampler, self.context, Timings(), Tally())
+        repeats = self._repeats(plain)
+        tokens = MOST if ahead.spare else repeats  # of a turn
+
+        def seconds(step: Step) -> tuple[float, bool]:
+            """Of a step, and whether it was computed ahead."""
+            began = perf_counter()
+            for left in range(tokens, 0, -1):
+                accepted = run_alone(step.run(left + ahead.spare))
+            return (perf_counter() - began) / tokens, accepted.verified is None
+
+        of_ahead, of_single = list[float](), list[float]()
+        for _ in range(1 + repeats if repeats else 0):  # in the first turn it learns how many fit together
+            each, is_ahead = seconds(single._replace(ahead=ahead))
+            if not is_ahead:
+                return 0.0
+            of_ahead.append(each)
+            of_single.append(seconds(single)[0])
+        return max(0.0, _typical(of_single[1:]) - _typical(of_ahead[1:])) if repeats else 0.0
+
     def _repeats(self, seconds: float) -> int:
         """How often to repeat what took so long, on all ranks."""
         seconds = self._agree(seconds)
@@ -188,7 +214,8 @@ def measure(model: Transformer, sampler: Sampler, agree: Callable[[float], float
     seconds = [timings.verify + timings.sample + timings.commit - host for timings in by_rows]
     # More rows take no less time, and noise only adds to it: a time above that of more rows is noise.
     rising = [float(each) for each in np.minimum.accumulate(seconds[::-1])[::-1]]
-    forward = ForwardCosts(host, tuple(rising), *_text_costs(model, sampler, agree, rising))
+    saved = min(short.saved_ahead(plain.verify), (rising[0] + host) / 2)
+    forward = ForwardCosts(host, tuple(rising), *_text_costs(model, sampler, agree, rising), saved)
     text = _RandomText(model, sampler, agree, min(_SHORT, model.config.max_positions // 2))
     drafters = candidates(text.cache, text.sampler, text.clock)
     return Costs(forward, {name: _of_drafter(text, drafter) for name, drafter in drafters.items()})

@@ -28,7 +28,7 @@ FloatArray = NDArray[np.float64]
 ROWS = (1, 2, 4, 6, 8, 16, 32)  # of the forwards that are timed; products of more than six rows take several passes
 DEFAULT_GROWTH = 0.02  # of `ForwardCosts`, where it is not measured
 _ROWS = np.array(ROWS, dtype=np.float64)
-_FORMAT = 8
+_FORMAT = 9
 
 
 class ForwardCosts(NamedTuple):
@@ -40,6 +40,7 @@ class ForwardCosts(NamedTuple):
     growth     share of the time for the text that each further row adds: little where memory is the limit, much where
                several query heads share keys and arithmetic is
     near, near_positions  the same as `positions` for the first `near` ones, which may stay in the processor's caches
+    ahead      seconds that a step of plain decoding saves where it is computed ahead (`PlainAhead`)
     """
 
     host: float
@@ -48,6 +49,7 @@ class ForwardCosts(NamedTuple):
     growth: float = DEFAULT_GROWTH
     near: float = 0.0
     near_positions: float = 1.0
+    ahead: float = 0.0
 
     @classmethod
     def by_size(cls, weights_in_tokens: float) -> ForwardCosts:
@@ -126,15 +128,15 @@ class Costs(NamedTuple):
 
     def numbers(self) -> list[float]:
         """All of them, in an order that `from_numbers` knows."""
-        host, rows, *text = self.forward
-        return [host, *rows, *text, *(float(number) for costs in self.drafts.values() for number in costs)]
+        host, rows, *others = self.forward
+        return [host, *rows, *others, *(float(number) for costs in self.drafts.values() for number in costs)]
 
     @classmethod
     def from_numbers(cls, names: Iterable[str], numbers: Sequence[float]) -> Costs:
         """ValueError if these are not numbers of costs of these drafters."""
         names = list(names)
         size = len(DraftCosts._fields)
-        end = len(ROWS) + 5
+        end = len(ROWS) + len(ForwardCosts._fields) - 1
         if len(numbers) != end + size * len(names) or not all(
                 isinstance(number, float) and 0 <= number < 1e9 for number in numbers):
             raise ValueError("not the costs of these drafters")
@@ -142,7 +144,8 @@ class Costs(NamedTuple):
         for index, name in enumerate(names):
             base, token, nodes, depth, lanes, apart = numbers[end + size * index : end + size * (index + 1)]
             drafts[name] = DraftCosts(base, token, nodes, int(depth), int(lanes), apart)
-        return cls(ForwardCosts(numbers[0], tuple(numbers[1 : end - 4]), *numbers[end - 4 : end]), drafts)
+        host, *others = numbers[:end]
+        return cls(ForwardCosts(host, tuple(others[: len(ROWS)]), *others[len(ROWS) :]), drafts)
 
 
 def load_or_measure(identity: Mapping[str, Any], names: Sequence[str], agree: Callable[[float], float],

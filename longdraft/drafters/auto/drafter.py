@@ -103,6 +103,7 @@ class PlainRun:
 
     steps     those at rest included
     at_rest   steps to come in which nothing is timed or decided
+    ahead     steps that were computed ahead
     tokens    of these steps
     reported  of the tokens, those that are in the report
     latest    when the latest step began, in seconds, by the clock; None: news from other requests ended the run early
@@ -110,6 +111,7 @@ class PlainRun:
 
     steps: int = 0
     at_rest: int = 0
+    ahead: int = 0
     tokens: int = 0
     reported: int = 0
     latest: float | None = None
@@ -147,7 +149,8 @@ class AutoDrafter:
         self._confidences = {name: confidence_of(drafter) for name, drafter in self._drafters.items()}
         self._num_steps = 0
         self._num_same = 0  # steps of the active candidate since a switch
-        self._ended = 0.0  # when the latest step that was timed ended, in seconds
+        self._ended = 0.0  # when the latest step that was not at rest ended, in seconds
+        self._num_written = 0  # tokens of that step
         self.report = TokenReport(self._drafters)
 
     @property
@@ -236,6 +239,7 @@ class AutoDrafter:
         policy = self.policy
         if run.at_rest:
             run.at_rest -= 1
+            run.ahead += accepted.verified is None
             run.tokens += len(accepted.tokens)
             if not run.at_rest and self._num_steps % AUTO_SETTINGS.steps_per_look == 0:
                 self._watch.look(context, accepted, policy.active)
@@ -271,6 +275,7 @@ class AutoDrafter:
             self._num_same = 0
             self._drafters[policy.active].observe(context, accepted)
         self._rest()
+        self._num_written = len(accepted.tokens)
         self._ended = self._clock()
 
     def _rest(self) -> None:
@@ -306,10 +311,14 @@ class AutoDrafter:
     def _count_plain(self, now: float) -> None:
         """Count the steps of plain decoding since the latest step that was timed. now: by the clock"""
         run = self._plain
+        if run.steps > 1 and self._clock.batch_size == 1:
+            self.policy.learn_ahead(run.ahead > 0)
         if run.latest is not None and self._num_steps - run.steps >= AUTO_SETTINGS.untypical_steps:
-            # Steps that are computed ahead are faster than the latest one.
-            forwards = min(run.steps * (now - run.latest), now - self._ended)
-            self.policy.observe(Observation(run.tokens, 1, forwards, now - self._ended - forwards, run.steps))
+            seconds, latest = now - self._ended, now - run.latest
+            saved = run.ahead * self.policy.saved_ahead  # by steps that are faster than the latest one
+            forwards = min(max(run.steps * latest - saved, latest), seconds)
+            self.policy.observe(Observation(run.tokens, 1, forwards, seconds - forwards, run.steps, run.ahead,
+                                            self._num_written if run.steps == 1 else 1))
         self._report_plain()
         self._plain = PlainRun()
 

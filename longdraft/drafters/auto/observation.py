@@ -13,7 +13,9 @@ class Observation:
     rows             of each forward
     forward_seconds  of the forwards, with the sampler and the commit
     between_seconds  between the steps and before the first one: events, text
+    tokens_before    of the step before, if the step is of plain decoding
     steps            number of steps
+    ahead            of them, those that were computed ahead
     drafted          depth of the draft
     draft_seconds    of the draft
     is_typical       the drafter did nothing else: it did not have to catch up with the text
@@ -24,6 +26,8 @@ class Observation:
     forward_seconds: float
     between_seconds: float
     steps: int = 1
+    ahead: int = 0
+    tokens_before: int = 0
     drafted: int = 0
     draft_seconds: float = 0.0
     is_typical: bool = True

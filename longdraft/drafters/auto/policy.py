@@ -194,8 +194,8 @@ class Policy:
     def _rate(self, name: str) -> None:
         candidate = self._candidates[name]
         if name == self._plain:
-            plain = float(self._costs.steps[1]) * (AUTO_SETTINGS.batch_ratio if self._clock.batch_size > 1 else 1.0)
-            candidate.rating = Rating.of_plain(plain)
+            ratio = AUTO_SETTINGS.batch_ratio if self._clock.batch_size > 1 else 1.0
+            candidate.rating = Rating.of_plain(ratio * self._costs.plain)
         elif name in self._watched:
             candidate.rate_reader(self._costs)
         else:
@@ -298,6 +298,10 @@ class Policy:
 
     # What steps tell
 
+    def learn_ahead(self, is_ahead: bool) -> None:
+        """Whether the latest steps of plain decoding were computed ahead."""
+        self._costs.is_ahead = is_ahead
+
     def learn(self, name: str, tree: Tree, allowed: int, accepted: int) -> None:
         """The outcome of a draft of a candidate, which could draft `allowed` deep."""
         known = self._shared.candidates[name]
@@ -308,6 +312,11 @@ class Policy:
             steps = self._costs.steps
             draft = self._draft_factor(name) * known.costs.at(allowed, self._clock.batch_size)
             self._candidates[name].count_step(float(steps[len(tree)]) + draft, float(steps[1]), accepted + 1)
+
+    @property
+    def saved_ahead(self) -> float:
+        """Seconds that a step of plain decoding saves where it is computed ahead."""
+        return self._costs.saved * self._shared.pace.machine
 
     def observe(self, step: Observation) -> None:
         """Count the time of a step of the active candidate."""
@@ -329,14 +338,17 @@ class Policy:
     def _count_between(self, step: Observation) -> None:
         shared = self._shared
         seconds = step.between_seconds / step.steps / shared.pace.machine
-        seconds = min(seconds, float(self._costs.forwards[1]))  # an interrupted host counts little
+        seconds = min(max(0.0, seconds), float(self._costs.forwards[1]))  # an interrupted host counts little
         rate = MOVING_RATE if shared.between else 1.0
-        shared.between = max(0.0, shared.between + rate * (seconds - shared.between))
+        shared.between += rate * (seconds - shared.between)
+        if step.tokens_before == 1:
+            before = seconds if shared.after_plain is None else shared.after_plain
+            shared.after_plain = before + MOVING_RATE * (seconds - before)
 
     def _count_forward(self, step: Observation) -> float:
         """Correct the costs of forwards; returns the step's seconds without an interruption."""
         pace = self._shared.pace
-        expected = self._costs.of_latest(step.rows)
+        expected = self._costs.of_latest(step.rows) - self._costs.saved * step.ahead / step.steps
         self._costs.count_sharers(step.rows)
         pace.add_forward(self._costs.kind(step.rows.bit_length()), step.forward_seconds / step.steps, expected)
         return min(step.forward_seconds, step.steps * OUTLIER * expected * pace.machine)

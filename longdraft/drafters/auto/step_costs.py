@@ -17,11 +17,14 @@ class StepCosts:
     """
     forwards  seconds of a forward with the sampler and the commit, by rows from 0 to AUTO_SETTINGS.max_rows
     steps     the same with what passes between two steps
+    saved     seconds that a step of plain decoding saves where it is computed ahead
+    is_ahead  whether this request's steps of plain decoding are computed ahead, as far as is known
     """
 
     def __init__(self, shared: SharedStatistics, clock: CostClock) -> None:
         self._shared = shared
         self._clock = clock
+        self.is_ahead = True
 
     def update(self, length: int) -> None:
         """Expect steps after a text of so many tokens, of as many requests as share forwards now."""
@@ -39,6 +42,15 @@ class StepCosts:
         several = self.forwards[2:]  # noise only adds to their times: more rows take no less
         np.minimum.accumulate(several[::-1], out=several[::-1])
         self.steps = self.forwards + self._shared.between
+        saves = self.is_ahead and num_requests == 1
+        self.saved = float(self._factors[1]) * self._shared.forward.ahead if saves else 0.0
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a step of plain decoding, with what passes between two steps."""
+        after_plain = self._shared.after_plain
+        between = self._shared.between if after_plain is None or self._clock.batch_size > 1 else after_plain
+        return float(self.forwards[1]) - self.saved + between
 
     def kind(self, size: int) -> tuple[int, bool]:
         """For `Pace`: forwards whose rows have so many binary digits."""
