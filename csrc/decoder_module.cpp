@@ -14,6 +14,8 @@ using DeltaArrays = std::tuple<StateArrays, StateArrays, Array, Array>;    // be
 using ChainStateArrays = std::tuple<StateArrays, StateArrays, StateArrays>;  // before, and two that rows write to in turn
 
 using ConvolutionArrays = std::pair<Array, const Linear*>;                 // base, projection
+// joined, norms of embedding and row, reads_both, keeps_normed, feeds_normed (Feedback)
+using FeedbackArrays = std::tuple<const Linear*, Array, Array, bool, bool, bool>;
 
 constexpr long DELTA_LANES = 16, MAX_DELTA_WIDTH = 16;
 
@@ -133,14 +135,15 @@ bool is_slice(const Array& x, Type type, const char* start, long layers, long ro
 }
 
 void run_forward(const Kernels& k, const Decoder& d, const std::vector<const Text*>& texts, const Array& x, const Array& given,
-                 const Array& cos, const Array& sin, const Array& parents, const Array& q, const Array& content,
+                 const Array& source, const Array& cos, const Array& sin, const Array& parents, const Array& q, const Array& content,
                  const Array& attended, const Array& lse) {
     require(!texts.empty() && x.axes == 2 && q.axes == 4, "texts, rows [R, hidden] and queries [L, R, H, D]");
     const bool bf16 = x.type == Type::BFLOAT16;
     const Type type = rows_type(bf16);
     const long rows = x.shape[0], hidden = x.shape[1], reported = q.shape[1];
     const long layers = static_cast<long>(d.num_stores());
-    require(d.layers[0].qkv->is_bf16 == bf16 && d.layers[0].qkv->k == hidden, "rows of the decoder's type and width");
+    require(d.layers[0].qkv->is_bf16 == bf16 && d.layers[0].out->n == hidden, "rows of the decoder's type and width");
+    require(source || d.layers[0].qkv->k == hidden, "an input of the first layer's queries, keys and values");
     require(0 < reported && reported <= rows, "one or more of the rows to report");
     const int32_t* parent = memory<int32_t>("parents", parents, Type::INT32, {rows});
     std::vector<TextKV> placed;
@@ -168,7 +171,8 @@ void run_forward(const Kernels& k, const Decoder& d, const std::vector<const Tex
         memory("queries", q, type, {layers, reported, d.heads, d.dim}), texts[0]->k.data, texts[0]->v.data,
         memory("content", content, type, {layers, reported, d.heads, d.dim}),
         memory("attention", attended, type, {layers, reported, d.heads, d.dim}),
-        memory<float>("lse", lse, Type::FLOAT32, {layers, reported, d.heads}), given.data, inputs ? given.stride[0] : 0};
+        memory<float>("lse", lse, Type::FLOAT32, {layers, reported, d.heads}), given.data, inputs ? given.stride[0] : 0,
+        optional_memory<void>("the first layer's input", source, type, {rows, d.layers[0].qkv->k})};
     nb::gil_scoped_release others_run;
     forward(k, d, all, placed);
 }
@@ -261,11 +265,11 @@ Mixture mixture(const Linear& router, const std::vector<LinearPair>& mlps, long 
 
 DraftModel draft_model(const Decoder& d, const Linear& embedding, const Linear& head, const Array& norm, float embedding_factor,
                        float logits_divisor, float logits_cap, const PartOfVocabulary* part, std::optional<LinearPair> inputs,
-                       const Array& input_norm, std::vector<float> input_factors) {
+                       const Array& input_norm, std::vector<float> input_factors, std::optional<FeedbackArrays> feedback) {
     require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
     const Type type = d.float_norms ? Type::FLOAT32 : rows_type(head.is_bf16);
-    DraftModel model = {&d, &embedding, &head, memory("a norm", norm, type, {embedding.k}), embedding_factor, logits_divisor,
-                        logits_cap, part, {}};
+    DraftModel model = {&d, &embedding, &head, optional_memory<void>("a norm", norm, type, {embedding.k}), embedding_factor,
+                        logits_divisor, logits_cap, part, {}, {}};
     require(inputs.has_value() == (d.input_width() > 0), "inputs where the layers have some");
     if (inputs) {
         const auto [table, projection] = *inputs;
@@ -273,6 +277,16 @@ DraftModel draft_model(const Decoder& d, const Linear& embedding, const Linear& 
                 "a table and a projection of an input for each layer, and three factors");
         model.inputs = {table, projection, memory("the norm of inputs", input_norm, type, {table->k / static_cast<long>(d.layers.size())}),
                         input_factors[0], input_factors[1], input_factors[2]};
+    }
+    if (feedback) {
+        const auto& [joined, of_embedding, of_row, reads_both, keeps_normed, feeds_normed] = *feedback;
+        const long hidden = embedding.k;
+        require(!inputs && d.layers[0].out->n == hidden, "layers as wide as the embeddings");
+        require(!joined || (joined->k == 2 * hidden && joined->n == hidden), "a projection of embedding and row");
+        require(d.layers[0].qkv->k == (reads_both ? 2 : 1) * hidden, "queries, keys and values of the first layer's input");
+        model.feedback = Feedback{joined, optional_memory<void>("a norm", of_embedding, type, {hidden}),
+                                  optional_memory<void>("a norm", of_row, type, {hidden}), reads_both, keeps_normed, feeds_normed};
+        require(model.feedback->of_embedding && model.feedback->of_row ? true : joined != nullptr, "norms, or a projection");
     }
     return model;
 }
@@ -282,24 +296,27 @@ Chain chain(const DraftModel& model, const std::vector<Store*>& stores, long len
             const std::vector<ChainStateArrays>& states, const Choice& choice, long position, long width, double within,
             long banned_depth, std::tuple<std::vector<double>, std::vector<double>, double> end,
             const std::vector<int32_t>& path, const Array& cos, const Array& sin, const std::vector<long>& tapped,
-            const Array& taps) {
+            const Array& taps, const Array& row, long count) {
     const Decoder& d = *model.decoder;
     const bool bf16 = model.head->is_bf16;
     auto& [edges, rates, least] = end;
-    const long count = cos.axes == 2 ? cos.shape[0] : 0;
+    const bool has_row = model.feedback.has_value();
     require(!path.empty(), "the last token of a text");
     require_ids(path, std::min(model.embedding->n, choice.vocabulary()));
     require((model.part ? static_cast<long>(model.part->places.size()) : model.head->n) == choice.vocabulary(),
             "logits of the vocabulary that the sampler chooses from");
     require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
     require_stores(d, bf16, stores, length);
-    const auto [turn_cos, turn_sin] = rotations(d, count, cos, sin);
+    require(count > 0, "one or more tokens to draft");
+    const auto [turn_cos, turn_sin] = rotations(d, count - has_row, cos, sin);
+    const char* before = optional_memory<char>("a row", row, rows_type(bf16), {1, model.embedding->k});
+    require(has_row == (before != nullptr), "the text's last row, for layers that continue it");
     return {model,
             {stores, length, maps_of(d, remainder), chain_states(d, bf16, states),
              taps_of(d, bf16, model.embedding->k, count, tapped, taps)},
             &choice,
             {count, position, width, within, banned_depth, {std::move(edges), std::move(rates), least}}, path[0],
-            {path.begin() + 1, path.end()}, turn_cos, turn_sin};
+            {path.begin() + 1, path.end()}, turn_cos, turn_sin, before};
 }
 
 std::vector<RankedPair> pairs_of(std::vector<Ranked> places) {
@@ -353,15 +370,15 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
             new (text) Text{std::move(stores), length, k, v, std::move(remainder), std::move(tapped), taps, std::move(deltas)};
         }, "stores"_a, "length"_a, "k"_a, "v"_a, "remainder"_a.none(), "tapped"_a, "taps"_a.none(), "deltas"_a);
     nb::class_<DraftModel> model_class(m, "DraftModel");
-    constructor(model_class, &draft_model, nb::kw_only(), "decoder"_a, "embedding"_a, "head"_a, "norm"_a, "embedding_factor"_a,
-                "logits_divisor"_a, "logits_cap"_a, "part"_a.none(), "inputs"_a.none(), "input_norm"_a.none(), "input_factors"_a);
+    constructor(model_class, &draft_model, nb::kw_only(), "decoder"_a, "embedding"_a, "head"_a, "norm"_a.none(), "embedding_factor"_a,
+                "logits_divisor"_a, "logits_cap"_a, "part"_a.none(), "inputs"_a.none(), "input_norm"_a.none(), "input_factors"_a, "feedback"_a.none());
     nb::class_<Chain> chain_class(m, "Chain");
     constructor(chain_class, &chain, nb::kw_only(), "model"_a, "stores"_a, "length"_a, "remainder"_a.none(), "states"_a, "choice"_a,
                 "position"_a, "width"_a, "within"_a, "banned_depth"_a, "end"_a, "path"_a, "cos"_a, "sin"_a,
-                "tapped"_a, "taps"_a.none());
+                "tapped"_a, "taps"_a.none(), "row"_a.none(), "count"_a);
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     kernels.def("delta", &apply_delta, "bf16"_a, "layer"_a, "texts"_a, "z"_a.none(), "out"_a.none(), "parents"_a);
-    kernels.def("forward", &run_forward, "decoder"_a, "texts"_a, "x"_a, "given"_a.none(), "cos"_a, "sin"_a, "parents"_a, "q"_a,
+    kernels.def("forward", &run_forward, "decoder"_a, "texts"_a, "x"_a, "given"_a.none(), "source"_a.none(), "cos"_a, "sin"_a, "parents"_a, "q"_a,
                 "content"_a, "attended"_a, "lse"_a);
     kernels.def("draft", &run_draft, free_gil);
     kernels.def("draft_apart", &run_draft_apart, free_gil);

@@ -3,19 +3,20 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace longdraft {
 namespace {
 
 // Memory for one row's way through the model.
 struct RowBuffers {
-    std::vector<char> x, normed, q, k, v, content, attended, mixed, given, looked_up;
+    std::vector<char> x, normed, q, k, v, content, attended, mixed, given, looked_up, embedded, both;
     std::vector<float> lse, logits, gates;
 
     RowBuffers(const Decoder& d, long hidden, long vocabulary, long inputs, long size)
         : x(bytes(hidden * size)), normed(bytes(hidden * size)), q(layers(d, d.heads * d.dim * size)),
           k(layers(d, d.kv_heads * d.dim * size)), v(k.size()), content(q.size()), attended(q.size()),
-          given(bytes(inputs * size)), looked_up(given.size()), lse(layers(d, d.heads)),
+          given(bytes(inputs * size)), looked_up(given.size()), embedded(bytes(hidden * size)), both(bytes(2 * hidden * size)), lse(layers(d, d.heads)),
           logits(static_cast<size_t>(vocabulary)) {
         for (const Layer& layer : d.layers)
             if (layer.gates) {
@@ -59,6 +60,27 @@ void look_up_inputs(const Kernels& kernels, const Decoder& d, const LayerInputs&
     kernels.scale(bf16, given, all, inputs.of_sum);
 }
 
+// Make the layers' input row.x, and what it returns: the input of the first layer's queries, keys and values; null: row.x
+// after its norm. Before, row.x is the row before and row.normed the same after the last norm.
+const void* feed_back(const Kernels& kernels, const Decoder& d, const Feedback& f, bool bf16, long hidden, const void* embedded,
+                      RowBuffers& row) {
+    const size_t bytes = row.x.size();
+    char *first = row.both.data(), *second = first + bytes;
+    const char* before = (f.feeds_normed ? row.normed : row.x).data();
+    if (f.of_embedding) norm(kernels, d, bf16, embedded, f.of_embedding, 1, hidden, first);
+    else std::memcpy(first, embedded, bytes);
+    if (f.of_row) norm(kernels, d, bf16, before, f.of_row, 1, hidden, second);
+    else std::memcpy(second, before, bytes);
+    if (f.joined) {
+        kernels.linear(*f.joined, first, 1, row.x.data(), false);
+        if (f.of_row) return nullptr;
+        std::memcpy(first, row.x.data(), bytes);  // the row itself, without a norm
+        return first;
+    }
+    std::memmove(row.x.data(), f.keeps_normed ? second : before, bytes);
+    return first;
+}
+
 }  // namespace
 
 double ChainEnd::rate(double lead) const {
@@ -66,7 +88,7 @@ double ChainEnd::rate(double lead) const {
 }
 
 std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
-    const auto& [model, cache, choice, rules, root, begun, cos, sin] = chain;
+    const auto& [model, cache, choice, rules, root, begun, cos, sin, before] = chain;
     std::vector<int32_t> path = begun;
     const Decoder& d = *model.decoder;
     const bool bf16 = model.head->is_bf16;
@@ -76,24 +98,33 @@ std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
     std::vector<Ranked> places;
     double reached = 1;  // probability that all tokens so far become text
     for (long i = 0; i < rules.count; i++) {
-        const int64_t token = path.empty() ? root : path.back();
-        const long length = cache.length + i, half = d.num_ropes * d.dim / 2;
-        kernels.embed(*model.embedding, &token, 1, row.x.data());
-        if (model.embedding_factor != 1.0f) kernels.scale(bf16, row.x.data(), hidden, model.embedding_factor);
-        look_up_inputs(kernels, d, model.inputs, bf16, token, row);
-        forward(kernels, d, {1, 1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
-                             row.v.data(), row.content.data(), row.attended.data(), row.lse.data(), row.given.data(),
-                             model.inputs.width()},
-                {{cache.stores, length, 1, cache.remainders, RowBuffers::taps(cache.taps, i, hidden * size),
-                  row.deltas(cache.deltas, i)}}, model.head);
-        for (size_t layer = 0; layer < cache.stores.size(); layer++) {
-            Store& store = *cache.stores[layer];
-            const long skipped = static_cast<long>(layer) * kv_width * size;
-            store.prepare(length, 1);
-            kernels.write(store, length, {row.k.data() + skipped, kv_width, d.dim}, {row.v.data() + skipped, kv_width, d.dim},
-                          nullptr, 1);
+        if (before && i == 0) {
+            std::memcpy(row.x.data(), before, row.x.size());
+        } else {
+            const long number = i - (before != nullptr);  // of the row that is computed
+            const int64_t token = path.empty() ? root : path.back();
+            const long length = cache.length + number, half = d.num_ropes * d.dim / 2;
+            std::vector<char>& embedded = model.feedback ? row.embedded : row.x;
+            kernels.embed(*model.embedding, &token, 1, embedded.data());
+            if (model.embedding_factor != 1.0f) kernels.scale(bf16, embedded.data(), hidden, model.embedding_factor);
+            look_up_inputs(kernels, d, model.inputs, bf16, token, row);
+            const void* source =
+                model.feedback ? feed_back(kernels, d, *model.feedback, bf16, hidden, embedded.data(), row) : nullptr;
+            forward(kernels, d, {1, 1, cos + number * half, sin + number * half, &parent, row.x.data(), row.q.data(),
+                                 row.k.data(), row.v.data(), row.content.data(), row.attended.data(), row.lse.data(),
+                                 row.given.data(), model.inputs.width(), source},
+                    {{cache.stores, length, 1, cache.remainders, RowBuffers::taps(cache.taps, number, hidden * size),
+                      row.deltas(cache.deltas, number)}}, model.head);
+            for (size_t layer = 0; layer < cache.stores.size(); layer++) {
+                Store& store = *cache.stores[layer];
+                const long skipped = static_cast<long>(layer) * kv_width * size;
+                store.prepare(length, 1);
+                kernels.write(store, length, {row.k.data() + skipped, kv_width, d.dim},
+                              {row.v.data() + skipped, kv_width, d.dim}, nullptr, 1);
+            }
         }
-        norm(kernels, d, bf16, row.x.data(), model.norm, 1, hidden, row.normed.data());
+        if (model.norm) norm(kernels, d, bf16, row.x.data(), model.norm, 1, hidden, row.normed.data());
+        else std::memcpy(row.normed.data(), row.x.data(), row.x.size());
         expect_weight(d.layers[0].qkv);
         kernels.linear(*model.head, row.normed.data(), 1, row.logits.data(), true);
         if (model.logits_divisor != 1.0f)

@@ -6,6 +6,7 @@
 #include "layer.h"
 #include "layout.h"
 
+#include <optional>
 #include <vector>
 
 namespace longdraft {
@@ -19,16 +20,26 @@ struct LayerInputs {
     long width() const { return projection ? projection->n : 0; }  // of all layers
 };
 
+// How the input of trained layers is made from the row before and a token's embedding (longdraft/parts/eagle.py).
+struct Feedback {
+    const Linear* joined;                // of [embedding | row]: the layers' input; null: there is none
+    const void *of_embedding, *of_row;   // norms [hidden]; null: none
+    bool reads_both;                     // the first layer's queries, keys and values are of [embedding | row]
+    bool keeps_normed;                   // the residual is the row after its norm
+    bool feeds_normed;                   // the row before is taken after the last norm
+};
+
 // What a row passes through before and after the layers.
 struct DraftModel {
     const Decoder* decoder;
     const Linear* embedding;
     const Linear* head;
-    const void* norm;  // [hidden], before the head
+    const void* norm;  // [hidden], before the head; null: none
     float embedding_factor, logits_divisor;
     float logits_cap;  // logits are cap * tanh(logit / cap); 0: as they are
     const PartOfVocabulary* part;  // the tokens of the head's rows; null: the whole vocabulary
     LayerInputs inputs;
+    std::optional<Feedback> feedback;  // none: the layers' input is the embedding
 };
 
 // The state of a delta layer that the chain continues. Its rows write the states after them to the other two in turn:
@@ -73,7 +84,8 @@ struct Chain {
     DraftRules rules;
     int32_t root;               // the text's last token
     std::vector<int32_t> path;  // drafted tokens after it, which the chain continues
-    const float *cos, *sin;     // [count, num_ropes, dim / 2], of the rows
+    const float *cos, *sin;     // [count, num_ropes, dim / 2], of the rows; with feedback count - 1
+    const void* row;            // [hidden], the layers' output for the last token of `path`; null without feedback
 };
 
 // Guesses for each place; the chain follows the best. All threads work for it.

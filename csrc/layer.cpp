@@ -221,7 +221,7 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
     };
 
     Convolved attention(kernels, l.attention_conv, bf16, texts), mlp(kernels, l.mlp_conv, bf16, texts);
-    const void *source = input(l.attention_norm), *output = third;
+    const void *source = r.source ? r.source : input(l.attention_norm), *output = third;
     attention.before(first, rows);
     linear(kernels, *l.qkv, source, rows, second, l.gates ? l.gates : l.out);
     if (l.gates) {
@@ -316,6 +316,7 @@ void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, 
         if (!l.gates)
             for (void** x : {&r.k, &r.v}) *x = skip(*x, place * kv_bytes);
         const long width = l.extra.gate ? l.extra.gate->n : 0;
+        if (i) r.source = nullptr;
         tap(d, i, r, texts);
         layer_forward(kernels, d, l, static_cast<size_t>(place),
                       static_cast<const char*>(r.given) + static_cast<long>(i) * width * size, r, bf16, texts,

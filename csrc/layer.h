@@ -128,6 +128,7 @@ struct DecoderRows {
     float* lse;              // result [layers, reported, heads]
     const void* given = nullptr;  // inputs of the layers besides x, `given_stride` apart: [rows, all layers, width]
     long given_stride = 0;
+    const void* source = nullptr;  // [rows, width of the first qkv], the input of the first layer's qkv; null: x after its norm
 };
 
 // The RMS norm of rows [rows, width] with a weight of the decoder.

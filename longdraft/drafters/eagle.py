@@ -127,7 +127,7 @@ class EagleDraftModel:
         """See `DraftModel`. Only after the text itself, and after drafted tokens with states."""
         if not self._head.shares_kernels:
             return None
-        rows, unread = self.rows, self._unread_rows(context)
+        rows, unread = self.rows, self._unread_rows(context) if self._head.kernels.is_device else None
         if unread is None:
             self._read_text(context)
         if not self._outputs:

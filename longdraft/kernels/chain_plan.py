@@ -28,23 +28,43 @@ from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 
+class Feedback(NamedTuple):
+    """How the input of trained layers is made from the row before and a token's embedding (longdraft/parts/eagle.py).
+
+    joined        of [embedding | row]: the layers' input; None: there is none
+    of_embedding, of_row  norms; None: none
+    reads_both    the first layer's queries, keys and values are of [embedding | row]
+    keeps_normed  the residual is the row after its norm
+    feeds_normed  the row before is taken after the last norm
+    """
+
+    joined: Linear | None
+    of_embedding: Tensor | None
+    of_row: Tensor | None
+    reads_both: bool
+    keeps_normed: bool
+    feeds_normed: bool
+
+
 class DraftWeights(NamedTuple):
-    """The parts of a draft model besides its layers. The norm [hidden] is the one before the head.
+    """The parts of a draft model besides its layers. The norm [hidden] is the one before the head; None: there is none.
 
     embedding_factor  multiplies the embeddings
     logits_cap        soft cap of the logits; 0: none
     part              the tokens of the head's rows; None: the whole vocabulary
     inputs            of the layers, besides the embedding; None: they have none
+    feedback          how the layers' input is made from their output one token before; None: it is the embedding
     """
 
     embedding: Linear
-    norm: Tensor
+    norm: Tensor | None
     head: Linear
     logits_divisor: float
     part: PartOfVocabulary | None = None
     embedding_factor: float = 1.0
     logits_cap: float = 0.0
     inputs: LayerInputs | None = None
+    feedback: Feedback | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +100,10 @@ class DraftLayers(Protocol):
     @property
     def decoder_layers(self) -> tuple[Sequence[LayerWeights], Geometry] | None:
         """What `RunsLayers` may run; None: not layers of a decoder alone."""
+
+    @property
+    def model_layers(self) -> ModelLayers | None:
+        """The same with all that is around these layers; None: not layers of a decoder alone."""
 
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:

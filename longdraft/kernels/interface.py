@@ -143,6 +143,9 @@ class Decoder(Protocol):
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """Run rows x [R, hidden] through all layers. Returns the new rows, and the attention of each layer.
 
+        x may have more columns: of layers with inputs besides x (`LayerWeights.extra`) these, else the input of the
+        first layer's queries, keys and values, which is x after the layer's norm otherwise (EAGLE).
+
         x contains the rows of one text after another. Each text's attention reads the text's own stores; the other
         operations read the weights once for all rows.
 

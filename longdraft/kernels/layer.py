@@ -224,8 +224,9 @@ class LayerwiseDecoder:
         outputs: list[AttentionOutput] = []
         num_deltas = 0
         hidden = len(self._layers[0].attention_norm)
-        width = (x.shape[1] - hidden) // len(self._layers)
         given, x = x[:, hidden:], x[:, :hidden]  # inputs of the layers themselves, which few models have
+        source = given if self._layers[0].extra is None and given.shape[1] else None
+        width = 0 if source is not None else given.shape[1] // len(self._layers)
         for index, layer in enumerate(self._layers):
             self._tap(index, x, texts)
             if layer.delta is not None:
@@ -234,7 +235,8 @@ class LayerwiseDecoder:
                 continue
             own = [kv.layer(len(outputs)) if layer.source is None else kv.layer(layer.source)._replace(remainder=None)
                    for kv in texts]
-            x, output = layer_forward(self._ops, x, layer, self._geometry, cos, sin, own, parents)
+            x, output = layer_forward(self._ops, x, layer, self._geometry, cos, sin, own, parents,
+                                      None if index else source)
             x = layer_end(self._ops, x, layer, self._geometry, given[:, index * width : (index + 1) * width])
             if layer.source is None:
                 outputs.append(AttentionOutput(*(part[-(self._reported or 0) :] for part in output)))

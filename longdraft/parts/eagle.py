@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels import KV, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.chain_plan import DraftWeights, Feedback, ModelLayers
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.interface import LayerOperations
 from longdraft.kernels.layer import RunsLayers, layer_forward
@@ -129,9 +130,34 @@ class Eagle:
         stores   keys and values of each layer, of which the first `length` rows are visible
         parents  [T] as for `Kernels.attention`
         """
-        own = self._weights.embedding
-        e = self._target.embed(tokens) if own is None else self.kernels.embed(own, tokens)
-        return self._run(self.kernels, y, e, self.rotations(positions), stores, length, parents)
+        own, kernels, layers = self._weights.embedding, self.kernels, self._weights.layers
+        e = self._target.embed(tokens) if own is None else kernels.embed(own, tokens)
+        if kernels.is_device:
+            return self._run(kernels, y, e, self.rotations(positions), stores, length, parents)
+        x, source = self._inputs(y, e)
+        shape = (len(layers), len(y), self._geometry.num_kv_heads, self._geometry.head_dim)
+        k, v = (torch.empty(shape, dtype=kernels.dtype) for _ in range(2))
+        x = x if source is None else torch.cat([x, source], 1)
+        hidden, _ = self._decoder.forward(x, *self.rotations(positions), [LayersKV(stores, length, k, v)], parents)
+        return EagleRows(hidden, k, v)
+
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return self.kernels.new_decoder(self._weights.layers, self._geometry)
+
+    @cached_property
+    def model_layers(self) -> ModelLayers:
+        """See `longdraft.kernels.chain_plan.DraftLayers`."""
+        weights, config, target = self._weights, self.config, self._target
+        table, factor = self.embedding
+        is_third, (of_embedding, of_row) = config.version == 3, weights.norms or (None, None)
+        feedback = Feedback(None if is_third else weights.fc, of_embedding, of_row, is_third,
+                            bool(config.norm_before_residual), config.norm_output is not False)
+        head = target.weights.head if weights.head is None else weights.head
+        divisor, cap = (target.config.logits_divisor, target.config.logits_cap) if weights.head is None else (1.0, 0.0)
+        return ModelLayers(self._decoder, DraftWeights(
+            table, weights.norm, head, divisor, target.part if weights.head is None else self._part, factor, cap,
+            feedback=feedback))
 
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:

@@ -92,7 +92,7 @@ class Glide:
                     for part in target.rotations(range(start, start + len(tokens))))
         return self._run(kernels, target.embed(tokens), (cos, sin), own, own_length, keys, num_keys)
 
-    decoder_layers = None
+    decoder_layers = model_layers = None
 
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:

@@ -3,24 +3,28 @@
     longdraft bench eagle-cost --model stretched --contexts 1024,8192 --output eagle-cost.json
 
 The head has random weights: a step costs the same whatever it guesses. After the first N tokens of a text of random
-tokens, for each N of `--contexts`, plain steps and chains of drafts are timed in turns. Reported are medians: a plain
-step, a draft step, and their ratio in each pair.
+tokens, for each N of `--contexts`, plain steps and drafts are timed in turns. A draft is what the drafter does in a
+step: it reads the row of a new token and drafts a chain. Reported are medians: a plain step, a token of a draft, and
+their ratio in each pair.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 
-from longdraft.drafters.eagle import EagleDraftModel
+from longdraft.drafters.chain import Chain
+from longdraft.drafters.eagle import EAGLE, EagleDraftModel
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts.eagle import Eagle
 from longdraft.report.table import Table
 from longdraft.report.turns import Record
 from longdraft.request.context import Context
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import Trie
+from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 from longdraft_bench.models.random_weights import random_eagle
 from longdraft_bench.timing import in_rounds, median_ratio, seconds_of
@@ -52,21 +56,17 @@ def _measure_after(tapped: Transformer, head: Eagle, length: int, chain: int, pa
         cache.commit(range(end - start))
         context.extend(ids[start + 1 : end + 1])
     run_alone(draft_model.next_logits(context, ids[-1:]))
-    turns = itertools.count()
+    chains = Chain(draft_model, Sampler(SamplingParams(temperature=0.0), []), 1, EAGLE)
 
     def plain() -> object:
-        return tapped.forward(chain_rows(ids[-1:], length), cache, 1)
+        return tapped.forward(chain_rows([context.last], len(context) - 1), cache, 1)
 
     def drafted() -> float:
-        """Seconds of one draft of a chain."""
-        turn = next(turns)
-        path = [ids[-1], *(2 + (turn + depth) % 900 for depth in range(chain))]
-
-        def draft() -> None:
-            for depth in range(chain):
-                run_alone(draft_model.next_logits(context, path[: depth + 2]))
-
-        return seconds_of(draft) / chain
+        """Seconds of each token of a draft after one more token of the text."""
+        plain()
+        cache.commit([0])
+        context.extend([2 + len(context) % 900])
+        return seconds_of(lambda: run_alone(chains.draft(Trie(context.last), context, [context.last], chain))) / chain
 
     return beside_plain(length, lambda: seconds_of(plain), drafted, pairs)
 

@@ -13,16 +13,19 @@ import longdraft
 from helpers import speculators_golden
 from helpers.checkpoints import HIDDEN, VOCAB, load, make_checkpoint
 from helpers.eagle import Shape, SlowEagle, load_eagle, make_eagle, write_eagle
-from helpers.equality import prompt_of
+from helpers.equality import params_of, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import drafters, kernels
 from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.errors import LongdraftError, ModelError, UsageError
+from longdraft.kernels.chain_plan import Ranked
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts import eagle, eagle_config, eagle_files
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 
@@ -85,6 +88,33 @@ def test_a_head_computes_what_it_was_trained_to_compute(tiny, tmp_path, target, 
         wanted = slow.logits(states, IDS, DRAFTS[:count])
         torch.testing.assert_close(found[made.ids], wanted, atol=2e-4 * float(wanted.abs().max()), rtol=1e-3)
         assert (found == -torch.inf).sum() == VOCAB - made.draft_vocab
+
+
+def chains(model: Transformer, head: eagle.Eagle, name: str, is_compiled: bool) -> list[list[Ranked]]:
+    """The guesses of the chains of several steps, some of whose tokens become text."""
+    tapped, context, found = model.with_taps(head.taps), Context(IDS), []
+    cache = tapped.new_cache()
+    draft_model = EagleDraftModel(head, cache, head.config.window or 12, 2, 5)
+    chain = Chain(draft_model, Sampler(params_of(name), [1]), 2, "eagle", 0.5)
+    for kept in (2, 0, 4, 1):
+        rows = context.slice(cache.length, len(context) - 1).tolist()
+        tapped.forward(chain_rows(rows, cache.length), cache)
+        cache.commit(range(len(rows)))
+        way = chain.in_one_call if is_compiled else chain.step_by_step
+        found.append(run_alone(way(context, [context.last], 5)))
+        context.extend([*(ranked.tokens[0] for ranked in found[-1][:kept]), 7])
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_chain_in_one_call_has_the_guesses_of_single_steps(tiny, tmp_path, shape, dtype):
+    made, model = Shape(**SHAPES[shape]), load(tiny["gqa"], dtype)
+    write_eagle(tmp_path, made, "eagle1" if made.version == 1 else "speculators")
+    head = load_eagle(tmp_path, model)
+    for name in ("greedy", "paper"):
+        compiled = chains(model, head, name, is_compiled=True)
+        assert [len(places) for places in compiled] == [5] * 4 and compiled == chains(model, head, name, False)
 
 
 @pytest.mark.parametrize("shape", speculators_golden.SHAPES)

@@ -22,6 +22,7 @@ from helpers.family_checks import check_batch_and_resumed_text
 from helpers.gguf_files import HYBRID_ARCHS, convert, stored, theirs
 from longdraft.errors import ModelError
 from longdraft.model.transformer import chain_rows
+from longdraft.parts.eagle import Eagle
 from longdraft.parts.native_heads import load_native_head, load_speculators_head
 from longdraft.request.sampling_params import SamplingParams
 
@@ -93,12 +94,16 @@ def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
-def test_one_of_experts_is_read_too(tmp_path, name):
+def test_one_of_experts_is_read_too(tmp_path, monkeypatch, name):
+    """Its chains are the same in one call as in single steps."""
     make_family(tmp_path, name)
     copy_layer_as_head(tmp_path)
     engine = longdraft.load(str(tmp_path), drafter="eagle")
     plain, drafted = (each.generate(prompt_of(60), PARAMS) for each in (engine.with_drafter("plain"), engine))
     assert [event.tokens for event in plain] and sum((event.tokens for event in drafted), ()) == tuple(plain.tokens)
+    monkeypatch.setattr(Eagle, "model_layers", None)
+    list(single := engine.generate(prompt_of(60), PARAMS))
+    assert single.stats()["by_source"] == drafted.stats()["by_source"] and drafted.stats()["draft_tokens"] > 20
 
 
 @pytest.mark.parametrize("name, base", [("qwen3_5", "folder"), ("qwen3_5", "gguf"), ("qwen3_5_moe", "folder"),

@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from longdraft.kernels.chain_plan import NEVER, ChainEnd, ChainPlan, ModelLayers, Ranked
+from longdraft.kernels.chain_plan import NEVER, ChainEnd, ChainPlan, ModelLayers, Ranked, TrainedLayers
 from longdraft.kernels.cpu.decoder import CpuDecoder
 from longdraft.kernels.cpu.store import CpuLinear, native_stores
 from longdraft.kernels.launched import HostWork, LaunchedWork
@@ -45,8 +45,8 @@ class CompiledRanker(NamedTuple):
         return ranked
 
     def _chain(self, plan: ChainPlan, end: ChainEnd) -> NativeChain:
-        layers, cache = plan.layers, plan.stores
-        assert isinstance(layers, ModelLayers) and isinstance(layers.decoder, CpuDecoder)
+        layers, cache = _model_layers(plan), plan.stores
+        assert layers and isinstance(layers.decoder, CpuDecoder)
         decoder, model = layers.decoder, _models.get(layers)
         if model is None:
             model = _models[layers] = _native_model(layers)
@@ -57,7 +57,8 @@ class CompiledRanker(NamedTuple):
             remainder=cache.remainder, states=cache.states, choice=self.choice,
             position=self.length + len(plan.path) - 1, width=self.width, within=self.within,
             banned_depth=self.banned_depth, end=end, path=plan.path, cos=cos, sin=sin,
-            tapped=tapped, taps=taps)
+            tapped=tapped, taps=taps, row=plan.layers.row if isinstance(plan.layers, TrainedLayers) else None,
+            count=plan.num_tokens)
         return NativeChain(decoder.kernels, chain, (layers, plan, self.choice, cos, sin))
 
 
@@ -66,30 +67,41 @@ _models: WeakKeyDictionary[ModelLayers, _cpu.DraftModel] = WeakKeyDictionary()
 
 def _native_model(layers: ModelLayers) -> _cpu.DraftModel:
     """The model as the compiled module reads it, where it is."""
-    decoder, weights, inputs = layers.decoder, layers.weights, layers.weights.inputs
+    decoder, weights = layers.decoder, layers.weights
+    inputs, feedback = weights.inputs, weights.feedback
     assert isinstance(decoder, CpuDecoder)
-    embedding, head, *of_inputs = [part.native for part in _tables(layers) if isinstance(part, CpuLinear)]
+    embedding, head, *others = [part.native for part in _tables(layers) if isinstance(part, CpuLinear)]
     return _cpu.DraftModel(
         decoder=decoder.native, embedding=embedding, head=head, norm=weights.norm,
         embedding_factor=weights.embedding_factor, logits_divisor=weights.logits_divisor,
         logits_cap=weights.logits_cap, part=None if weights.part is None else weights.part.native,
-        inputs=(of_inputs[0], of_inputs[1]) if of_inputs else None,
+        inputs=None if inputs is None else (others[0], others[1]),
         input_norm=None if inputs is None else inputs.norm,
-        input_factors=() if inputs is None else inputs.factors(embedding.k, decoder.dtype))
+        input_factors=() if inputs is None else inputs.factors(embedding.k, decoder.dtype),
+        feedback=None if feedback is None else (others[0] if feedback.joined else None, *feedback[1:]))
 
 
 def supports(plan: ChainPlan) -> bool:
     """Whether the compiled module can draft a chain, and it pays to draft it by itself."""
-    layers = plan.layers
-    if plan.shares_forwards or not isinstance(layers, ModelLayers) or not isinstance(layers.decoder, CpuDecoder):
+    layers = None if plan.shares_forwards else _model_layers(plan)
+    if layers is None or not isinstance(layers.decoder, CpuDecoder):
         return False
     return all(isinstance(table, CpuLinear) for table in _tables(layers))
 
 
+def _model_layers(plan: ChainPlan) -> ModelLayers | None:
+    """What computes the logits; None: something else than the layers of a decoder."""
+    layers = plan.layers
+    if isinstance(layers, TrainedLayers):
+        return None if layers.read or layers.unread else layers.layers.model_layers
+    return layers if isinstance(layers, ModelLayers) else None
+
+
 def _tables(layers: ModelLayers) -> list[Linear]:
-    """The matrices besides those of the layers: embedding, head, and those of the layers' inputs."""
-    weights = layers.weights
-    return [weights.embedding, weights.head, *(weights.inputs[:2] if weights.inputs else ())]
+    """The matrices besides those of the layers: embedding, head, and those of the layers' inputs or of the feedback."""
+    weights, feedback = layers.weights, layers.weights.feedback
+    joined = [feedback.joined] if feedback and feedback.joined else []
+    return [weights.embedding, weights.head, *(weights.inputs[:2] if weights.inputs else ()), *joined]
 
 
 class NativeChain(NamedTuple):

@@ -18,6 +18,10 @@ with suppress(ImportError):  # the reference is used instead; native.py has the 
     from longdraft.kernels.cpu import _cpu
 
 
+def _columns(weight: Linear) -> int:
+    return weight.native.k if isinstance(weight, CpuLinear) else 0
+
+
 class CpuDecoder:
     """See :class:`longdraft.kernels.interface.Decoder`. One call runs all layers. Weights are checked once, here."""
 
@@ -45,10 +49,12 @@ class CpuDecoder:
         self._num_stores = 0  # of the layers that were added
         for layer in layers:
             self._check_norms(layer)
-            self.native.add(self._delta_layer(layer) if layer.delta is not None else self._attention_layer(layer))
+            self.native.add(self._delta_layer(layer) if layer.delta is not None
+                            else self._attention_layer(layer, layer is layers[0]))
         widths = {layer.extra.gate.out_features if layer.extra else 0 for layer in layers}
         require(len(widths) == 1, "an input for each layer or for none", widths)
         self._input_width = widths.pop() * len(layers)  # of all layers
+        self._source_width = _columns(layers[0].qkv)  # of the first layer's queries, keys and values
 
     def _delta_layer(self, layer: LayerWeights) -> _cpu.Layer:
         assert layer.delta is not None
@@ -60,12 +66,13 @@ class CpuDecoder:
         return _cpu.Layer(attention_norm=layer.attention_norm, qkv=qkvz, out=out, mlp_norm=layer.mlp_norm, gates=gates,
                           delta=native_weights(layer.delta), mlp=mlp, mixture=mixture)
 
-    def _attention_layer(self, layer: LayerWeights) -> _cpu.Layer:
+    def _attention_layer(self, layer: LayerWeights, is_first: bool) -> _cpu.Layer:
         heads = self._geometry.num_heads
         kv_heads, dim, query_factor = layer.heads_in(self._geometry)
         own = 0 if layer.source is not None else 2 * kv_heads
         width = ((2 if layer.is_gated else 1) * heads + own) * dim
-        qkv, out = self._checked((layer.qkv, layer.out), [(width, self._hidden), (self._hidden, heads * dim)])
+        source = _columns(layer.qkv) if is_first else self._hidden  # that of the first layer may be given
+        qkv, out = self._checked((layer.qkv, layer.out), [(width, source), (self._hidden, heads * dim)])
         mlp, mixture = self._mlp_or_experts(layer)
         sinks, extra = None, None
         if layer.sinks is not None:
@@ -168,16 +175,18 @@ class CpuDecoder:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         rows, num_layers, heads, dim = len(x), len(self._shapes), self._geometry.num_heads, self._largest[1]
-        width = self._hidden + self._input_width
-        if x.shape != (rows, width):
-            refuse(f"rows [R, {width}]", x.shape)
-        given = x[:, self._hidden :].to(self.dtype) if self._input_width else None
+        beside = x.shape[1] - self._hidden
+        if beside != self._input_width and (self._input_width or beside != self._source_width):
+            refuse(f"rows [R, {self._hidden + self._input_width}]", x.shape)
+        others = x[:, self._hidden :].to(self.dtype) if beside else None
+        given, source = (others, None) if self._input_width else (None, None if others is None else others.contiguous())
         result = x[:, : self._hidden].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         reported = min(rows, REPORTED_ROWS) if len(texts) == 1 and texts[0].is_prompt else rows
         q, content, output = (torch.empty(num_layers, reported, heads, dim, dtype=self.dtype) for _ in range(3))
         lse = torch.empty(num_layers, reported, heads)
         native_texts = [self._text(kv) for kv in texts]
-        self.kernels.forward(self.native, native_texts, result, given, cos, sin, parents, q, content, output, lse)
+        self.kernels.forward(self.native, native_texts, result, given, source, cos, sin, parents, q, content, output,
+                             lse)
         return result, AttentionOutput(q, output, lse, content)
 
     def _text(self, kv: LayersKV) -> _cpu.Text:

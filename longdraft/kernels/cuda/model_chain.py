@@ -109,7 +109,7 @@ class ModelChains(Chains[TextChain, _Buffers]):
         decoder, stores = first.decoder, cuda_stores(first.stores.stores)
         weights, geometry, rows, forward = self._weights, decoder.geometry, buffers.rows, buffers.forward
         head = weights.head
-        assert isinstance(head, CudaLinear)
+        assert isinstance(head, CudaLinear) and weights.norm is not None
         source = LogitsSource(decoder.ops.graphs, decoder.ops.tile, weights.norm, geometry.eps, geometry.rounds_once,
                               head, weights.logits_divisor, weights.logits_cap)
         for _ in range(size):
