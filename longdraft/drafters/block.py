@@ -38,6 +38,7 @@ from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Verified
+from longdraft.speculation.routine import Routine
 
 BLOCK = "block"  # the source of the guesses in the statistics
 _LEAST_ROWS = 4  # of a block whose rows see later ones
@@ -193,7 +194,7 @@ class BlockModel:
         if self._vocabulary:
             self._vocabulary.learn(verified)
 
-    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> list[Slot]:
+    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> Routine[list[Slot]]:
         if not self.rows.read(context, len(path) - 1):
             return []
         head, ahead = self._head, len(path) - 1
@@ -201,13 +202,14 @@ class BlockModel:
         limited = self._vocabulary.model(context) if self._vocabulary else None
         rows = head.block(path[-1], len(context) - 1 + ahead, count, self.rows.stores, limited)
         if not head.has_pairs:
-            return [Slot(*shortlist) for shortlist in
-                    self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part, ahead)]
+            shortlists = yield from self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part,
+                                                             ahead)
+            return [Slot(*shortlist) for shortlist in shortlists]
         scale = self._sampler.params.temperature or 1.0
         slots, before = list[Slot](), [path[-1]]
         for place in range(min(len(rows.logits), max_depth)):
             logits = head.logits_after(rows, place, before[0])
-            (shortlist,) = self._sampler.shortlists(logits, context, SHORTLIST, rows.part, ahead + place)
+            (shortlist,) = yield from self._sampler.shortlists(logits, context, SHORTLIST, rows.part, ahead + place)
             pairs = head.pairs(rows, place, before, shortlist.tokens) if shortlist.tokens else None
             slots.append(Slot(*shortlist, None if pairs is None else (pairs - pairs[0]) / scale,
                               head.trust(rows, place, before[0])))

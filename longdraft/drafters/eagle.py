@@ -41,7 +41,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import common_prefix
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Verified
-from longdraft.speculation.routine import atomic
+from longdraft.speculation.routine import Routine, atomic
 
 EAGLE = "eagle"  # the source of the guesses in the statistics
 READ_CHUNK = 256  # rows of text read in one forward
@@ -302,12 +302,12 @@ class ParallelEagleModel:
     def learn(self, verified: Verified) -> None:
         """Nothing: the target's cache has the states."""
 
-    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> list[Slot]:
+    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> Routine[list[Slot]]:
         rows = self._rows.slot_rows(context, path, min(self._longest, max_depth))
         if rows is None:
             return []
         logits, part = self._head.guesses(rows)
-        shortlists = self._sampler.shortlists(logits, context, SHORTLIST, part, len(path) - 1)
+        shortlists = yield from self._sampler.shortlists(logits, context, SHORTLIST, part, len(path) - 1)
         return [Slot(*shortlist) for shortlist in shortlists]
 
 

@@ -22,7 +22,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import Routine, atomic
+from longdraft.speculation.routine import Routine
 
 
 class LayerModel(DraftModel, Protocol):
@@ -89,7 +89,7 @@ class SlotModel(Protocol):
     def learn(self, verified: Verified) -> None:
         """The target's results for rows that are now part of the text."""
 
-    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> list[Slot]:
+    def slots(self, context: Context, path: Sequence[int], max_depth: int) -> Routine[list[Slot]]:
         """The candidates of the places after `path`: the last token of the text, then drafted tokens. They are
         `max_depth` at most, 1 or more; none while the state of the last row is not known."""
 
@@ -119,9 +119,8 @@ class SlotDrafter:
         if self._suffix:
             self._suffix.update(context)
 
-    @atomic
-    def propose(self, context: Context, max_depth: int) -> Tree:
-        slots = self._draft_model.slots(context, [context.last], max_depth) if max_depth else []
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
+        slots = (yield from self._draft_model.slots(context, [context.last], max_depth)) if max_depth else []
         tree = self._trees.grow(context.last, slots, self._num_nodes)
         if not self._suffix:
             return tree

@@ -80,7 +80,7 @@ class MedusaDrafter:
         if self._hidden is None or not max_depth:
             return root_only(context.last)
         if self._num_best:
-            return self._best(self._heads.logits(self._hidden)[:max_depth], context)
+            return (yield from self._best(self._heads.logits(self._hidden)[:max_depth], context))
         ranked = yield from template.ranked_heads(self._sampler, self._heads, self._hidden, None, context, (),
                                                   self._widths[:max_depth])
         trie = Trie(context.last)
@@ -91,9 +91,10 @@ class MedusaDrafter:
                 nodes[path] = trie.add(nodes[path[:-1]], ranked[place][rank], HEADS)
         return trie.tree()
 
-    def _best(self, logits: Tensor, context: Context) -> Tree:
+    def _best(self, logits: Tensor, context: Context) -> Routine[Tree]:
         """The tree of the likeliest guesses from logits [slots, V]."""
-        slots = [Slot(*shortlist) for shortlist in self._sampler.shortlists(logits, context, SHORTLIST)]
+        shortlists = yield from self._sampler.shortlists(logits, context, SHORTLIST)
+        slots = [Slot(*shortlist) for shortlist in shortlists]
         return self._trees.grow(context.last, slots, self._num_best)
 
     def observe(self, context: Context, accepted: Accepted) -> None:

@@ -202,9 +202,8 @@ class FirstLevelSlots(FirstLevel):
         self._model = model
         self._trees = MarginalTrees(source)
 
-    @atomic
-    def propose(self, context: Context, path: Sequence[int], max_depth: int) -> Tree:
-        slots = self._model.slots(context, path, max_depth) if max_depth else []
+    def propose(self, context: Context, path: Sequence[int], max_depth: int) -> Routine[Tree]:
+        slots = (yield from self._model.slots(context, path, max_depth)) if max_depth else []
         return self._trees.grow(path[-1], slots, max_depth)
 
     def learn(self, tokens: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels import Kernels, KVStore
@@ -27,6 +28,7 @@ from longdraft.request.tree import Tree
 from longdraft.sampling import process
 
 if TYPE_CHECKING:
+    from longdraft.kernels.cuda.chain_rows import TextDraft
     from longdraft.kernels.cuda.choices import Chosen, LogitsSource, TextTree
 
 MAX_GUESSES = 16  # that the device ranks for a token
@@ -129,11 +131,26 @@ class DeviceSampler:
     def ranked(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
                within: float) -> LaunchedWork[Ranked]:
         """As `Sampler.ranked`, for at most `MAX_GUESSES`, without guesses that the filters remove."""
+        from longdraft.kernels.cuda.chain_rows import ranked_places
+
+        draft = self._draft(context, path, 1, num, ahead, within)
+        return ranked_places((yield from self._drafts.ranked(draft, logits[None].float(), ahead)))[0]
+
+    def shortlists(self, logits: Tensor, context: Context, num: int, ahead: int
+                   ) -> LaunchedWork[list[tuple[list[int], NDArray[np.float64]]]]:
+        """As `Sampler.shortlists`, for at most `MAX_GUESSES`, without guesses that the filters remove: the tokens and
+        scores of each place."""
+        from longdraft.kernels.cuda.chain_rows import scored_places
+
+        draft = self._draft(context, (), len(logits), num, ahead, math.inf)
+        return scored_places((yield from self._drafts.ranked(draft, logits.float(), ahead)))
+
+    def _draft(self, context: Context, path: Sequence[int], places: int, num: int, ahead: int, within: float
+               ) -> TextDraft:
         from longdraft.kernels.cuda.chain_rows import TextDraft
 
         fresh = context.slice(self._held.length, len(context))
-        draft = TextDraft(self._held, fresh, path, 1, num, self._left(context) - len(path) - ahead, within, ())
-        return (yield from self._drafts.ranked(draft, logits[None].float(), ahead))
+        return TextDraft(self._held, fresh, path, places, num, self._left(context) - len(path) - ahead, within, ())
 
     def ranker(self, context: Context, width: int, within: float) -> Ranker:
         """What ranks the guesses of chains, and of heads, on the device."""

@@ -195,17 +195,23 @@ class Sampler:
         return Ranked([token for score, token in ranked if score >= ranked[0][0] - within], lead)
 
     def shortlists(self, logits: torch.Tensor, context: Context, num: int,
-                   part: PartOfVocabulary | None = None, ahead: int = 0) -> list[Shortlist]:
+                   part: PartOfVocabulary | None = None, ahead: int = 0) -> LaunchedWork[list[Shortlist]]:
         """A drafter's `num` best guesses for each of the places after the text, from their logits [places, V].
 
         part   the tokens that the drafter has: logits [places, N] are of these alone; None: the whole vocabulary
         ahead  unknown tokens between the text and the first place
 
-        As `ranked` with no path and as many unknown tokens in between as there are places before; logits of a device
-        are copied to the host once.
+        As `ranked` with no path and as many unknown tokens in between as there are places before. A device has been
+        given the work when this yields; where the host ranks its logits, they are copied once.
         """
-        rows, first = logits.detach().float().cpu(), len(context) + ahead
-        positions, has_mask = range(first, first + len(rows)), self._grammar and len(rows) and not ahead
+        first = len(context) + ahead
+        positions, has_mask = range(first, first + len(logits)), self._grammar and len(logits) and not ahead
+        device = self.on_device
+        if (device and len(logits) and logits.device == device.device and num <= MAX_GUESSES
+                and self._bans[0] not in positions):
+            whole = logits if part is None else part.whole(logits)
+            return [Shortlist(*each) for each in (yield from device.shortlists(whole, context, num, ahead))]
+        rows = logits.detach().float().cpu()
         masks = [self._mask(context, ())] + [None] * (len(rows) - 1) if has_mask else None
         if part is not None and (not self._is_fast or masks or len(self._bias[0]) or self._bans[0] in positions):
             rows, part = part.whole(rows), None

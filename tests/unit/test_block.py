@@ -32,6 +32,7 @@ from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.marginal_tree import MarginalTrees, Slot
 from longdraft.errors import LongdraftError, ModelError
 from longdraft.kernels import noise
+from longdraft.kernels.launched import finished
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts import block, block_config, block_files
 from longdraft.request.context import Context
@@ -188,14 +189,14 @@ def test_after_a_gap_in_the_states_a_head_drafts_nothing_until_the_last_one_is_k
     model = load(tiny["mha"])
     head = make_block(tmp_path, model)
     drafter, context = read(model, head, IDS[:9])
-    assert drafter._draft_model.slots(context, [context.last], 4)
+    assert run_alone(drafter._draft_model.slots(context, [context.last], 4))
     context.extend(IDS[9:15])
-    assert not drafter._draft_model.slots(context, [context.last], 4)
+    assert not run_alone(drafter._draft_model.slots(context, [context.last], 4))
     assert len(run_alone(drafter.propose(context, 4))) == 1
     states = states_of(model, IDS, head.taps)
     drafter.rows._taps._runs.append(TappedRows(14, states[:, 14:-1]))
     context.extend(IDS[15:])
-    assert drafter._draft_model.slots(context, [context.last], 4)
+    assert run_alone(drafter._draft_model.slots(context, [context.last], 4))
     assert drafter.rows._first.first == 14, "the head sees the rows after the gap"
 
 
@@ -231,7 +232,7 @@ def test_candidates_are_ranked_with_the_noise_of_their_positions(tiny, tmp_path)
     head = make_block(tmp_path, model)
     drafter, context = read(model, head, IDS, params=SamplingParams(seed=5, temperature=0.8))
     logits = slots_of(drafter, context).logits.double().numpy()
-    for ahead, slot in enumerate(drafter._draft_model.slots(context, [context.last], 9)):
+    for ahead, slot in enumerate(run_alone(drafter._draft_model.slots(context, [context.last], 9))):
         total = logits[ahead] / 0.8 + noise.gumbel(5, len(context) + ahead, np.arange(VOCAB))
         assert slot.tokens == np.argsort(-total)[: len(slot.tokens)].tolist()
         assert slot.scores == pytest.approx(np.sort(-total)[: len(slot.tokens)] * -1)
@@ -265,7 +266,7 @@ def slow_slots(slow: SlowBlock, states: torch.Tensor, context: Context, params: 
             base = base.masked_fill(base < base.topk(16).values[-1], -torch.inf)
         logits = torch.full((1, VOCAB), -torch.inf)
         logits[:, made.ids] = base + slow.pair_term(row, best)
-        (shortlist,) = Sampler(params).shortlists(logits, context, 16, ahead=place)
+        (shortlist,) = finished(Sampler(params).shortlists(logits, context, 16, ahead=place))
         places = torch.searchsorted(made.ids, torch.tensor(shortlist.tokens))
         pairs = torch.stack([slow.pair_term(row, token)[places] for token in before]).double().numpy()
         slots.append(Slot(shortlist.tokens, shortlist.scores,

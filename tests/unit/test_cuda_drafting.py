@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,13 +26,16 @@ from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
+from longdraft.kernels.cuda import head_places
 from longdraft.kernels.cuda.choices import Chosen
+from longdraft.kernels.cuda.head_places import GivenLogits
 from longdraft.model.transformer import Forward, Transformer, chain_rows, tree_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 from longdraft.sampling import process
-from longdraft.sampling.sampler import Sampler
+from longdraft.sampling.sampler import Sampler, Shortlist
 from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft_bench.cuda.models import small_transformer, tiny_source
@@ -65,6 +69,60 @@ def test_the_device_ranks_the_guesses_that_the_filters_leave_as_the_host_does(la
     row = host._penalised(logits[None], context, [path], ahead)[0]
     kept = range(vocabulary) if params.temperature == 0 else process.filtered(row, params).ids
     assert not set(expected.tokens[len(found.tokens) :]) & set(kept)
+
+
+def logits_of_places(places: int, vocabulary: int = 700) -> torch.Tensor:
+    return torch.randn(places, vocabulary, generator=torch.Generator().manual_seed(places)) * 3
+
+
+@pytest.mark.parametrize("law", extent(LAWS, ["paper", "greedy"]))
+@pytest.mark.parametrize("has_part", [False, True])
+def test_the_device_gives_the_shortlists_that_the_host_gives(law, has_part):
+    """For the guesses that the filters leave, with the same scores. `ahead` tokens are not known before the first."""
+    params, context = SamplingParams(max_new_tokens=50, seed=7, **LAWS[law]), Context([(7 * i) % 90 for i in range(40)])
+    host = Sampler(params, [5], is_fast=False)
+    device = Sampler(params, [5], kernels=kernels.choose(DEVICE, "float32", NAME))
+    part = PartOfVocabulary(torch.arange(1, 700, 2), 700) if has_part else None
+    logits = logits_of_places(3)[:, 1::2] if has_part else logits_of_places(3)
+    for ahead in (0, 2):
+        with np.errstate(all="ignore"):
+            expected = launched.finished(host.shortlists(logits, context, 16, part, ahead))
+            found = launched.finished(device.shortlists(logits.to(DEVICE), context, 16, part, ahead))
+        for own, wanted in zip(found, expected, strict=True):
+            count = len(own.tokens)
+            assert count and own.tokens == wanted.tokens[:count]
+            np.testing.assert_array_equal(own.scores, wanted.scores[:count])
+
+
+def test_the_shortlists_of_several_texts_are_one_launch(monkeypatch):
+    """Of unlike numbers of places."""
+    kernel, sizes = kernels.choose(DEVICE, "float32", NAME), (3, 2, 4)
+    launch, launches = GivenLogits._launch, list[int]()
+    monkeypatch.setattr(GivenLogits, "_launch",
+                        lambda self, parts: (launches.append(len(parts)), launch(self, parts))[1])
+
+    def work(text: int) -> launched.LaunchedWork[list[Shortlist]]:
+        params = SamplingParams(max_new_tokens=50, seed=text, **LAWS["paper"])
+        context = Context([(7 * place + text) % 90 for place in range(20 + text)])
+        return Sampler(params, [5], kernels=kernel).shortlists(logits_of_places(sizes[text]).to(DEVICE), context, 16)
+
+    alone = [launched.finished(work(text)) for text in range(3)]
+    works, results = [work(text) for text in range(3)], []
+    launched.read_together([next(each) for each in works])
+    for each in works:
+        with pytest.raises(StopIteration) as ended:
+            next(each)
+        results.append(ended.value.value)
+    assert launches == [1, 1, 1, 3]
+    for found, wanted in zip(results, alone, strict=True):
+        assert [each.tokens for each in found] == [each.tokens for each in wanted] and len(found) > 1
+        assert all(np.array_equal(a.scores, b.scores) for a, b in zip(found, wanted, strict=True))
+
+
+def test_graphs_have_as_many_texts_as_their_logits_have_room_for(monkeypatch):
+    monkeypatch.setattr(head_places, "_MOST_BYTES", 5 * 4 * 2 * 700)
+    part = SimpleNamespace(logits=logits_of_places(2))
+    assert GivenLogits(0)._most_texts([part] * 9) == 4
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

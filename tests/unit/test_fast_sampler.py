@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
+from longdraft.kernels.launched import finished
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
@@ -88,7 +89,7 @@ def test_compiled_shortlists_of_a_part_of_the_vocabulary_are_those_of_the_python
     bias = data.draw(st.sampled_from([(), ((3, 2.5), (7, -4.0))]))
     params = replace(params, logit_bias=bias)
     samplers = [Sampler(params, banned, is_fast) for is_fast in (True, False)]
-    compiled, obvious = (sampler.shortlists(rows, context, 6, part) for sampler in samplers)
+    compiled, obvious = (finished(sampler.shortlists(rows, context, 6, part)) for sampler in samplers)
     for one, other in zip(compiled, obvious, strict=True):
         assert one.tokens == other.tokens and one.scores.tolist() == other.scores.tolist()
 

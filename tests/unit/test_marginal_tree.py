@@ -11,6 +11,7 @@ import torch
 
 from longdraft.drafters.auto.acceptance import NodeAcceptance
 from longdraft.drafters.marginal_tree import MAX_NODES, Calibration, MarginalTrees, Slot
+from longdraft.kernels.launched import finished
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
@@ -120,11 +121,12 @@ def test_shortlists_are_the_ranked_guesses_with_scores_that_fall(settings):
     sampler = Sampler(SamplingParams(seed=3, **settings))
     context = Context([5, 6, 7, 8, 5])
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(2)) * 3
-    for ahead, shortlist in enumerate(sampler.shortlists(logits, context, 7)):
+    for ahead, shortlist in enumerate(finished(sampler.shortlists(logits, context, 7))):
         assert shortlist.tokens == sampler.ranked(logits[ahead], context, (), 7, ahead).tokens
         assert (np.diff(shortlist.scores) <= 0).all() and len(shortlist.scores) == 7
 
 
 def test_logits_that_are_not_finite_give_no_candidates():
     logits = torch.full((2, 9), torch.nan)
-    assert [len(each.tokens) for each in Sampler(SamplingParams(seed=1)).shortlists(logits, Context([1]), 4)] == [0, 0]
+    found = finished(Sampler(SamplingParams(seed=1)).shortlists(logits, Context([1]), 4))
+    assert [len(each.tokens) for each in found] == [0, 0]

@@ -25,6 +25,7 @@ from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.eagle import EagleOptions, ParallelEagleDrafter
 from longdraft.drafters.marginal_tree import MarginalTrees, Slot
 from longdraft.errors import ModelError
+from longdraft.kernels.launched import finished
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parts import eagle, eagle_config
 from longdraft.request.context import Context
@@ -57,7 +58,7 @@ def drafter_after(model: Transformer, head: eagle.Eagle, ids: Sequence[int], chu
     start = 0
     for end in (*chunks, len(ids) - 1):
         if start:
-            assert drafter._draft_model.slots(context, [context.last], COUNT)
+            assert run_alone(drafter._draft_model.slots(context, [context.last], COUNT))
         tapped.forward(chain_rows(list(ids[start:end]), start), cache)
         cache.commit(range(end - start))
         context.extend(list(ids[start + 1 : end + 1]))
@@ -143,7 +144,7 @@ def test_the_tree_is_that_of_the_slow_head_with_the_noise_of_each_position(tiny,
     for depth in (9, 2, 1):
         logits = torch.full((min(depth, COUNT), VOCAB), -torch.inf)
         logits[:, made.ids] = SlowEagle(made, target).slots(states, IDS, len(logits))
-        slots = [Slot(*each) for each in Sampler(params).shortlists(logits, context, 16)]
+        slots = [Slot(*each) for each in finished(Sampler(params).shortlists(logits, context, 16))]
         wanted = MarginalTrees("eagle").grow(IDS[-1], slots, 2 * COUNT)
         tree = run_alone(drafter.propose(context, depth))
         assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
@@ -155,9 +156,9 @@ def test_after_a_gap_in_the_states_a_head_drafts_nothing_until_the_last_one_is_k
     write_eagle(tmp_path, Shape(mask=MASK))
     head = load_eagle(tmp_path, model)
     drafter, context = drafter_after(model, head, IDS[:9])
-    assert drafter._draft_model.slots(context, [context.last], 4)
+    assert run_alone(drafter._draft_model.slots(context, [context.last], 4))
     context.extend(IDS[9:15])
-    assert not drafter._draft_model.slots(context, [context.last], 4)
+    assert not run_alone(drafter._draft_model.slots(context, [context.last], 4))
     assert len(run_alone(drafter.propose(context, 4))) == 1
 
 

@@ -73,7 +73,7 @@ class Reading:
         slots: SlotModel = self.reader
         if isinstance(self.reader, EagleDraftModel):
             slots = ParallelEagleModel(self.reader, self.head, self.sampler, GUESSES)
-        found = slots.slots(self.context, path, GUESSES)
+        found = run_alone(slots.slots(self.context, path, GUESSES))
         assert len(found) == GUESSES
         return [torch.tensor(part) for slot in found for part in (slot.tokens, slot.scores) for part in [list(part)]]
 

@@ -142,7 +142,8 @@ class ChainRows:
         self._bests, self._best_ids = zeros(texts, blocks), zeros(texts, blocks, dtype=int32)
         self._scores = zeros(texts, blocks, width, dtype=torch.float64)
         self._ids = zeros(texts, blocks, width, dtype=int32)
-        self.outcome = zeros(MAX_CHAIN + 1, texts, 2 + MAX_WIDTH, dtype=torch.int64)  # and of a place after the longest
+        # Of all places, and of one after the longest chain.
+        self.outcome = zeros(MAX_CHAIN + 1, texts, 2 + 2 * MAX_WIDTH, dtype=torch.int64)
 
     def inputs(self, drafts: Sequence[TextDraft]) -> Tensor:
         """What `load` gets, as far as the longest chain goes. A padding text has no places."""
@@ -255,18 +256,18 @@ class Chains(ABC, Generic[Part, Buffers]):
         self._buffers: RecentlyUsed[object, Buffers] = RecentlyUsed(_MAX_BUFFERS)
 
     def launch(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Launch the chains. Returns the outcome of each: [N, 18] int64, of its places (`ranked_places`)."""
-        outcomes = []
-        for first in range(0, len(parts), MAX_TEXTS):
-            some = parts[first : first + MAX_TEXTS]
+        """Launch the chains. Returns the outcome of each: [N, 34] int64, of its places (`ranked_places`)."""
+        outcomes, most = [], self._most_texts(parts)
+        for first in range(0, len(parts), most):
+            some = parts[first : first + most]
             outcome = self._launch(some)
-            if len(parts) > MAX_TEXTS:
+            if len(parts) > most:
                 outcome = outcome.clone()  # the next ones may have the same memory
             outcomes += [outcome[: part.draft.places, text] for text, part in enumerate(some)]
         return outcomes
 
     def _launch(self, given: Sequence[Part]) -> Tensor:
-        """Launch chains that fit into one graph. Returns the outcome [places, T, 18]."""
+        """Launch chains that fit into one graph. Returns the outcome [places, T, 34]."""
         parts = [part._replace(draft=part.draft.prepared()) for part in given]
         first, drafts = parts[0], [part.draft for part in parts]
         buffers, graphs = self._buffers_for(parts), first.graphs
@@ -280,6 +281,10 @@ class Chains(ABC, Generic[Part, Buffers]):
         for draft in drafts:
             draft.text.has_appended(len(draft.fresh))
         return buffers.rows.outcome
+
+    def _most_texts(self, parts: Sequence[Part]) -> int:
+        """How many of these chains a graph has at most."""
+        return MAX_TEXTS
 
     def _end(self, buffers: Buffers, parts: Sequence[Part]) -> None:
         """Is called when the graphs are launched."""
@@ -303,6 +308,12 @@ def in_graphs(count: int) -> list[int]:
 
 
 def ranked_places(outcome: Tensor) -> list[Ranked]:
-    """The guesses of some places, from their rows [N, 18] on the host."""
+    """The guesses of some places, from their rows [N, 34] on the host."""
     leads = outcome[:, 1].contiguous().view(torch.float64).tolist()
     return [Ranked(row[2 : 2 + row[0]], lead) for row, lead in zip(outcome.tolist(), leads, strict=True)]
+
+
+def scored_places(outcome: Tensor) -> list[tuple[list[int], NDArray[np.float64]]]:
+    """The guesses of some places and their scores, which fall, from their rows [N, 34] on the host."""
+    scores = outcome[:, 2 + MAX_WIDTH :].contiguous().view(torch.float64).numpy()
+    return [(row[2 : 2 + row[0]], own[: row[0]]) for row, own in zip(outcome.tolist(), scores, strict=True)]

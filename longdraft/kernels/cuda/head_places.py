@@ -3,7 +3,7 @@
     row ─ heads ─ logits of each | edit, rank of the first place | of the second | ...
 
 One CUDA graph computes and ranks all places of all texts. The host waits once, and reads some ids of each place.
-`GivenLogits` ranks the guesses of logits that are already there.
+`GivenLogits` ranks the guesses of logits that are already there, of one place or of several, of one text or of several.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ def place_logits(heads: Heads, rows: Tensor, first: Tensor | None, num: int) -> 
     if num > len(found):
         found += torch.split(heads.logits(rows).float(), len(rows))
     return [logits.clone() for logits in found[:num]]
+
+
+_MOST_BYTES = 1 << 27  # of the logits that one graph ranks
 
 
 class TextHeads(NamedTuple):
@@ -84,44 +87,54 @@ class HeadPlaces(Chains[TextHeads, _Buffers]):
 
 
 class TextLogits(NamedTuple):
-    """Logits [1, V] float32 whose guesses are ranked. ahead: unknown tokens between the text and the guesses."""
+    """Logits [P, V] float32 of P places, one after another, whose guesses are ranked."""
 
     draft: TextDraft
     graphs: GraphCache
     logits: Tensor
-    ahead: int
 
 
 class _LogitsBuffers:
-    """The memory of logits that are ranked."""
+    """The memory of logits [P, T, V] that are ranked."""
 
-    def __init__(self, shape: RowsShape, device: torch.device) -> None:
+    def __init__(self, shape: RowsShape, places: int, device: torch.device) -> None:
         self.rows = ChainRows(shape, 0, device)
-        self.logits = torch.empty(shape.texts, shape.vocabulary, device=device)
+        self.logits = torch.zeros(places, shape.texts, shape.vocabulary, device=device)
 
-    def inputs(self, parts: Sequence[TextLogits]) -> tuple[Tensor, Tensor]:
+    def inputs(self, parts: Sequence[TextLogits]) -> tuple[Tensor, Sequence[TextLogits]]:
         """What `load` gets."""
-        (part,) = parts
-        return self.rows.inputs([part.draft]), part.logits
+        return self.rows.inputs([part.draft for part in parts]), parts
 
-    def load(self, staged: Tensor, logits: Tensor, needs: TextNeeds) -> None:
-        """Two copies, and a launch or two."""
+    def load(self, staged: Tensor, parts: Sequence[TextLogits], needs: TextNeeds) -> None:
+        """A copy and a launch or two, and a copy for each text."""
         self.rows.load(staged, needs)
-        self.logits.copy_(logits)
+        for text, part in enumerate(parts):
+            self.logits[: len(part.logits), text].copy_(part.logits)
 
 
 class GivenLogits(Chains[TextLogits, _LogitsBuffers]):
-    """Guesses of one text from one row of logits."""
+    """Guesses from logits of several places of each text. ahead: unknown tokens between the texts and their first
+    places"""
 
     name = "logits"
 
+    def __init__(self, ahead: int) -> None:
+        super().__init__()
+        self._ahead = ahead
+
+    def _most_texts(self, parts: Sequence[TextLogits]) -> int:
+        largest = max(part.logits.numel() for part in parts) * 4
+        return max(1, min(super()._most_texts(parts), 1 << (_MOST_BYTES // largest).bit_length() >> 1))
+
     def _buffers_for(self, parts: Sequence[TextLogits]) -> _LogitsBuffers:
-        (part,) = parts
-        shape = RowsShape.of([part.draft], part.logits.shape[1])
-        return self._buffers.get(shape, lambda: _LogitsBuffers(shape, part.logits.device))
+        logits, places = parts[0].logits, max(len(part.logits) for part in parts)
+        shape = RowsShape.of([part.draft for part in parts], logits.shape[1])
+        return self._buffers.get((shape, places), lambda: _LogitsBuffers(shape, places, logits.device))
 
     def _sizes(self, parts: Sequence[TextLogits]) -> list[int]:
-        return [parts[0].ahead]
+        return [max(len(part.logits) for part in parts)]
 
     def _run(self, buffers: _LogitsBuffers, first: TextLogits, size: int, needs: TextNeeds) -> None:
-        buffers.rows.rank(buffers.logits, needs, ahead=size)
+        for place, logits in enumerate(buffers.logits, self._ahead):
+            buffers.rows.rank(logits, needs, place)
+            buffers.rows.go_on(place)

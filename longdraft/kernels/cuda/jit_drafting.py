@@ -15,7 +15,9 @@ from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_choice import _NONE, ENTRY, best_and_first_id, noisy_scores, tokens_at
 from longdraft.kernels.cuda.jit_rows import embedding_of
 
-_SLOTS = tl.constexpr(18)  # int64 of a place's outcome: number of guesses; bits of the lead; up to 16 guesses
+# int64 of a place's outcome: number of guesses; bits of the lead; up to 16 guesses, and the bits of their scores
+_SLOTS = tl.constexpr(34)
+_SCORES = tl.constexpr(18)
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
@@ -53,8 +55,8 @@ def rank_kernel(bests, scores, ids, entries, numbers, outcome, num_blocks, BLOCK
                 CANDIDATES: tl.constexpr, WIDTH: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The best guesses of all blocks. Grid (R,).
 
-    outcome  int64 [places, R, 18]: the row of the chain's next place gets the number of guesses, the bits of the
-             lead (float64), and the guesses, best first
+    outcome  int64 [places, R, 34]: the row of the chain's next place gets the number of guesses, the bits of the
+             lead (float64), the guesses, best first, and the bits of their scores (float64)
 
     There are no guesses where the largest logit is not finite.
     """
@@ -83,6 +85,7 @@ def rank_kernel(bests, scores, ids, entries, numbers, outcome, num_blocks, BLOCK
             lead = first - best_score
         is_guess = is_sound & (best_score > float("-inf")) & (best_score >= least) & (place < num_wanted)
         tl.store(out + 2 + place, tl.where(is_guess, best_id, -1).to(tl.int64))
+        tl.store(out + _SCORES + place, best_score.to(tl.int64, bitcast=True))
         count += is_guess.to(tl.int32)
         score = tl.where(token == best_id, float("-inf"), score)
     tl.store(out, count.to(tl.int64))

@@ -45,6 +45,7 @@ _MAX_CHAINS = 4  # of one request: the models, layers and heads with which it dr
 # What drafts the chains of several texts: with these layers; with these heads, by whether they guess the first token.
 _shared_layers: WeakKeyDictionary[DraftLayers, LayerChains] = WeakKeyDictionary()
 _shared_heads: WeakKeyDictionary[Heads, dict[bool, HeadPlaces]] = WeakKeyDictionary()
+_shared_logits: WeakKeyDictionary[Kernels, dict[int, GivenLogits]] = WeakKeyDictionary()  # by tokens ahead
 
 
 class Text(Protocol):
@@ -78,13 +79,22 @@ class RequestDrafts:
         if start < len(text):
             self.held.extend(text.slice(start, len(text)), start)
 
-    def ranked(self, draft: TextDraft, logits: Tensor, ahead: int) -> LaunchedWork[Ranked]:
-        """The guesses of logits [1, V] float32. ahead: unknown tokens between the text and the guesses."""
+    def ranked(self, draft: TextDraft, logits: Tensor, ahead: int) -> LaunchedWork[Tensor]:
+        """The guesses of logits [P, V] float32 of P places, as [P, 34] on the host: see `ranked_places`. Logits of
+        several places are ranked together with those of other texts.
+
+        ahead  unknown tokens between the text and the first place
+        """
         assert isinstance(self.kernels, CudaOperations)
-        chains = self.chains(GivenLogits, GivenLogits)
-        launched = Launched(chains.launch([TextLogits(draft, self.kernels.graphs, logits, ahead)])[0])
-        yield launched
-        return ranked_places(launched.read())[0]
+        part = TextLogits(draft, self.kernels.graphs, logits)
+        if len(logits) > 1 and SHARES_CHAINS and self.can_share:
+            chains = _shared_logits.setdefault(self.kernels, {}).setdefault(ahead, GivenLogits(ahead))
+            work: Launched = Shareable(chains, part, lambda: chains.launch([part])[0])
+        else:
+            own = self.chains((GivenLogits, ahead), lambda: GivenLogits(ahead))
+            work = Launched(own.launch([part])[0])
+        yield work
+        return work.read()
 
 
 class DeviceRanker(NamedTuple):
