@@ -31,7 +31,8 @@ from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, Slot
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import check
 from longdraft.kernels import KVStore
-from longdraft.parts.block import BlockHead
+from longdraft.kernels.launched import HostWork, LaunchedWork
+from longdraft.parts.block import Block, BlockHead, SlotRows
 from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.parts.draft_copy import check_head_weights
 from longdraft.request.context import Context
@@ -200,7 +201,8 @@ class BlockModel:
         head, ahead = self._head, len(path) - 1
         count = min(self._num_rows, self._rows_for(max_depth))
         limited = self._vocabulary.model(context) if self._vocabulary else None
-        rows = head.block(path[-1], len(context) - 1 + ahead, count, self.rows.stores, limited)
+        block = Block(path[-1], len(context) - 1 + ahead, count, self.rows.stores, limited)
+        rows = yield from self._guessed(block)
         if not head.has_pairs:
             shortlists = yield from self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part,
                                                              ahead)
@@ -217,6 +219,13 @@ class BlockModel:
                 break
             before = shortlist.tokens
         return slots
+
+    def _guessed(self, block: Block) -> LaunchedWork[SlotRows]:
+        """The guesses of a block, which goes through the layers together with the blocks of other texts."""
+        work = HostWork(self._head, block, lambda: self._head.launch([block])[0])
+        yield work
+        rows: SlotRows = work.read()
+        return rows
 
     def _rows_for(self, max_depth: int) -> int:
         """Rows of a block that guesses so many tokens; a power of two where rows see later ones, whose guesses are a

@@ -29,6 +29,14 @@ class MapsRemainders(Protocol):
 
 
 @runtime_checkable
+class JoinsTexts(Protocol):
+    """Operations that see the rows of several texts, of which each has as many, as those of one."""
+
+    @property
+    def num_texts(self) -> int: ...
+
+
+@runtime_checkable
 class RunsLayers(Protocol):
     """Operations that run some layers of their own with fused kernels, where these have a form that allows it."""
 
@@ -62,9 +70,10 @@ class _Residuals:
         factor = self._geometry.residual_factor
         return x + (output if factor == 1 else output * factor)
 
-    def add_mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        source, kernel = _convolved_before(self._ops, self.before(x, layer.mlp_norm), layer.mlp_conv)
-        output = _convolved_after(self._mlp(source, layer), kernel)
+    def add_mlp(self, x: Tensor, layer: LayerWeights, sizes: list[int]) -> Tensor:
+        """sizes: rows of each text, for convolutions"""
+        source, kernel = _convolved_before(self._ops, self.before(x, layer.mlp_norm), layer.mlp_conv, sizes)
+        output = _convolved_after(self._mlp(source, layer), kernel, sizes)
         if layer.beside is not None and layer.experts is not None:
             norms = layer.beside
             mixed = experts_forward(self._ops, self.norm(x, norms.experts), layer.experts, self.norm(x, norms.router))
@@ -92,7 +101,8 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     heads, (kv_heads, dim, query_factor) = geometry.num_heads, layer.heads_in(geometry)
     around = _Residuals(ops, geometry)
     source = around.before(x, layer.attention_norm) if source is None else source
-    source, kernel = _convolved_before(ops, source, layer.attention_conv)
+    sizes = _rows_of_texts(ops, texts)
+    source, kernel = _convolved_before(ops, source, layer.attention_conv, sizes)
     qkv = ops.linear(source, layer.qkv).view(len(x), -1, dim)  # and the gate's heads, if there are any
     content = around.norm(qkv[:, :heads], layer.q_norm)
     if not layer.rotates:
@@ -114,7 +124,9 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         if kv.remainder is not None:
             kv = kv._replace(remainder=_row_remainders(ops, content[own], kv.remainder))
         elif not layer.is_causal:  # the rows are a chain; those after a row are its remainder
-            kv = kv._replace(remainder=attention_to_later(q[own], kv.k, kv.v))
+            rows = sizes if len(texts) == 1 else [len(kv.k)]
+            parts = zip(*(torch.split(part, rows) for part in (q[own], kv.k, kv.v)), strict=True)
+            kv = kv._replace(remainder=torch.cat([attention_to_later(*part) for part in parts]))
         elif layer.sinks is not None:  # a remainder of drafts contains them: it is part of the full attention
             kv = kv._replace(remainder=_of_sinks(layer.sinks, len(kv.k), dim))
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
@@ -123,8 +135,16 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     output = attended.output.flatten(1)
     if layer.is_gated:
         output = ops.gate(output, qkv.flatten(1)[:, end * dim :])
-    output = _convolved_after(ops.linear(output, layer.out), kernel)
-    return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer), attended
+    output = _convolved_after(ops.linear(output, layer.out), kernel, sizes)
+    x = around.add(x, output, layer.attention_norm, layer.attention_post_norm)
+    return around.add_mlp(x, layer, sizes), attended
+
+
+def _rows_of_texts(ops: LayerOperations, texts: Sequence[KV]) -> list[int]:
+    """How many of the rows are of each text."""
+    if isinstance(ops, JoinsTexts):
+        return [len(texts[0].k) // ops.num_texts] * ops.num_texts
+    return [len(kv.k) for kv in texts]
 
 
 def attention_to_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -142,23 +162,27 @@ def attention_to_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([output, total.T[..., None]], -1).contiguous()
 
 
-def _convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None) -> tuple[Tensor, Tensor | None]:
-    """Rows [T, hidden] of one text after the convolution before a sublayer, and the kernel [T, taps, hidden] of the one
-    after it."""
+def _convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None, sizes: list[int]
+                      ) -> tuple[Tensor, Tensor | None]:
+    """Rows [T, hidden] after the convolution before a sublayer, and the kernel [T, taps, hidden] of the one after it.
+    sizes: rows of each text"""
     if conv is None:
         return x, None
     _, taps, width = conv.base.shape
     moving = ops.linear(x, conv.projection, keep_float=True).view(len(x), 2, taps, -1)
     kernel = conv.base + moving.repeat_interleave(width // moving.shape[3], 3)
-    return _convolved(x, kernel[:, 0]), kernel[:, 1]
+    return _convolved_after(x, kernel[:, 0], sizes), kernel[:, 1]
 
 
-def _convolved_after(x: Tensor, kernel: Tensor | None) -> Tensor:
-    return x if kernel is None else _convolved(x, kernel)
+def _convolved_after(x: Tensor, kernel: Tensor | None, sizes: list[int]) -> Tensor:
+    if kernel is None:
+        return x
+    return torch.cat([_convolved(*part) for part in zip(*(torch.split(each, sizes) for each in (x, kernel)),
+                                                               strict=True)])
 
 
 def _convolved(x: Tensor, kernel: Tensor) -> Tensor:
-    """sum over t of kernel[i, t] * x[i - t] for rows x [T, hidden]; zeros are before the first row."""
+    """sum over t of kernel[i, t] * x[i - t] for rows x [T, hidden] of a text; zeros are before the first row."""
     total = torch.zeros_like(x, dtype=torch.float32)
     for tap in range(min(kernel.shape[1], len(x))):
         total[tap:] += kernel[tap:, tap] * x[: len(x) - tap].float()
@@ -203,7 +227,7 @@ def delta_forward(ops: HybridOperations, x: Tensor, layer: LayerWeights, geometr
     output = ops.delta_rule(layer.delta, texts, qkvz[:, channels:], parents)
     assert output is not None
     output = ops.linear(output, layer.out)
-    return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer)
+    return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer, counts)
 
 
 class LayerwiseDecoder:

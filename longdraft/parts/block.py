@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -96,6 +96,22 @@ class SlotRows(NamedTuple):
         return self.logits if self.part is None else self.part.whole(self.logits)
 
 
+class Block(NamedTuple):
+    """A block of rows after a text.
+
+    last, position  the token of the first row, and its place
+    num_rows        with the first one
+    stores          keys and values of the text for each layer, and how many of their rows are visible
+    limited         the target with a part of its vocabulary, for a head without an output head of its own; None: whole
+    """
+
+    last: int
+    position: int
+    num_rows: int
+    stores: Sequence[tuple[KVStore, int]]
+    limited: Transformer | None = None
+
+
 class BlockHead:
     """A head of one target model. It holds no state of any text.
 
@@ -147,24 +163,31 @@ class BlockHead:
 
     def block(self, last: int, position: int, num_rows: int, stores: Sequence[tuple[KVStore, int]],
               limited: Transformer | None = None) -> SlotRows:
-        """Guess with a block of `num_rows` rows, the first of which is the token `last` at `position`.
+        """Guess with one block; see `Block`."""
+        return self.launch([Block(last, position, num_rows, stores, limited)])[0]
 
-        stores   keys and values of the text for each layer, and how many of their rows are visible
-        limited  the target with a part of its vocabulary, for a head without an output head of its own
-        """
+    def launch(self, parts: Sequence[Block]) -> list[SlotRows]:
+        """Guess with the blocks of several texts, in one forward."""
         config, weights, kernels = self.config, self._weights, self.kernels
-        tokens = [last] + [config.mask_token] * (num_rows - 1)
+        tokens = [token for part in parts for token in (part.last, *[config.mask_token] * (part.num_rows - 1))]
         x = (self._target.embed(tokens) if weights.embedding is None else kernels.embed(weights.embedding, tokens))
         if config.embedding_scale != 1:
             x = x * config.embedding_scale
-        cos, sin = self.rotations(range(position, position + num_rows))
-        parents = parents_tensor(tuple(range(-1, num_rows - 1)))
+        cos, sin = self.rotations([part.position + row for part in parts for row in range(part.num_rows)])
+        parents = parents_tensor(tuple(row - 1 for part in parts for row in range(part.num_rows)))
+        ends = [0, *accumulate(part.num_rows for part in parts)]
         for run, decoder in self._runs:
-            k, v = (x.new_empty(len(run), num_rows, config.layer.num_kv_heads, config.layer.head_dim) for _ in range(2))
-            seen = [stores[layer] for layer in run]
-            x, _ = decoder.forward(x, cos, sin, [LayersKV([store for store, _ in seen], seen[0][1], k, v)], parents)
-        normed = self._norm(x if self.first_guesses else x[1:], weights.norm)
-        return self._guesses(normed, limited or self._target)
+            k, v = (x.new_empty(len(run), len(x), config.layer.num_kv_heads, config.layer.head_dim) for _ in range(2))
+            texts = []
+            for part, (start, end) in zip(parts, pairwise(ends), strict=True):
+                seen = [part.stores[layer] for layer in run]
+                texts.append(LayersKV([store for store, _ in seen], seen[0][1], k[:, start:end], v[:, start:end]))
+            x, _ = decoder.forward(x, cos, sin, texts, parents)
+        guessing = [x[start + (not self.first_guesses) : end] for start, end in pairwise(ends)]
+        if weights.head is None and any(part.limited for part in parts):
+            return [self._guesses([rows], part.limited or self._target)[0]
+                    for rows, part in zip(guessing, parts, strict=True)]
+        return self._guesses(guessing, self._target)
 
     @cached_property
     def _runs(self) -> list[tuple[range, Decoder]]:
@@ -177,8 +200,10 @@ class BlockHead:
             runs.append((range(own[0], own[-1] + 1), self.kernels.new_decoder(layers, geometry)))
         return runs
 
-    def _guesses(self, normed: Tensor, target: Transformer) -> SlotRows:
+    def _guesses(self, guessing: Sequence[Tensor], target: Transformer) -> list[SlotRows]:
+        """Of each text's rows that guess, [S, hidden]."""
         config, weights = self.config, self._weights
+        normed = self._norm(torch.cat([*guessing]) if len(guessing) > 1 else guessing[0], weights.norm)
         if weights.head is None:
             logits, part = target.kernels.linear(normed, target.weights.head, keep_float=True), target.part
         else:
@@ -190,7 +215,10 @@ class BlockHead:
         ids = torch.arange(logits.shape[1], device=logits.device) if part is None else part.ids
         logits = logits.masked_fill(ids == config.mask_token, -torch.inf)  # never a token of a text
         gate = None if weights.pairs is None else weights.pairs.gate
-        return SlotRows(normed, logits, part, None if gate is None else self.kernels.linear(normed, gate).float())
+        gates = None if gate is None else self.kernels.linear(normed, gate).float()
+        ends = [0, *accumulate(len(rows) for rows in guessing)]
+        return [SlotRows(normed[start:end], logits[start:end], part, None if gates is None else gates[start:end])
+                for start, end in pairwise(ends)]
 
     @property
     def has_pairs(self) -> bool:

@@ -164,6 +164,23 @@ def test_a_gguf_head_given_as_a_model_is_refused_with_the_right_options(tmp_path
         longdraft.load(str(tmp_path / "head.gguf"))
 
 
+@pytest.mark.parametrize("dtype, name", [("bfloat16", kernels.available()[0]), ("float32", "reference")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_blocks_of_several_texts_have_the_bits_of_each_alone(tiny, tmp_path, shape, dtype, name):
+    """They go through the layers together: texts of unlike lengths, blocks of unlike sizes."""
+    made, model = Shape(**SHAPES[shape]), load(tiny["gqa"], dtype, name)
+    write_block(tmp_path, made, **({"is_causal": None} if made.causal is None else {}))
+    head, blocks, held = load_block(tmp_path, model), [], []
+    for text, num_rows in ((IDS[:9], 5), (IDS, 4), (IDS[3:20], 3)):
+        drafter, context = read(model, head, text, window=8, sinks=2)
+        held.append(drafter)
+        blocks.append(block.Block(context.last, len(context) - 1, num_rows, drafter.rows.stores))
+    for found, part in zip(head.launch(blocks), blocks, strict=True):
+        (alone,) = head.launch([part])
+        assert torch.equal(found.logits, alone.logits) and torch.equal(found.normed, alone.normed)
+        assert found.gates is alone.gates is None or torch.equal(found.gates, alone.gates)
+
+
 @pytest.mark.parametrize("window, sinks", [(2048, 4), (7, 0), (7, 3)])
 def test_after_any_steps_the_guesses_are_those_of_a_head_that_has_read_the_text_at_once(tiny, tmp_path, window, sinks):
     model = load(tiny["mha"])
@@ -418,16 +435,28 @@ def test_a_head_that_lies_changes_nothing(tiny, tmp_path, monkeypatch, lie):
     elif lie == "NaN states":
         own = block.BlockHead.context
         monkeypatch.setattr(block.BlockHead, "context", lambda *given: tuple(x * torch.nan for x in own(*given)))
-    elif lie == "NaN logits":
-        monkeypatch.setattr(block.BlockHead, "_guesses",
-                            lambda self, x, target: block.SlotRows(x, torch.full((len(x), VOCAB), torch.nan), None))
     else:
-        monkeypatch.setattr(block.BlockHead, "_guesses",
-                            lambda self, x, target: block.SlotRows(x, torch.eye(VOCAB)[[MASK] * len(x)] * 99, None))
+        row = torch.full((VOCAB,), torch.nan) if lie == "NaN logits" else torch.eye(VOCAB)[MASK] * 99
+        monkeypatch.setattr(block.BlockHead, "_guesses", lambda self, rows, target: [
+            block.SlotRows(x, row.repeat(len(x), 1), None) for x in rows])
     params, tally = SamplingParams(max_new_tokens=30, seed=5, min_p=0.05), Tally()
     written = generate(model, prompt_of(40), params, by_name("block", block=head, suffix="false"), tally=tally)
     assert written == generate(model, prompt_of(40), params, by_name("plain"))
     assert (tally.drafted.total() == 0) == lie.startswith("NaN")
+
+
+def test_in_a_batch_the_blocks_of_all_texts_are_one_forward(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path)
+    write_block(tmp_path / "block", Shape())
+    batch = longdraft.load(str(tmp_path), drafter="block").batch()
+    for seed in range(3):
+        batch.add(prompt_of(30, seed), SamplingParams(max_new_tokens=30, seed=seed, ignore_eos=True))
+    batch.step()
+    seen, launch = [], block.BlockHead.launch
+    monkeypatch.setattr(block.BlockHead, "launch", lambda self, parts: seen.append(len(parts)) or launch(self, parts))
+    for _ in range(4):
+        batch.step()
+    assert seen == [3] * 4
 
 
 def test_a_head_in_the_models_folder_is_found_and_drafts(tmp_path):

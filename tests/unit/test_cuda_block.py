@@ -24,9 +24,10 @@ from longdraft import kernels
 from longdraft.checkpoint import config_file
 from longdraft.checkpoint.checkpoint import load_transformer
 from longdraft.checkpoint.tensor_files import TensorFiles
-from longdraft.drafters.block import BlockDrafter, BlockOptions
+from longdraft.drafters.block import BlockDrafter, BlockOptions, ContextRows
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parts.block import Block
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
@@ -81,6 +82,28 @@ def test_the_guesses_are_those_of_the_reference(folder, tmp_path, kind):
     write_block(tmp_path, Shape(**SIZES | KINDS[kind]))
     for found, wanted in zip(drafts(folder, tmp_path, "triton-16"), drafts(folder, tmp_path, "reference"), strict=True):
         torch.testing.assert_close(found, wanted, atol=2e-4 * float(wanted[wanted.isfinite()].abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", extent(KINDS, ["DFlash"]))
+def test_the_blocks_of_several_texts_are_one_graph_with_the_guesses_of_each_alone(folder, tmp_path, monkeypatch, kind):
+    """Of texts of unlike lengths."""
+    write_block(tmp_path, Shape(**SIZES | KINDS[kind]))
+    model = load(folder, "triton-16")
+    head = load_block(tmp_path, model)
+    tapped, blocks, held = model.with_taps(head.taps), [], []
+    for end in (8, 14, 5):
+        cache, context = tapped.new_cache(), Context(IDS[: end + 1])
+        rows = ContextRows(head, cache, 8, 2)
+        tapped.forward(chain_rows(IDS[:end], 0), cache)
+        cache.commit(range(end))
+        assert rows.read(context)
+        held.append(rows)
+        blocks.append(Block(context.last, end, head.config.block_size, rows.stores))
+    alone = [head.launch([block])[0].logits for block in blocks]
+    for _, decoder in head._runs:
+        monkeypatch.setattr(decoder, "_few_rows", None, raising=False)  # operation by operation
+    for found, wanted in zip(head.launch(blocks), alone, strict=True):
+        assert torch.equal(found.logits, wanted)
 
 
 @pytest.mark.full

@@ -131,9 +131,10 @@ def test_a_head_that_lies_changes_nothing(model, head, monkeypatch, lie):
     else:
         made = torch.Generator().manual_seed(1)
         tell = {"noise": lambda x: torch.randn(x.shape, generator=made), "NaN": lambda x: x * torch.nan}[lie]
-        kind, name = (BlockHead, "_guesses") if isinstance(head, BlockHead) else (Eagle, "_normed")
-        true = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda self, x, *more: true(self, tell(x).to(x.dtype), *more))
+        guesses, fuse = BlockHead._guesses, Eagle.fuse
+        monkeypatch.setattr(BlockHead, "_guesses", lambda self, rows, target: guesses(
+            self, [tell(x).to(x.dtype) for x in rows], target))
+        monkeypatch.setattr(Eagle, "fuse", lambda self, states: tell(fuse(self, states)).to(states.dtype))
     factory = by_name("triforce", first="head", budget=48, stride=10, chain=5, guesses=3, **part)
     factory.taps = head.taps
     assert generate(model, prompt_of(90), params, factory) == plain

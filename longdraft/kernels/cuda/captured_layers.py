@@ -74,6 +74,10 @@ class _TreeOperations(CudaOperations):
         self._work: dict[AttentionPlan, AttentionWorkspace] = {}
         self._has_tree: set[AttentionPlan] = set()
 
+    @property
+    def num_texts(self) -> int:
+        return self._texts.num
+
     def begin(self, stores: Sequence[CudaStore]) -> None:
         """A forward begins, whose first attention of each shape computes the trees' paths."""
         self._has_tree.clear()

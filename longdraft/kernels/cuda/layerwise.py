@@ -67,8 +67,8 @@ class CudaLayerwiseDecoder:
             rows, is_captured = EmbeddedRows(x, cos, sin), CAPTURES_LAYERS and self._can_capture
             if is_captured and len(texts) == 1 and len(x) <= BUCKETS[-1]:
                 return self._replayed(rows, texts, parents)
-            is_alike = len({kv.remainder is None for kv in texts}) == 1
-            if is_captured and self._can_pad and len(texts) > 1 and can_share(texts) and is_alike:
+            is_alike = len({(kv.remainder is None, self._can_pad or kv.k.shape[1]) for kv in texts}) == 1
+            if is_captured and len(texts) > 1 and can_share(texts) and is_alike:
                 return in_groups(self._shared, rows, texts, parents)
             return self._few_rows.forward(x, cos, sin, texts, parents)
         if len(texts) == 1:
@@ -101,6 +101,7 @@ class CudaLayerwiseDecoder:
         """The rows of several texts, by the graph of so many texts and rows."""
         kv, stores = texts[0], stores_of(texts)
         size, num, room = shared_sizes(texts, stores)
+        size = size if self._can_pad else kv.k.shape[1]
         taps = kv.taps.layers if kv.taps else ()
         key = num, size, room, taps, kv.remainder is not None, stores[0][0].element
         buffers = self._shared_buffers.get(key, lambda: self._new_buffers(rows, kv, num * size, num, room))
