@@ -286,7 +286,7 @@ DraftModel draft_model(const Decoder& d, const Linear& embedding, const Linear& 
         require(d.layers[0].qkv->k == (reads_both ? 2 : 1) * hidden, "queries, keys and values of the first layer's input");
         model.feedback = Feedback{joined, optional_memory<void>("a norm", of_embedding, type, {hidden}),
                                   optional_memory<void>("a norm", of_row, type, {hidden}), reads_both, keeps_normed, feeds_normed};
-        require(model.feedback->of_embedding && model.feedback->of_row ? true : joined != nullptr, "norms, or a projection");
+        require((model.feedback->of_embedding && model.feedback->of_row) || joined, "norms, or a projection");
     }
     return model;
 }
@@ -370,16 +370,17 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
             new (text) Text{std::move(stores), length, k, v, std::move(remainder), std::move(tapped), taps, std::move(deltas)};
         }, "stores"_a, "length"_a, "k"_a, "v"_a, "remainder"_a.none(), "tapped"_a, "taps"_a.none(), "deltas"_a);
     nb::class_<DraftModel> model_class(m, "DraftModel");
-    constructor(model_class, &draft_model, nb::kw_only(), "decoder"_a, "embedding"_a, "head"_a, "norm"_a.none(), "embedding_factor"_a,
-                "logits_divisor"_a, "logits_cap"_a, "part"_a.none(), "inputs"_a.none(), "input_norm"_a.none(), "input_factors"_a, "feedback"_a.none());
+    constructor(model_class, &draft_model, nb::kw_only(), "decoder"_a, "embedding"_a, "head"_a, "norm"_a.none(),
+                "embedding_factor"_a, "logits_divisor"_a, "logits_cap"_a, "part"_a.none(), "inputs"_a.none(), "input_norm"_a.none(),
+                "input_factors"_a, "feedback"_a.none());
     nb::class_<Chain> chain_class(m, "Chain");
     constructor(chain_class, &chain, nb::kw_only(), "model"_a, "stores"_a, "length"_a, "remainder"_a.none(), "states"_a, "choice"_a,
                 "position"_a, "width"_a, "within"_a, "banned_depth"_a, "end"_a, "path"_a, "cos"_a, "sin"_a,
                 "tapped"_a, "taps"_a.none(), "row"_a.none(), "count"_a);
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     kernels.def("delta", &apply_delta, "bf16"_a, "layer"_a, "texts"_a, "z"_a.none(), "out"_a.none(), "parents"_a);
-    kernels.def("forward", &run_forward, "decoder"_a, "texts"_a, "x"_a, "given"_a.none(), "source"_a.none(), "cos"_a, "sin"_a, "parents"_a, "q"_a,
-                "content"_a, "attended"_a, "lse"_a);
+    kernels.def("forward", &run_forward, "decoder"_a, "texts"_a, "x"_a, "given"_a.none(), "source"_a.none(), "cos"_a, "sin"_a,
+                "parents"_a, "q"_a, "content"_a, "attended"_a, "lse"_a);
     kernels.def("draft", &run_draft, free_gil);
     kernels.def("draft_apart", &run_draft_apart, free_gil);
 }

@@ -16,7 +16,7 @@ struct RowBuffers {
     RowBuffers(const Decoder& d, long hidden, long vocabulary, long inputs, long size)
         : x(bytes(hidden * size)), normed(bytes(hidden * size)), q(layers(d, d.heads * d.dim * size)),
           k(layers(d, d.kv_heads * d.dim * size)), v(k.size()), content(q.size()), attended(q.size()),
-          given(bytes(inputs * size)), looked_up(given.size()), embedded(bytes(hidden * size)), both(bytes(2 * hidden * size)), lse(layers(d, d.heads)),
+          given(bytes(inputs * size)), looked_up(given.size()), embedded(x.size()), both(2 * x.size()), lse(layers(d, d.heads)),
           logits(static_cast<size_t>(vocabulary)) {
         for (const Layer& layer : d.layers)
             if (layer.gates) {

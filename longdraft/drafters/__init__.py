@@ -119,6 +119,7 @@ class DrafterSpec(NamedTuple):
     options  the dataclass of its options
     build    makes the drafter of one request from options and resources
     needs    the part of `Resources` without which it cannot draft
+    may_use  other parts that it uses where they are there
     in_auto  options with which `auto` tries it, if the part that it needs is there; None: `auto` does not try it
     in_auto_with  another property of `Resources` without which `auto` does not try it; "": there is none
     prior    share of right guesses that `auto` expects before it has drafted
@@ -128,10 +129,15 @@ class DrafterSpec(NamedTuple):
     options: type[DrafterOptions]
     build: Callable[[Any, Resources], Drafter]
     needs: Literal["", "heads", "glide", "eagle", "block", "draft"] = ""
+    may_use: tuple[str, ...] = ()
     in_auto: Mapping[str, Any] | None = None
     prior: float = 0.6
     guesses_with: str = ""
     in_auto_with: str = ""
+
+    def uses(self, *parts: str) -> bool:
+        """Whether it uses one of these parts."""
+        return bool({self.needs, *self.may_use} & {*parts})
 
 
 def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
@@ -256,8 +262,11 @@ def _build_triforce(options: TriForceOptions, resources: Resources) -> Drafter:
                            resources.reads_states, resources.draft_copy, resources.partial, resources.reader)
 
 
+READS_STATES = ("eagle", "block")  # parts that read states of the target; a model has one of them
+_TRAINED = ("heads", "glide", *READS_STATES)  # what --heads may name
+
 DRAFTERS: dict[str, DrafterSpec] = {
-    AUTO: DrafterSpec(AutoOptions, _build_auto),
+    AUTO: DrafterSpec(AutoOptions, _build_auto, may_use=(*_TRAINED, "draft")),
     "plain": DrafterSpec(PlainOptions, _build_plain, in_auto={}, prior=0.0),
     "ngram": DrafterSpec(NgramOptions, _build_ngram),
     "suffix": DrafterSpec(SuffixOptions, _build_suffix, in_auto={"min_probability": 0.1}, prior=0.2),
@@ -270,17 +279,17 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "glide": DrafterSpec(GlideOptions, _build_glide, needs="glide", in_auto={}),
     "eagle": DrafterSpec(EagleOptions, _build_eagle, needs="eagle", in_auto={}, prior=0.7),
     "block": DrafterSpec(BlockOptions, _build_block, needs="block", in_auto={}, prior=0.6),
-    "triforce": DrafterSpec(TriForceOptions, _build_triforce, prior=0.92, guesses_with="target",
+    "triforce": DrafterSpec(TriForceOptions, _build_triforce, may_use=(*READS_STATES, "draft"), prior=0.92,
+                            guesses_with="target",
                             in_auto={"first": "head", "chain": _LONGEST - TriForceOptions.guesses, "floor": 0},
                             in_auto_with="levels"),
 }
 
-READS_STATES = ("eagle", "block")  # parts that read states of the target; a model has one of them
-_OPTIONAL = (AUTO, "triforce")  # drafters that use what there is
-WITH_STATES = (*_OPTIONAL, *(name for name, spec in DRAFTERS.items() if spec.needs in READS_STATES))
-WITH_HEADS = (*WITH_STATES, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide")))
-WITH_DRAFT = (*_OPTIONAL, "draft-model")
+WITH_STATES = tuple(name for name, spec in DRAFTERS.items() if spec.uses(*READS_STATES))
+WITH_HEADS = tuple(name for name, spec in DRAFTERS.items() if spec.uses(*_TRAINED))
+WITH_DRAFT = tuple(name for name, spec in DRAFTERS.items() if spec.uses("draft"))
 
+_NAMES = {"heads": "Medusa", "glide": "glide", "eagle": "EAGLE", "block": "block"}
 _CURES = {"heads": "trained heads; give --heads or train them with `longdraft train heads`",
           "glide": "a trained layer; give --heads or train it with `longdraft train glide`",
           "eagle": "an EAGLE head; give --heads or train it with `longdraft train eagle`",
@@ -294,6 +303,16 @@ def new_drafter(name: str, options: DrafterOptions, resources: Resources) -> Dra
     if spec.needs and getattr(resources, spec.needs) is None:
         raise UsageError(f"drafter {name!r} needs {_CURES[spec.needs]}")
     return spec.build(options, resources)
+
+
+def check_loaded_heads(name: str, heads: str, parts: object) -> None:
+    """Raise UsageError where a drafter that needs no part uses none of those that were loaded. parts: with the fields
+    of `Resources` that trained parts have"""
+    spec = DRAFTERS[name]
+    used = [part for part in _TRAINED if part in spec.may_use]
+    if not spec.needs and used and all(getattr(parts, part) is None for part in used):
+        raise UsageError(f"--heads is {heads}, which is no {' or '.join(map(_NAMES.__getitem__, used))} head; drafter "
+                         f"{name!r} uses only these")
 
 
 def check_heads(name: str, options: DrafterOptions, heads: str | None) -> None:

@@ -147,9 +147,8 @@ class LoadedModel:
                            tokenizer.encode if tokenizer.vocabulary() else None, choice.options.head_weights)
             parts = (owner.find(files.folder, choice.needs) if heads_name is None
                      else owner.load(hub.resolve(heads_name, hub_options)))
-            if heads_name is not None and choice.name == "triforce" and not (parts.eagle or parts.block):
-                raise UsageError(f"--heads is {heads_name}, which is no EAGLE or block head; drafter 'triforce' uses "
-                                 "only these")
+            if heads_name is not None:
+                drafters.check_loaded_heads(choice.name, heads_name, parts)
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
         loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
                      SharedStatistics(target.weights_in_tokens), heads_name, *parts,

@@ -13,9 +13,9 @@ class Observation:
     rows             of each forward
     forward_seconds  of the forwards, with the sampler and the commit
     between_seconds  between the steps and before the first one: events, text
-    tokens_before    of the step before, if the step is of plain decoding
     steps            number of steps
     ahead            of them, those that were computed ahead
+    tokens_before    tokens of the step before, where the steps are of plain decoding
     drafted          depth of the draft
     draft_seconds    of the draft
     is_typical       the drafter did nothing else: it did not have to catch up with the text
