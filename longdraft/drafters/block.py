@@ -32,7 +32,7 @@ from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import check
 from longdraft.kernels import KVStore
 from longdraft.kernels.launched import HostWork, LaunchedWork
-from longdraft.parts.block import Block, BlockHead, SlotRows
+from longdraft.parts.block import BlockHead, DraftBlock, SlotRows
 from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.parts.draft_copy import check_head_weights
 from longdraft.request.context import Context
@@ -201,7 +201,7 @@ class BlockModel:
         head, ahead = self._head, len(path) - 1
         count = min(self._num_rows, self._rows_for(max_depth))
         limited = self._vocabulary.model(context) if self._vocabulary else None
-        block = Block(path[-1], len(context) - 1 + ahead, count, self.rows.stores, limited)
+        block = DraftBlock(path[-1], len(context) - 1 + ahead, count, self.rows.stores, limited)
         rows = yield from self._guessed(block)
         if not head.has_pairs:
             shortlists = yield from self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part,
@@ -220,7 +220,7 @@ class BlockModel:
             before = shortlist.tokens
         return slots
 
-    def _guessed(self, block: Block) -> LaunchedWork[SlotRows]:
+    def _guessed(self, block: DraftBlock) -> LaunchedWork[SlotRows]:
         """The guesses of a block, which goes through the layers together with the blocks of other texts."""
         work = HostWork(self._head, block, lambda: self._head.launch([block])[0])
         yield work

@@ -96,7 +96,7 @@ class SlotRows(NamedTuple):
         return self.logits if self.part is None else self.part.whole(self.logits)
 
 
-class Block(NamedTuple):
+class DraftBlock(NamedTuple):
     """A block of rows after a text.
 
     last, position  the token of the first row, and its place
@@ -163,10 +163,10 @@ class BlockHead:
 
     def block(self, last: int, position: int, num_rows: int, stores: Sequence[tuple[KVStore, int]],
               limited: Transformer | None = None) -> SlotRows:
-        """Guess with one block; see `Block`."""
-        return self.launch([Block(last, position, num_rows, stores, limited)])[0]
+        """Guess with one block; see `DraftBlock`."""
+        return self.launch([DraftBlock(last, position, num_rows, stores, limited)])[0]
 
-    def launch(self, parts: Sequence[Block]) -> list[SlotRows]:
+    def launch(self, parts: Sequence[DraftBlock]) -> list[SlotRows]:
         """Guess with the blocks of several texts, in one forward."""
         config, weights, kernels = self.config, self._weights, self.kernels
         tokens = [token for part in parts for token in (part.last, *[config.mask_token] * (part.num_rows - 1))]

@@ -174,7 +174,7 @@ def test_the_blocks_of_several_texts_have_the_bits_of_each_alone(tiny, tmp_path,
     for text, num_rows in ((IDS[:9], 5), (IDS, 4), (IDS[3:20], 3)):
         drafter, context = read(model, head, text, window=8, sinks=2)
         held.append(drafter)
-        blocks.append(block.Block(context.last, len(context) - 1, num_rows, drafter.rows.stores))
+        blocks.append(block.DraftBlock(context.last, len(context) - 1, num_rows, drafter.rows.stores))
     for found, part in zip(head.launch(blocks), blocks, strict=True):
         (alone,) = head.launch([part])
         assert torch.equal(found.logits, alone.logits) and torch.equal(found.normed, alone.normed)

@@ -27,7 +27,7 @@ from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.block import BlockDrafter, BlockOptions, ContextRows
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.model.transformer import Transformer, chain_rows
-from longdraft.parts.block import Block
+from longdraft.parts.block import DraftBlock
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
@@ -98,7 +98,7 @@ def test_the_blocks_of_several_texts_are_one_graph_with_the_guesses_of_each_alon
         cache.commit(range(end))
         assert rows.read(context)
         held.append(rows)
-        blocks.append(Block(context.last, end, head.config.block_size, rows.stores))
+        blocks.append(DraftBlock(context.last, end, head.config.block_size, rows.stores))
     alone = [head.launch([block])[0].logits for block in blocks]
     for _, decoder in head._runs:
         monkeypatch.setattr(decoder, "_few_rows", None, raising=False)  # operation by operation
