@@ -306,11 +306,10 @@ def new_drafter(name: str, options: DrafterOptions, resources: Resources) -> Dra
 
 
 def check_loaded_heads(name: str, heads: str, parts: object) -> None:
-    """Raise UsageError where a drafter that needs no part uses none of those that were loaded. parts: with the fields
-    of `Resources` that trained parts have"""
-    spec = DRAFTERS[name]
-    used = [part for part in _TRAINED if part in spec.may_use]
-    if not spec.needs and used and all(getattr(parts, part) is None for part in used):
+    """Raise UsageError where a drafter may use heads, but none of those that were loaded. parts: with the fields of
+    `Resources` that trained parts have"""
+    used = [part for part in _TRAINED if part in DRAFTERS[name].may_use]
+    if used and all(getattr(parts, part) is None for part in used):
         raise UsageError(f"--heads is {heads}, which is no {' or '.join(map(_NAMES.__getitem__, used))} head; drafter "
                          f"{name!r} uses only these")
 

@@ -73,8 +73,9 @@ class Shareable(Launched):
 
 
 class HostWork(Shareable):
-    """Work of the processor: a launch returns when it is done, and its outcome may be anything. Alone it has all
-    threads; beside the work of other texts, one."""
+    """Work that the host does not wait for after its launch, and whose outcome may be anything: of the processor, which
+    is done then, or rows that a device computes for further launches. Alone it has all threads. Texts do it together as
+    `group` says: each on one thread, or in one forward."""
 
     def launch_on_one_thread(self) -> None:
         """Do the work as beside that of other texts."""

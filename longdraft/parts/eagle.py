@@ -130,16 +130,9 @@ class Eagle:
         stores   keys and values of each layer, of which the first `length` rows are visible
         parents  [T] as for `Kernels.attention`
         """
-        own, kernels, layers = self._weights.embedding, self.kernels, self._weights.layers
-        e = self._target.embed(tokens) if own is None else kernels.embed(own, tokens)
-        if kernels.is_device:
-            return self._run(kernels, y, e, self.rotations(positions), stores, length, parents)
-        x, source = self._inputs(y, e)
-        shape = (len(layers), len(y), self._geometry.num_kv_heads, self._geometry.head_dim)
-        k, v = (torch.empty(shape, dtype=kernels.dtype) for _ in range(2))
-        x = x if source is None else torch.cat([x, source], 1)
-        hidden, _ = self._decoder.forward(x, *self.rotations(positions), [LayersKV(stores, length, k, v)], parents)
-        return EagleRows(hidden, k, v)
+        own = self._weights.embedding
+        e = self._target.embed(tokens) if own is None else self.kernels.embed(own, tokens)
+        return self._run(self.kernels, y, e, self.rotations(positions), stores, length, parents)
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -208,6 +201,10 @@ class Eagle:
         x, source = self._inputs(y, e)
         shape = (len(weights.layers), len(y), self._geometry.num_kv_heads, self._geometry.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
+        if not kernels.is_device:  # all layers in one call
+            x = x if source is None else torch.cat([x, source], 1)
+            hidden, _ = self._decoder.forward(x, *rotations, [LayersKV(stores, length, k, v)], parents)
+            return EagleRows(hidden, k, v)
         for index, layer in enumerate(weights.layers):
             kv = KV(stores[index], length, k[index], v[index])
             x, _ = layer_forward(ops, x, layer, self._geometry, *rotations, [kv], parents, None if index else source)

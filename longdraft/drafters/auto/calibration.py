@@ -154,7 +154,8 @@ class _RandomText:
         """Seconds that a step of plain decoding saves where it is computed ahead. plain: of a single step"""
         ahead = PlainAhead(self.model, self.cache, self.sampler, is_long=True)
         single = Step(self.model, self.cache, PlainDrafter(), self.sampler, self.context, Timings(), Tally())
-        repeats = self._repeats(plain)
+        if not (repeats := self._repeats(plain)):
+            return 0.0
         tokens = MOST if ahead.spare else repeats  # of a turn
 
         def seconds(step: Step) -> tuple[float, bool]:
@@ -165,13 +166,13 @@ class _RandomText:
             return (perf_counter() - began) / tokens, accepted.verified is None
 
         of_ahead, of_single = list[float](), list[float]()
-        for _ in range(1 + repeats if repeats else 0):  # in the first turn it learns how many fit together
+        for _ in range(1 + repeats):  # in the first turn it learns how many fit together
             each, is_ahead = seconds(single._replace(ahead=ahead))
             if not is_ahead:
                 return 0.0
             of_ahead.append(each)
             of_single.append(seconds(single)[0])
-        return max(0.0, _typical(of_single[1:]) - _typical(of_ahead[1:])) if repeats else 0.0
+        return max(0.0, _typical(of_single[1:]) - _typical(of_ahead[1:]))
 
     def _repeats(self, seconds: float) -> int:
         """How often to repeat what took so long, on all ranks."""
