@@ -22,7 +22,7 @@ from longdraft_bench.cuda.plan import CudaPlan
 _ROOT = Path(__file__).resolve().parents[2]
 _TREE_ROWS, _CHAIN = (70, 16), (30, 9)  # sizes of trees, and the length of the chain in each
 _FAILURES = 20  # that are reported
-_PYTEST = ("-q", "--numprocesses", "8", "--timeout", "120", "-p", "no:cacheprovider")
+_PYTEST = ("-q", "--numprocesses", "14", "--timeout", "120", "-p", "no:cacheprovider")
 _CHECKER = "compute-sanitizer"
 
 
@@ -102,11 +102,11 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.float() - expected.float()).abs().max())
 
 
-def tests(plan: CudaPlan, bench: Bench, files: tuple[str, ...]) -> dict[str, Any]:
-    """Files of the kernels' tests on the device, in a process of their own. Their report is kept as junit.xml, or with
-    the name of a single file."""
-    report = bench.folder / (f"junit-{Path(files[0]).stem}.xml" if len(files) == 1 else "junit.xml")
+def tests(plan: CudaPlan, bench: Bench) -> dict[str, Any]:
+    """The kernels' tests on the device, in processes of their own. Their report is kept as junit.xml."""
+    report = bench.folder / "junit.xml"
     began = time.monotonic()
+    files = sorted(str(path.relative_to(_ROOT)) for path in (_ROOT / "tests" / "unit").glob("test_cuda_*.py"))
     command = [sys.executable, "-m", "pytest", *files, *_PYTEST, f"--junitxml={report}"]
     done = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True,
                           timeout=max(20.0, bench.seconds_left() - 10))

@@ -21,6 +21,8 @@ def cuda(
                         ] = None,
     limit: Annotated[float | None, typer.Option(
         help="Seconds for each slice. Default: 330, 330, 360, 480, 540 and 570 for the six slices.")] = None,
+    parts: Annotated[str, typer.Option(
+        help="Beginnings of the names of parts, separated by commas: measure these alone.")] = "",
     prompt_file: Annotated[Path, typer.Option(help="A text that the stretched models continue.")] =
         Path("examples/chapter.txt"),
     force: Annotated[bool, typer.Option("--force", help="Measure speed although rows of trees differ.")] = False,
@@ -35,18 +37,23 @@ def cuda(
     import torch
 
     from longdraft_bench.cuda import visit
-    from longdraft_bench.cuda.plan import LIMITS_S, SLICES
+    from longdraft_bench.cuda.plan import INTERPRETED, LIMITS_S, ON_DEVICE, SLICES, parts_of
 
     chosen = settings("--slices", slices)
     for name in chosen:
         check(name in SLICES, "--slices", name, ", ".join(SLICES))
+    beginnings = tuple(filter(None, map(str.strip, parts.split(","))))
+    names = [part.name for name in chosen for part in parts_of(INTERPRETED if interpret else ON_DEVICE, name)]
+    for beginning in beginnings:
+        check(any(name.startswith(beginning) for name in names), "--parts", beginning, "; ".join(names))
     within("--limit", 10 if limit is None else limit, 10, 86400, "seconds")
     if not interpret and not torch.cuda.is_available():
         raise UsageError("PyTorch finds no CUDA device; run this on a machine that has one, or test the command "
                          "itself with --interpret")
     if not interpret and not prompt_file.is_file():
         raise UsageError(f"--prompt-file {prompt_file} does not exist; name a text file")
-    given = visit.Visit(output, previous, "interpret" if interpret else "device", str(prompt_file), force)
+    given = visit.Visit(output, previous, "interpret" if interpret else "device", str(prompt_file), force,
+                        beginnings)
     given.run(chosen, {name: LIMITS_S[name] if limit is None else limit for name in chosen})
 
 

@@ -132,10 +132,11 @@ class Bench:
     def kernels(self, name: str | None = None) -> Kernels:
         return kernels.choose(self.plan.device, self.plan.dtype, name or self.plan.kernels_names[0])
 
-    def model(self, shape: str) -> Transformer:
+    def model(self, shape: str, quantize: str = "none") -> Transformer:
         """The first of these kernels with a model of random weights, which costs what a model of this shape costs."""
         shapes = self.plan.shapes | self.plan.families
-        return self._made(("random", shape), lambda: random_model(shapes[shape], self.kernels()))
+        return self._made(("random", shape, quantize),
+                          lambda: random_model(shapes[shape], self.kernels(), quantize=quantize))
 
     def stretched(self, shape: str, quantize: str = "none") -> Transformer:
         """A model of this shape with the predictions of the small one; `quantize` for a copy that drafts."""

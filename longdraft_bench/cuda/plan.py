@@ -93,7 +93,6 @@ class CudaPlan(NamedTuple):
     tokens         written by each drafter after each context
     whole          tokens of the drafted text; its windows have `window` tokens
     drafters       name -> drafter and its options, for the texts
-    tests          files of tests; empty: no tests
     copied         bytes of the copy
     repeats        of each measurement
     has_peer       measure transformers too
@@ -112,21 +111,12 @@ class CudaPlan(NamedTuple):
     whole: int
     window: int
     drafters: dict[str, tuple[str, dict[str, Any]]]
-    tests: tuple[str, ...]
     copied: int
     repeats: int
     has_peer: bool
     decide: DecidePlan
 
 
-_TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
-          "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_layer_chain.py", "tests/unit/test_cuda_int4.py",
-          "tests/unit/test_cuda_small_drafts.py", "tests/unit/test_cuda_support.py", "tests/unit/test_cuda_texts.py",
-          "tests/unit/test_cuda_chains.py", "tests/unit/test_cuda_rounds.py",
-          "tests/unit/test_cuda_graphs.py", "tests/unit/test_cuda_ahead.py", "tests/unit/test_cuda_remainder.py")
-_FAMILIES = ("tests/unit/test_cuda_families.py",)
-_TEXTS_OF_FAMILIES = ("tests/unit/test_cuda_family_texts.py", "tests/unit/test_cuda_hybrids.py",
-                      "tests/unit/test_cuda_family_chains.py")
 _SELF = {"chain": 4, "suffix": False}
 _EAGLE = {"width": 1, "suffix": False}
 _INT4 = _SELF | {"width": 1, "draft_weights": "int4"}
@@ -154,7 +144,7 @@ ON_DEVICE = CudaPlan(
      "self int8": ("magicdec", _SELF | {"draft_weights": "int8"}),
      "self int4": ("magicdec", _SELF | {"draft_weights": "int4"}),
      "self int4, 7 tokens": ("magicdec", _SELF | {"chain": 7, "draft_weights": "int4"}), "suffix": ("suffix", {})},
-    _TESTS, 1 << 32, 9, True, _DECIDED)
+    1 << 32, 9, True, _DECIDED)
 _TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                   "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 _TINY_EXPERTS = _TINY | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -171,12 +161,13 @@ _DECIDED_TINY = DecidePlan(
     (16, 20, 24), 5, ("eagle 0.72",), {"tiny": (1 << 16, 2)})
 INTERPRETED = CudaPlan(
     "cpu", "float32", ("triton-16",), {"tiny": _TINY}, _TINY_FAMILIES, (24,), (20,), (1, 2), 3, 4, 2,
-    {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 2, "suffix": False})}, (),
+    {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 2, "suffix": False})},
     1 << 12, 1, False, _DECIDED_TINY)
 
 
 # Seconds are those that parts took on an H200; a model's first part compiles its kernels.
 _COPY_RATE = Part("copy rate", "copy_rate", {}, 5, lasts=True)
+_TESTS, _MEMORY_CHECKER = Part("tests", "tests", {}, 110), Part("memory checker", "memory_checker", {}, 15)
 
 
 def parts_of(plan: CudaPlan, name: str) -> list[Part]:
@@ -190,12 +181,11 @@ def _first(plan: CudaPlan) -> list[Part]:
     for name in plan.kernels_names:
         parts += [Part(f"rows {name} {prefix}", "rows", {"name": name, "prefix": prefix},
                        12 if prefix == plan.prefixes[0] else 3) for prefix in plan.prefixes]
-        if plan.tests and name == plan.kernels_names[0]:
-            parts.append(Part("tests", "tests", {"files": plan.tests}, 100))
+        if plan.device == "cuda" and name == plan.kernels_names[0]:
+            parts.append(_TESTS)
     parts += [Part(f"reference {name}", "reference", {"name": name}, 10) for name in plan.kernels_names]
     if plan.device == "cuda":
-        parts += [Part("memory checker", "memory_checker", {}, 15),
-                  Part("tests of families", "tests", {"files": _FAMILIES}, 60)]
+        parts.append(_MEMORY_CHECKER)
     return parts
 
 
@@ -241,8 +231,6 @@ def _families(plan: CudaPlan) -> list[Part]:
         parts.append(Part(f"chains {shape} {near}", "family_chains", {"shape": shape, "context": near}, 20))
     first = next(iter(plan.shapes))
     parts.append(Part(f"layer chains {first}", "layer_chains", {"shape": first, "context": near}, 40))
-    if plan.device == "cuda":
-        parts.append(Part("tests of families' texts", "tests", {"files": _TEXTS_OF_FAMILIES}, 90))
     return parts
 
 
@@ -278,6 +266,9 @@ def _decisive(plan: CudaPlan) -> list[Part]:
             options = {"shape": shape, "context": context}
             parts += [Part(f"steps {shape} {context}", "steps", options, 12 if context == near else 5),
                       Part(f"ahead {shape} {context}", "plain_ahead", options, 4)]
+            if context == near:
+                options = options | {"quantize": "int4"}
+                parts.append(Part(f"ahead {shape} int4 {context}", "plain_ahead", options, 8))
         parts.append(Part(f"without {shape} {near}", "omissions", {"shape": shape, "context": near}, 6))
         if shape == first:  # while there is its model
             parts += [Part(f"prefill {first} {far}, {time}", "prefill", {"shape": first, "context": far}, 12)
@@ -291,4 +282,4 @@ def _decisive(plan: CudaPlan) -> list[Part]:
 def _last(plan: CudaPlan) -> list[Part]:
     if plan.device != "cuda":
         return []
-    return [Part("tests", "tests", {"files": plan.tests}, 80), Part("memory checker", "memory_checker", {}, 15)]
+    return [_TESTS, _MEMORY_CHECKER]

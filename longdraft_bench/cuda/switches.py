@@ -53,9 +53,12 @@ LAWS: dict[str, dict[str, Any]] = {
     "top-k, top-p": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)}
 
 
-def plain_ahead(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
-    """Milliseconds of a token of plain decoding while a text is written, ahead of the host and step by step."""
-    model, times, texts = bench.model(shape), dict[str, Any](), []
+def plain_ahead(plan: CudaPlan, bench: Bench, shape: str, context: int, quantize: str = "none") -> dict[str, Any]:
+    """Milliseconds of a token of plain decoding while a text is written, ahead of the host and step by step; those of
+    the memory's floor."""
+    model, texts = bench.model(shape, quantize), []
+    size = model.weights_bytes + context * model.cache_bytes_per_token
+    times: dict[str, Any] = {"floor_ms": size / rate_of(plan, bench) * 1e3}
     count = _AHEAD_TOKENS if plan.device == "cuda" else 13
     for is_on in (True, False):
         step = plain_step(model, context)

@@ -297,6 +297,7 @@ class Visit(NamedTuple):
     plan      of the worker: device | interpret
     prompt    a text file
     force     measure speed although rows differ
+    parts     beginnings of the names of the parts to measure; empty: all
     """
 
     output: Path
@@ -304,6 +305,7 @@ class Visit(NamedTuple):
     plan: str
     prompt: str
     force: bool
+    parts: tuple[str, ...] = ()
 
     def run(self, slices: Sequence[str], limits: Mapping[str, float]) -> None:
         """Run slices one after the other, each with its limit in seconds. UsageError where rows differ."""
@@ -322,7 +324,8 @@ class Visit(NamedTuple):
                 document.filled |= {"prompt": self.prompt, "force": self.force}
                 document.save()
                 command = [sys.executable, "-m", "longdraft_bench.cuda.worker", self.plan, name, str(document.path)]
-                Driver(document, parts_of(plan, name), command, self.output / "log.txt", limits[name],
+                wanted = [part for part in parts_of(plan, name) if not self.parts or part.name.startswith(self.parts)]
+                Driver(document, wanted, command, self.output / "log.txt", limits[name],
                        {"TRITON_CACHE_DIR": compiled}).run()
                 with contextlib.suppress(OSError):  # a full disk must not end the visit
                     pack_cache(Path(compiled), self.output / archive)

@@ -12,7 +12,7 @@ from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 
-_SPLITS_PER_MERGE_STEP = 32
+_SPLITS_PER_MERGE_STEP = 64  # with 32, a row of 4,096 positions needs a second step, of 33 splits
 # In one program: rows of a product on Hopper. Of float32, and of heads above 256, more do not fit in registers.
 _LANES, _FEW_LANES = 64, 16
 _SHORTEST = 128  # positions of a split: a multiple of every block

@@ -22,7 +22,7 @@ from longdraft.kernels.formats.int4 import GROUP, Int4Weight
 
 _COLUMNS = 128  # output features of one program: two operands of 64 rows
 _BLOCK = 4 * GROUP  # inputs of a record
-_PROGRAMS, _SPLIT_BLOCKS = (384, 899), (2, 8)  # see `splits_of`; timed on an H200 (docs/cuda.md)
+_PROGRAMS, _SPLIT_BLOCKS = (384, 575), (2, 8)  # see `splits_of`; four run on a multiprocessor at a time (docs/cuda.md)
 _STAGES = 3
 _WARPS = 4
 _MOST_ROWS = 16  # of one program: with more, its registers do not suffice

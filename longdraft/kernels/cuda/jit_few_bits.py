@@ -22,11 +22,16 @@ With the bits of a 16-bit number whose last place is 1 above them, the halves ar
 are two's complements, the highest is subtracted by itself.
 """
 
+import os
+
+import torch
 import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import prefetch, wait_for_inputs
 
+# Whether instructions can be given: NVIDIA's compiler has them, Triton's interpreter and AMD's have not.
+HAS_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
 GROUP: tl.constexpr = tl.constexpr(32)  # inputs with a scale
 WIDTH: tl.constexpr = tl.constexpr(128)  # inputs of a block
 # What a group has besides its values; `scale_and_least` has the layouts. The ones below `ZERO` take half the memory.
@@ -57,37 +62,75 @@ def unpacked(packed, upper, held, group: tl.constexpr, like, BITS: tl.constexpr,
     """
     IS_BF16: tl.constexpr = like.dtype.element_ty == tl.bfloat16
     FLOAT: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
-    ONE: tl.constexpr = 128.0 if IS_BF16 else 1024.0
     if BITS == 8:
-        pair = (packed >> (8 * (group % 2))) & 0x00FF00FF
+        pair = packed >> (8 * (group % 2))
     else:
-        pair = (packed >> (4 * group)) & 0x000F000F
+        pair = packed >> (4 * group)
     if BITS == 5:
-        pair = pair | ((upper << (4 - group)) & 0x00100010)
+        upper = (upper << (4 - group)) & 0x00100010
     if BITS == 6:
         if group == 3:
-            pair = pair | ((upper >> 2) & 0x00300030)
+            upper = (upper >> 2) & 0x00300030
         else:
-            pair = pair | ((upper << (4 - 2 * group)) & 0x00300030)
+            upper = (upper << (4 - 2 * group)) & 0x00300030
     if like.dtype.element_ty == tl.float32:
         if BITS == 8:
-            pair = pair ^ 0x00800080
+            pair = (pair & 0x00FF00FF) ^ 0x00800080
+        else:
+            pair = pair & 0x000F000F
+            if BITS > 4:
+                pair = pair | upper
         low, high = (pair & 0xFF).to(tl.float32), (pair >> 16).to(tl.float32)
         value = tl.join(low, high).reshape(COLUMNS, PART)
         if FORM == ZERO or FORM == SHARED:
             value = value - (held >> 16).to(tl.float32)[:, None]
         else:
             value = value - OFFSET
-    elif BITS == 8:
-        value = halves_of((pair & 0x007F007F) | FLOAT, like, COLUMNS, PART) - halves_of((pair & 0x00800080) | FLOAT,
-                                                                                        like, COLUMNS, PART)
-    elif FORM == ZERO or FORM == SHARED:
-        # Halves of 16 + value - zero, 1 to 31: no bit is carried from one to the other.
-        pair = pair + (FLOAT + 0x00100010 - (held >> 16) * 0x00010001)[:, None]
-        value = halves_of(pair, like, COLUMNS, PART) - (ONE + 16.0)
     else:
-        value = halves_of(pair | FLOAT, like, COLUMNS, PART) - (ONE + OFFSET)
+        if BITS == 8:
+            less = masked_or(pair, 0x00800080, FLOAT)
+            pair = masked_or(pair, 0x007F007F, FLOAT)
+        else:
+            pair = masked_or(pair, 0x000F000F, FLOAT)
+            if BITS > 4:
+                pair = pair | upper
+            if FORM == ZERO or FORM == SHARED:
+                less = ((held >> 16) * 0x00010001 | FLOAT)[:, None].broadcast_to(COLUMNS, PART // 2)
+            else:
+                less = tl.full([COLUMNS, PART // 2], FLOAT + OFFSET * 0x00010001, tl.int32)
+        value = difference(pair, less, like, COLUMNS, PART)
     return value
+
+
+@triton.jit
+def masked_or(word, MASK: tl.constexpr, OTHER: tl.constexpr):
+    """(word & MASK) | OTHER. The compiler makes two instructions of it, because both numbers are constants."""
+    if HAS_PTX:
+        result = tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, MASK, OTHER],
+                                           dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        result = (word & MASK) | OTHER
+    return result
+
+
+@triton.jit
+def difference(a, b, like, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """The differences of the 16-bit floats in the halves of words [COLUMNS, PART / 2], exact: [COLUMNS, PART].
+
+    As a multiply-add, which every card from Ampere on has for bfloat16. Words stay whole: of halves, the compiler
+    permutes bytes.
+    """
+    if HAS_PTX and like.dtype.element_ty == tl.bfloat16:
+        pair = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $2, $3, $1;", "=r,r,r,r", [a, b, 0xBF80BF80 - (1 << 32)],
+                                         dtype=tl.int32, is_pure=True, pack=1)
+        result = halves_of(pair, like, COLUMNS, PART)
+    elif HAS_PTX:
+        pair = tl.inline_asm_elementwise("fma.rn.f16x2 $0, $2, $3, $1;", "=r,r,r,r", [a, b, 0xBC00BC00 - (1 << 32)],
+                                         dtype=tl.int32, is_pure=True, pack=1)
+        result = halves_of(pair, like, COLUMNS, PART)
+    else:
+        result = halves_of(a, like, COLUMNS, PART) - halves_of(b, like, COLUMNS, PART)
+    return result
 
 
 @triton.jit
@@ -218,8 +261,10 @@ def sums_of_blocks(x, weight, tile, row, is_row, first, end, BITS: tl.constexpr,
                 if FORM != SHARED or group == 3:
                     total = tl.fma(sums, scale[:, None].broadcast_to(COLUMNS, ROWS), total)
                 if HAS_LEAST:
-                    ones = tl.full([COLUMNS, PART], 1.0, x.dtype.element_ty)
+                    # The sum of a group's inputs is the same for all columns: half of them are computed, and doubled.
+                    ones = tl.full([COLUMNS // 2, PART], 1.0, x.dtype.element_ty)
                     sums = tl.dot(ones, rows, input_precision="ieee")
+                    sums = tl.join(sums, sums).permute(2, 0, 1).reshape(COLUMNS, ROWS)
                     total = tl.fma(sums, least[:, None].broadcast_to(COLUMNS, ROWS), total)
     return total
 

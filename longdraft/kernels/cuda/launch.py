@@ -77,13 +77,19 @@ def _has_chains(device: torch.device) -> bool:
     return device.type == "cuda" and is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def indexed(device: torch.device) -> torch.device:
+    """The device with its number, which those of tensors have: "cuda" is not equal to "cuda:0"."""
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
     """Bytes of shared memory that one program can have. Of the CPU, in Triton's interpreter, those of Hopper."""
     if device.type != "cuda":
         return 227 << 10
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return int(triton.runtime.driver.active.utils.get_device_properties(indexed(device).index)["max_shared_mem"])
 
 
 @functools.cache

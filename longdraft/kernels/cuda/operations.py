@@ -14,7 +14,16 @@ from longdraft.kernels.cuda.delta import DeltaNets
 from longdraft.kernels.cuda.experts import GroupedExperts, route
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require, shared_bytes
+from longdraft.kernels.cuda.launch import (
+    UNFUSED,
+    ceil_div,
+    chained,
+    indexed,
+    on_device,
+    padded_size,
+    require,
+    shared_bytes,
+)
 from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear, add_partial_sums
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import shared_expert
@@ -34,7 +43,7 @@ class CudaOperations:
     """
 
     def __init__(self, device: str, dtype: torch.dtype, tile: int, splits: Splits | None) -> None:
-        self.device = torch.device(device)
+        self.device = indexed(torch.device(device))
         self.dtype = dtype
         self.tile = tile
         self.splits = splits
