@@ -40,6 +40,7 @@ from longdraft.kernels.cuda import (
     jit_rows,
     jit_support,
 )
+from longdraft.kernels.cuda.few_bits import Form
 
 F64 = "*fp64"
 # Bytes of shared memory that a program can have, by compute capability: A100; RTX 30, 40; H100; RTX 50.
@@ -72,7 +73,8 @@ def kernels(shared):
     sizes = dict(OUT=4096, INNER=4096, BLOCKS=32, COLUMNS=128)
     for form in FORMS:
         yield (jit_few_bits.few_bits_kernel, dict(x=BF16, weight=I32, parts=F32, num_rows="i32"),
-               form | sizes | dict(ROWS=16, SPLITS=8, STAGES=3, STRIDE=4096), dict(num_warps=4, **UNFUSED))
+               form | sizes | dict(ROWS=16, SPLITS=8, STAGES=3, STRIDE=4096),
+               dict(num_warps=4, **Form(*form.values()).registers(), **UNFUSED))
         yield jit_few_bits.dequantise_kernel, dict(weight=I32, out=BF16), form | sizes | dict(ROWS=8), UNFUSED
     yield (jit_few_bits.table_rows_kernel, dict(ids=I64, weight=I32, out=BF16),
            FORMS[-1] | dict(INNER=4096, BLOCKS=32, COLUMNS=128, BLOCK=1024), UNFUSED)

@@ -94,6 +94,13 @@ def test_the_device_gives_the_shortlists_that_the_host_gives(law, has_part):
             np.testing.assert_array_equal(own.scores, wanted.scores[:count])
 
 
+def test_kernels_and_tensors_have_one_device():
+    """Work whose logits are on the kernels' device is given to it: "cuda" is not equal to "cuda:0"."""
+    kernel = kernels.choose(DEVICE, "float32", NAME)
+    device = Sampler(SamplingParams(max_new_tokens=5, seed=1), kernels=kernel).on_device
+    assert torch.zeros(1, device=DEVICE).device == kernel.device == device.device
+
+
 def test_the_shortlists_of_several_texts_are_one_launch(monkeypatch):
     """Of unlike numbers of places."""
     kernel, sizes = kernels.choose(DEVICE, "float32", NAME), (3, 2, 4)

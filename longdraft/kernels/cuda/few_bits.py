@@ -25,12 +25,14 @@ _BLOCK = 4 * GROUP  # inputs of a record
 _PROGRAMS, _SPLIT_BLOCKS = (384, 575), (2, 8)  # see `splits_of`; four run on a multiprocessor at a time (docs/cuda.md)
 _STAGES = 3
 _WARPS = 4
+_REGISTERS = 128  # of a thread: 1.18 times as fast for GGUF's Q4_0 as with 132 (notebook/2026-11.md)
 _MOST_ROWS = 16  # of one program: with more, its registers do not suffice
 _MIDDLE = 8  # the zero point of weights that are symmetric: GGUF's Q4_0, and many of GPTQ and compressed-tensors
 _CHUNK = 1 << 25  # values that are packed at a time: each takes up to 16 bytes meanwhile
 _UNPACKED_ROWS = 8  # output features of a program that dequantises
 _TABLE_BLOCK = 1024  # inputs of a program that reads rows of a table
 SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES, SHARED = range(7)  # see `jit_few_bits.scale_and_least`
+_LIMITED = (4, SCALE), (6, COMMON_HALVES)  # bits and form of GGUF's Q4_0 and Q6_K, see `Form.registers`
 _COMMON = (COMMON_LEAST, COMMON_HALVES)
 
 
@@ -68,6 +70,12 @@ class Form(NamedTuple):
     def options(self) -> dict[str, int]:
         """The compile-time arguments of kernels that read such a weight."""
         return {"BITS": self.bits, "FORM": self.scales, "OFFSET": self.offset}
+
+    def registers(self) -> dict[str, int]:
+        """The option of a product's launch that limits its registers, so that four programs run on a multiprocessor:
+        of the forms that need a few more. Others would spill. The option is of NVIDIA's compiler."""
+        is_limited = (self.bits, self.scales) in _LIMITED and jit_few_bits.HAS_PTX
+        return {"maxnreg": _REGISTERS} if is_limited else {}
 
 
 def tiling_of(tiles: int, blocks: int) -> Tiling:
@@ -192,7 +200,7 @@ class CudaFewBits(CudaLinear):
         jit_few_bits.few_bits_kernel[(ceil_div(rows, tile), self.tiles, self.splits)](
             self._ordered(x), self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features,
             BLOCKS=self.blocks, ROWS=tile, COLUMNS=_COLUMNS, SPLITS=self.splits, STAGES=self.tiling.stages,
-            STRIDE=sums.stride(1), num_warps=_WARPS, **self.options(), **chained(x.device))
+            STRIDE=sums.stride(1), num_warps=_WARPS, **self.form.registers(), **self.options(), **chained(x.device))
 
     def matmul(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.dtype)
