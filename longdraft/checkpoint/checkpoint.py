@@ -25,7 +25,7 @@ from longdraft.kernels.cpu.store import CpuLinear
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.formats import groups
 from longdraft.kernels.formats.int4 import GROUP
-from longdraft.kernels.interface import PacksParts
+from longdraft.kernels.interface import PacksMxfp4, PacksParts
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, LayerHeads, Mlp, QuantisedWeight
 from longdraft.model import hybrid, rope
@@ -278,7 +278,7 @@ class Loader:
                 parts = self._files.exact_parts(names, self._quantize, self._kernels.device)
                 if parts:
                     return self._kernels.pack_parts(parts, bias)
-            if self._format == "none" and order is None and isinstance(self._kernels, CpuKernels):
+            if self._format == "none" and order is None and isinstance(self._kernels, PacksMxfp4):
                 packed = self._files.mxfp4(names)
                 if packed is not None:
                     return self._kernels.pack_mxfp4(packed, bias)

@@ -94,7 +94,7 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16", *, has_mxfp4: bool
 
 
 def has_mxfp4(path: Path, config: ModelConfig) -> bool:
-    """Whether the experts of a folder or a GGUF file are in MXFP4, which a CPU keeps."""
+    """Whether the experts of a folder or a GGUF file are in MXFP4, which kernels keep."""
     if config.experts is None:
         return False
     if path.is_file():

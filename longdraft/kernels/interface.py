@@ -20,6 +20,7 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.formats.groups import GroupedWeight
 from longdraft.kernels.formats.int4 import Int4Weight
+from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight, Routing
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
@@ -193,6 +194,14 @@ class PacksParts(Protocol):
 
     def pack_parts(self, parts: Sequence[PartOfWeight], bias: Tensor | None = None) -> Linear:
         """`Kernels.pack` of weights [N, K] one below another, of as many inputs; bias [all N]."""
+
+
+@runtime_checkable
+class PacksMxfp4(Protocol):
+    """Kernels that keep the codes of weights in MXFP4."""
+
+    def pack_mxfp4(self, weight: Mxfp4Weight, bias: Tensor | None = None) -> Linear:
+        """A weight [N, K] whose numbers are normal; bias [N]. ValueError for other weights."""
 
 
 @runtime_checkable

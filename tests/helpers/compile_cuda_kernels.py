@@ -50,9 +50,10 @@ SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
 VOCABULARY = dict(vocabulary="i32")
 LIMITS = dict(settings=F64, cuts=I64, floors=I64, leasts=F64, bests=F32, num_blocks="i32")
 PLAIN = dict(BITS=0, FORM=0, OFFSET=0)  # of an embedding table
-# Weights of few bits: Int4Weight, with zero points and without, then the kinds of GroupedWeight; last Q6_K.
+# Weights of few bits: Int4Weight, with zero points and without, then the kinds of GroupedWeight with MXFP4; last Q6_K.
 FORMS = [dict(BITS=bits, FORM=form, OFFSET=offset) for bits, form, offset in (
-    (4, 3, 0), (4, 6, 0), (4, 0, 8), (4, 4, 0), (5, 0, 16), (8, 0, 128), (8, 5, 128), (4, 1, 0), (5, 1, 0), (6, 2, 32))]
+    (4, 3, 0), (4, 6, 0), (4, 0, 8), (4, 4, 0), (5, 0, 16), (8, 0, 128), (8, 5, 128), (4, 1, 0), (5, 1, 0), (4, 7, 0),
+    (6, 2, 32))]
 FILTERS = dict(HAS_CUT=True, HAS_MIN_P=True, HAS_ETA=True, HAS_FLOOR=True)
 IN_BLOCKS = dict(BLOCK=1024, BLOCKS=128)
 

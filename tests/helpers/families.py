@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -119,6 +120,35 @@ def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **c
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model
+
+
+def pack_experts(folder: Path, target: Path, shards: int = 1) -> None:
+    """The folder's model with random experts in MXFP4 at `target`, and the same numbers unquantised at target/whole."""
+    generator = torch.Generator().manual_seed(8)
+    tensors = load_file(folder / "model.safetensors")
+    whole = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj")) and ".experts." in name]:
+        count, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, (count, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        assert whole[name].shape == (count, inputs, outputs)
+    config = json.loads((folder / "config.json").read_text())
+    for path, each in ((target, tensors), (target / "whole", whole)):
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(each, path / "model.safetensors")
+        quantized = {"quantization_config": {"quant_method": "mxfp4"}} if path == target else {}
+        (path / "config.json").write_text(json.dumps(config | quantized))
+        (path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    if shards > 1:  # blocks and scales in different files
+        parts = [{name: tensor for name, tensor in tensors.items() if name.endswith("_scales") == is_scale}
+                 for is_scale in (False, True)]
+        (target / "model.safetensors").unlink()
+        for i, part in enumerate(parts):
+            save_file(part, target / f"model-{i}.safetensors")
+        weights = {name: f"model-{i}.safetensors" for i, part in enumerate(parts) for name in part}
+        (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
 def make_hybrid(folder: Path, **changes: object) -> None:

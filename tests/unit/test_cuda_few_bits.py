@@ -16,13 +16,15 @@ from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, TOLERANCE, every_dtype, kernels, rows_of
 from helpers.cuda_texts import load
 from helpers.equality import prompt_of
+from helpers.families import make_family, pack_experts
 from helpers.gguf_files import convert
 from helpers.grouped_weights import KINDS, WIDTH, numbers
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.kernels.cuda import few_bits
 from longdraft.kernels.cuda.few_bits import CudaFewBits, CudaStacked
-from longdraft.kernels.formats import groups, int4
+from longdraft.kernels.formats import groups, int4, mxfp4
 from longdraft.kernels.formats.int4 import Int4Weight
+from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.request.sampling_params import SamplingParams
 
@@ -162,6 +164,34 @@ def test_groups_of_128_inputs_have_one_scale(dtype, inner):
     assert torch.equal(together[17:], kernel.linear(x[17:], packed, keep_float=True).cpu())
 
 
+@every_dtype
+@pytest.mark.parametrize("out, inner", [(70, 256), (130, 96)])
+def test_mxfp4_keeps_its_codes_and_every_number(dtype, out, inner):
+    """All codes, each with the least and the greatest exponents whose numbers the dtype has."""
+    kernel, generator = kernels(dtype), torch.Generator().manual_seed(1)
+    codes = torch.arange(256, dtype=torch.int32).repeat(out, 1)[:, : inner // 2].to(torch.uint8)
+    codes[1::2] = torch.randint(0, 256, codes[1::2].shape, generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(115, 135, (out, inner // 32), generator=generator, dtype=torch.uint8)
+    if dtype != "float16":
+        exponents[0], exponents[-1] = 2, 252
+    weight = Mxfp4Weight(codes, exponents)
+    packed, table = kernel.pack_mxfp4(weight), mxfp4.dequantise(weight)
+    assert packed.form.scales == few_bits.POWERS
+    assert packed.nbytes == -(-out // 128) * 128 * -(-inner // 128) * 128 * 4.25 / 8
+    assert torch.equal(packed.dequantised().cpu(), table.to(kernel.dtype))
+    assert torch.equal(kernel.embed(packed, [0, 2, 69]).cpu(), table[[0, 2, 69]].to(kernel.dtype))
+    x = rows_of(18, inner, dtype=kernel.dtype)
+    together = kernel.linear(x, packed, keep_float=True).cpu()
+    wanted = x.cpu().double() @ table.double().T
+    for rows in (slice(1, out - 1), slice(0, 1)):  # sums of the greatest numbers are infinite
+        assert (together - wanted)[:, rows].abs().max() <= 2e-6 * wanted[:, rows].abs().max()
+    assert torch.equal(together[17:], kernel.linear(x[17:], packed, keep_float=True).cpu())
+    one = torch.eye(inner, dtype=kernel.dtype, device=DEVICE)[:40]
+    assert torch.equal(kernel.linear(one, packed, keep_float=True).T.cpu(), table[:, :40]), "each number itself"
+    with pytest.raises(ValueError, match="exponents of normal numbers"):
+        kernel.pack_mxfp4(Mxfp4Weight(codes, torch.full_like(exponents, 255)))
+
+
 @pytest.mark.parametrize("chunk", [1, 1 << 25])
 def test_packing_in_pieces_changes_nothing(monkeypatch, chunk):
     weight = numbers("4 bits, common", rows=300)
@@ -207,6 +237,22 @@ def test_parts_of_unlike_kinds_are_multiplied_together_each_with_its_own_numbers
     for found in (together, weight.matmul(x)):
         torch.testing.assert_close(found.cpu(), x.cpu() @ table.T, atol=1e-4, rtol=1e-4)
     assert torch.equal(kernel.linear(x[17:], weight), together[17:])
+
+
+def test_experts_in_mxfp4_stay_in_4_bits_and_drafts_change_no_text(tmp_path):
+    make_family(tmp_path, "gpt_oss", hidden_size=64, num_hidden_layers=1, layer_types=["full_attention"])
+    pack_experts(tmp_path, tmp_path / "packed")
+    small, whole = (load(folder) for folder in (tmp_path / "packed", tmp_path / "packed" / "whole"))
+    for mlp in small.weights.layers[0].experts.mlps:
+        assert all(isinstance(each, CudaFewBits) and each.form.scales == few_bits.POWERS for each in mlp)
+    torch.testing.assert_close(logits_of(small), logits_of(whole), atol=1e-4, rtol=1e-4)
+    texts = []
+    for drafter in ("plain", "magicdec"):
+        engine = longdraft.load(str(tmp_path / "packed"), device=DEVICE, dtype="float32", kernels_name="triton-16",
+                                drafter=drafter)
+        params = SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
+        texts.append([token for event in engine.generate(prompt_of(40), params) for token in event.tokens])
+    assert texts[0] == texts[1] and len(texts[0]) == 6
 
 
 def logits_of(model: Transformer) -> torch.Tensor:

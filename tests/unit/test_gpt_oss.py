@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import longdraft
 from helpers.checkpoints import load
 from helpers.equality import prompt_of
-from helpers.families import logits_of, make_family
+from helpers.families import logits_of, make_family, pack_experts
 from helpers.family_checks import check_one_call
 from longdraft import kernels
 from longdraft.__main__ import run
@@ -42,35 +41,6 @@ def test_drafts_of_a_small_cache_know_the_sinks_of_layers_whose_window_it_holds(
     assert stats["mean_accepted_length"] > 6
 
 
-def packed(folder: Path, target: Path, shards: int = 1) -> None:
-    """The folder's model with random experts in MXFP4 at `target`, and the same numbers unquantised at target/whole."""
-    generator = torch.Generator().manual_seed(8)
-    tensors = load_file(folder / "model.safetensors")
-    whole = dict(tensors)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj")) and ".experts." in name]:
-        count, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(120, 126, (count, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        whole[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-        assert whole[name].shape == (count, inputs, outputs)
-    config = json.loads((folder / "config.json").read_text())
-    for path, each in ((target, tensors), (target / "whole", whole)):
-        path.mkdir(parents=True, exist_ok=True)
-        save_file(each, path / "model.safetensors")
-        quantized = {"quantization_config": {"quant_method": "mxfp4"}} if path == target else {}
-        (path / "config.json").write_text(json.dumps(config | quantized))
-        (path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    if shards > 1:  # blocks and scales in different files
-        parts = [{name: tensor for name, tensor in tensors.items() if name.endswith("_scales") == is_scale}
-                 for is_scale in (False, True)]
-        (target / "model.safetensors").unlink()
-        for i, part in enumerate(parts):
-            save_file(part, target / f"model-{i}.safetensors")
-        weights = {name: f"model-{i}.safetensors" for i, part in enumerate(parts) for name in part}
-        (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose rows are whole blocks of 32."""
@@ -81,7 +51,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_experts_in_mxfp4_have_the_numbers_of_transformers(wide, tmp_path, shards):
-    packed(wide, tmp_path, shards)
+    pack_experts(wide, tmp_path, shards)
     found, expected = (logits_of(load(path), prompt_of(30), 30) for path in (tmp_path, tmp_path / "whole"))
     assert torch.equal(found, expected)
     assert sizing.model_sizes(read_config(tmp_path)) == sizing.model_sizes(read_config(tmp_path / "whole"))
@@ -99,7 +69,7 @@ def test_experts_in_mxfp4_have_the_numbers_of_transformers(wide, tmp_path, shard
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_stay_in_4_bits_and_have_the_bits_of_their_numbers(wide, tmp_path, name, dtype):
     """Rows alone, together and in prompts that convert a tile once; the reference multiplies the numbers."""
-    packed(wide, tmp_path)
+    pack_experts(wide, tmp_path)
     small, whole = (load(path, dtype, name) for path in (tmp_path, tmp_path / "whole"))
     tokens = prompt_of(130)
     assert torch.equal(logits_of(small, tokens, 120), logits_of(whole, tokens, 120))
@@ -131,7 +101,7 @@ def test_products_in_mxfp4_have_the_bits_of_the_numbers(name, dtype):
 
 
 def test_damaged_experts_are_one_clear_line(wide, tmp_path):
-    packed(wide, tmp_path)
+    pack_experts(wide, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     for changed, message in (
@@ -177,7 +147,7 @@ def test_sinks_join_the_softmax_without_a_value(name):
 
 @pytest.mark.full
 def test_doctor_reckons_experts_in_mxfp4_as_they_are_kept(wide, tmp_path, capsys):
-    packed(wide, tmp_path)
+    pack_experts(wide, tmp_path)
     config, expert = read_config(tmp_path), 3 * 64 * 64
     assert sizing.has_mxfp4(tmp_path, config) and not sizing.has_mxfp4(tmp_path / "whole", config)
     small, whole = (sizing.model_sizes(config, has_mxfp4=given) for given in (True, False))

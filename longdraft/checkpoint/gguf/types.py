@@ -56,8 +56,8 @@ TYPES = {
 KEPT_BYTES = {name: bits / 8 for name, bits in {
     "Q4_0": 4.75, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 9.5, "Q8_0": 8.5, "Q3_K": 9.5, "Q4_K": 4.625, "Q5_K": 5.625,
     "Q6_K": 6.5625, "IQ4_NL": 8.5, "IQ4_XS": 8.5, "MXFP4": 4.25}.items()}
-# Those that differ on a device (kernels/cuda/few_bits.py), where MXFP4 is expanded.
-DEVICE_BYTES = {"Q4_0": 4.5 / 8, "Q6_K": 6.625 / 8, "MXFP4": 2}
+# Those that differ on a device (kernels/cuda/few_bits.py).
+DEVICE_BYTES = {"Q4_0": 4.5 / 8, "Q6_K": 6.625 / 8}
 # Types that are refused by name.
 REFUSED = {9: "Q8_1", 10: "Q2_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
            22: "IQ2_S", 24: "I8", 25: "I16", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",

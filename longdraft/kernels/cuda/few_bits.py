@@ -1,13 +1,13 @@
 """Weights of 4, 5, 6 or 8 bits on the device, and the product of a few rows with them: launches `jit_few_bits`.
 
-The numbers are those of longdraft/kernels/formats (int4.py, groups.py). The rows stay in the model's dtype (on the CPU
-they are quantised to int8), so a product differs from the CPU's in its last bits.
+The numbers are those of longdraft/kernels/formats (int4.py, groups.py, mxfp4.py). The rows stay in the model's dtype
+(on the CPU they are quantised to int8), so a product differs from the CPU's in its last bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from longdraft.kernels.cuda.linear import CudaLinear, Tiling, splits_of
 from longdraft.kernels.formats import int4
 from longdraft.kernels.formats.groups import GroupedWeight
 from longdraft.kernels.formats.int4 import GROUP, Int4Weight
+from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 
 _COLUMNS = 128  # output features of one program: two operands of 64 rows
 _BLOCK = 4 * GROUP  # inputs of a record
@@ -31,9 +32,12 @@ _MIDDLE = 8  # the zero point of weights that are symmetric: GGUF's Q4_0, and ma
 _CHUNK = 1 << 25  # values that are packed at a time: each takes up to 16 bytes meanwhile
 _UNPACKED_ROWS = 8  # output features of a program that dequantises
 _TABLE_BLOCK = 1024  # inputs of a program that reads rows of a table
-SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES, SHARED = range(7)  # see `jit_few_bits.scale_and_least`
+SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES, SHARED, POWERS = range(8)  # see `jit_few_bits.scale_and_least`
 _LIMITED = (4, SCALE), (6, COMMON_HALVES)  # bits and form of GGUF's Q4_0 and Q6_K, see `Form.registers`
 _COMMON = (COMMON_LEAST, COMMON_HALVES)
+
+
+FewBits: TypeAlias = Int4Weight | GroupedWeight | Mxfp4Weight
 
 
 class Form(NamedTuple):
@@ -44,7 +48,9 @@ class Form(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, weight: Int4Weight | GroupedWeight) -> Form:
+    def of(cls, weight: FewBits) -> Form:
+        if isinstance(weight, Mxfp4Weight):
+            return cls(4, POWERS, 0)
         if isinstance(weight, Int4Weight):
             if all(_is_shared(part) for part in (weight.scale, weight.zero)):
                 return cls(4, SHARED, 0)
@@ -65,7 +71,7 @@ class Form(NamedTuple):
     def record(self, columns: int) -> int:
         """int32 of a tile's block."""
         return columns * ((32 if self.bits == 8 else 16) + self.bits % 4 * 4
-                          + {HALVES: 6, SHARED: 1}.get(self.scales, 2 if self.scales < ZERO else 4))
+                          + {HALVES: 6, SHARED: 1, POWERS: 1}.get(self.scales, 2 if self.scales < ZERO else 4))
 
     def options(self) -> dict[str, int]:
         """The compile-time arguments of kernels that read such a weight."""
@@ -86,7 +92,7 @@ def tiling_of(tiles: int, blocks: int) -> Tiling:
 class CudaFewBits(CudaLinear):
     """A weight [N, K] of few bits in groups of 32 inputs; bias [N] float32."""
 
-    def __init__(self, weight: Tensor | Int4Weight | GroupedWeight, bias: Tensor | None, device: torch.device,
+    def __init__(self, weight: Tensor | FewBits, bias: Tensor | None, device: torch.device,
                  dtype: torch.dtype) -> None:
         if isinstance(weight, Tensor):
             weight = int4.quantise(weight.to(device))
@@ -104,7 +110,7 @@ class CudaFewBits(CudaLinear):
         self.weight = self._packed(weight, device)
         self.tiling = tiling_of(self.tiles, self.blocks)
 
-    def _packed(self, weight: Int4Weight | GroupedWeight, device: torch.device) -> Tensor:
+    def _packed(self, weight: FewBits, device: torch.device) -> Tensor:
         """The tiles, int32 [tiles, size]. Padded inputs meet rows of 0, and padded groups have the scale 0."""
         size = self.blocks * self.form.record(_COLUMNS)
         if self.form.scales in _COMMON:
@@ -116,11 +122,12 @@ class CudaFewBits(CudaLinear):
             tiles[start : start + step] = self._packed_tiles(weight.rows(chosen).to(device))
         return tiles
 
-    def _packed_tiles(self, weight: Int4Weight | GroupedWeight) -> Tensor:
+    def _packed_tiles(self, weight: FewBits) -> Tensor:
         """Some tiles."""
-        tiles, bits = ceil_div(len(weight.values), _COLUMNS), self.form.bits
-        rows = tiles * _COLUMNS - len(weight.values)
-        padded = functional.pad(weight.values, (0, self.blocks * _BLOCK - self.in_features, 0, rows))
+        values = weight.values
+        tiles, bits = ceil_div(len(values), _COLUMNS), self.form.bits
+        rows = tiles * _COLUMNS - len(values)
+        padded = functional.pad(values, (0, self.blocks * _BLOCK - self.in_features, 0, rows))
         values = padded.view(tiles, _COLUMNS, self.blocks, 4, 16, 2).permute(0, 2, 1, 4, 3, 5).int()
         # [tiles, blocks, columns, words, groups, neighbours]
         if bits == 8:
@@ -143,7 +150,7 @@ class CudaFewBits(CudaLinear):
             packed = torch.cat([packed, words.flatten(1)], 1)
         return packed
 
-    def _scales(self, weight: Int4Weight | GroupedWeight, tiles: int) -> Tensor:
+    def _scales(self, weight: FewBits, tiles: int) -> Tensor:
         """Words of scales [tiles, blocks, words, columns], see `jit_few_bits.scale_and_least`."""
         def spread(part: Tensor) -> Tensor:
             """[N, G, ...] as whole numbers [tiles, blocks, columns, 4, ...] below 65,536."""
@@ -151,6 +158,9 @@ class CudaFewBits(CudaLinear):
             padded = self._by_column(part.int(), tiles, 4 * self.blocks)
             return padded.reshape(tiles, self.blocks, 4, *padded.shape[2:]).movedim(2, 3)
 
+        if isinstance(weight, Mxfp4Weight):
+            first, second, third, fourth = spread(weight.exponents).unbind(3)
+            return (first | second << 8 | third << 16 | fourth << 24)[:, :, None]
         scale = spread(weight.scale)
         if isinstance(weight, Int4Weight):
             if self.form.scales in (ZERO, SHARED):

@@ -1,4 +1,4 @@
-"""The Triton kernels of weights of 4, 5, 6 or 8 bits (longdraft/kernels/formats: int4.py, groups.py).
+"""The Triton kernels of weights of 4, 5, 6 or 8 bits (longdraft/kernels/formats: int4.py, groups.py, mxfp4.py).
 
 A weight is cut into tiles of COLUMNS output features and blocks of 128 inputs. A tile is one piece of memory, int32: a
 record for each block and, of kinds with common scales, those of its pairs of blocks. A record has
@@ -35,7 +35,7 @@ HAS_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.versi
 GROUP: tl.constexpr = tl.constexpr(32)  # inputs with a scale
 WIDTH: tl.constexpr = tl.constexpr(128)  # inputs of a block
 # What a group has besides its values; `scale_and_least` has the layouts. The ones below `ZERO` take half the memory.
-SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES, SHARED = (tl.constexpr(form) for form in range(7))
+SCALE, COMMON_LEAST, COMMON_HALVES, ZERO, LEAST, HALVES, SHARED, POWERS = (tl.constexpr(form) for form in range(8))
 
 
 @triton.jit
@@ -62,6 +62,7 @@ def unpacked(packed, upper, held, group: tl.constexpr, like, BITS: tl.constexpr,
     """
     IS_BF16: tl.constexpr = like.dtype.element_ty == tl.bfloat16
     FLOAT: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
+    MINUS_ONE: tl.constexpr = 0xBF80BF80 - (1 << 32) if IS_BF16 else 0xBC00BC00 - (1 << 32)
     if BITS == 8:
         pair = packed >> (8 * (group % 2))
     else:
@@ -80,12 +81,16 @@ def unpacked(packed, upper, held, group: tl.constexpr, like, BITS: tl.constexpr,
             pair = pair & 0x000F000F
             if BITS > 4:
                 pair = pair | upper
-        low, high = (pair & 0xFF).to(tl.float32), (pair >> 16).to(tl.float32)
-        value = tl.join(low, high).reshape(COLUMNS, PART)
+        low, high = pair & 0xFF, pair >> 16
+        if FORM == POWERS:
+            low, high = number_of_code(low), number_of_code(high)
+        value = tl.join(low.to(tl.float32), high.to(tl.float32)).reshape(COLUMNS, PART)
         if FORM == ZERO or FORM == SHARED:
             value = value - (held >> 16).to(tl.float32)[:, None]
         else:
             value = value - OFFSET
+    elif FORM == POWERS:
+        value = halves_of_codes(packed, group, like, COLUMNS, PART)
     else:
         if BITS == 8:
             less = masked_or(pair, 0x00800080, FLOAT)
@@ -98,8 +103,32 @@ def unpacked(packed, upper, held, group: tl.constexpr, like, BITS: tl.constexpr,
                 less = ((held >> 16) * 0x00010001 | FLOAT)[:, None].broadcast_to(COLUMNS, PART // 2)
             else:
                 less = tl.full([COLUMNS, PART // 2], FLOAT + OFFSET * 0x00010001, tl.int32)
-        value = difference(pair, less, like, COLUMNS, PART)
+        value = multiply_add(less, MINUS_ONE, pair, like, COLUMNS, PART)
     return value
+
+
+@triton.jit
+def number_of_code(code):
+    """The number of a code of MXFP4: a sign, two bits of exponent and one of mantissa (E2M1), float32."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    double = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+    return tl.where((code & 8) != 0, -double, double).to(tl.float32) * 0.5
+
+
+@triton.jit
+def halves_of_codes(packed, group: tl.constexpr, like, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """The numbers of the codes of MXFP4 of one group, as 16-bit floats [COLUMNS, PART].
+
+    Their bits are put where a 16-bit float has its sign, the lowest two bits of its exponent and the highest one of its
+    mantissa. That float, which may be subnormal, is the number times 2^-126 (bfloat16) or 2^-14 (float16).
+    """
+    IS_BF16: tl.constexpr = like.dtype.element_ty == tl.bfloat16
+    LEFT: tl.constexpr = (6 if IS_BF16 else 9) - 4 * group
+    REST: tl.constexpr = 0x01C001C0 if IS_BF16 else 0x0E000E00
+    POWER: tl.constexpr = 0x7E807E80 if IS_BF16 else 0x74007400
+    rest = packed << LEFT if LEFT > 0 else packed >> -LEFT
+    pair = ((packed << (12 - 4 * group)) & (0x80008000 - (1 << 32))) | (rest & REST)
+    return multiply_add(pair, POWER, 0, like, COLUMNS, PART)
 
 
 @triton.jit
@@ -114,22 +143,24 @@ def masked_or(word, MASK: tl.constexpr, OTHER: tl.constexpr):
 
 
 @triton.jit
-def difference(a, b, like, COLUMNS: tl.constexpr, PART: tl.constexpr):
-    """The differences of the 16-bit floats in the halves of words [COLUMNS, PART / 2], exact: [COLUMNS, PART].
+def multiply_add(a, b, c, like, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """a * b + c of the 16-bit floats in the halves of words, rounded once: [COLUMNS, PART]. All results are exact here.
 
-    As a multiply-add, which every card from Ampere on has for bfloat16. Words stay whole: of halves, the compiler
-    permutes bytes.
+    a or c is [COLUMNS, PART / 2]; the others may be numbers. Every card from Ampere on multiplies and adds pairs of
+    bfloat16. Words stay whole: of halves, the compiler permutes bytes.
     """
     if HAS_PTX and like.dtype.element_ty == tl.bfloat16:
-        pair = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $2, $3, $1;", "=r,r,r,r", [a, b, 0xBF80BF80 - (1 << 32)],
-                                         dtype=tl.int32, is_pure=True, pack=1)
+        pair = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32,
+                                         is_pure=True, pack=1)
         result = halves_of(pair, like, COLUMNS, PART)
     elif HAS_PTX:
-        pair = tl.inline_asm_elementwise("fma.rn.f16x2 $0, $2, $3, $1;", "=r,r,r,r", [a, b, 0xBC00BC00 - (1 << 32)],
-                                         dtype=tl.int32, is_pure=True, pack=1)
+        pair = tl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32,
+                                         is_pure=True, pack=1)
         result = halves_of(pair, like, COLUMNS, PART)
     else:
-        result = halves_of(a, like, COLUMNS, PART) - halves_of(b, like, COLUMNS, PART)
+        nothing = tl.zeros([COLUMNS, PART // 2], tl.int32)
+        result = (halves_of(nothing | a, like, COLUMNS, PART) * halves_of(nothing | b, like, COLUMNS, PART)
+                  + halves_of(nothing | c, like, COLUMNS, PART))
     return result
 
 
@@ -160,6 +191,7 @@ def scale_and_least(scales, common, column, group, half, FORM: tl.constexpr, COL
         LEAST          of each group, scale and least value
         HALVES         of each group, scales of both halves; then as SCALE least values
         SHARED         scale and zero point of all four groups
+        POWERS         exponents of the four groups' powers of two, a byte for each
     """
     least = 0.0
     if FORM < ZERO:
@@ -173,8 +205,10 @@ def scale_and_least(scales, common, column, group, half, FORM: tl.constexpr, COL
         else:
             scale = ((entry << (24 - 8 * half)) >> 24).to(tl.float32) * float_of(common)
     else:
-        held = tl.load(scales + (column if FORM == SHARED else group * COLUMNS + column))
-        if FORM == HALVES:
+        held = tl.load(scales + (column if FORM == SHARED or FORM == POWERS else group * COLUMNS + column))
+        if FORM == POWERS:
+            scale = (((held >> (8 * group)) & 0xFF) << 23).to(tl.float32, bitcast=True)  # 2^(exponent - 127)
+        elif FORM == HALVES:
             scale = float_of(held >> (16 * half))
             least = float_of(tl.load(scales + (4 + group // 2) * COLUMNS + column) >> (16 * (group % 2)))
         else:
@@ -188,7 +222,7 @@ def scale_and_least(scales, common, column, group, half, FORM: tl.constexpr, COL
 def record_of(BITS: tl.constexpr, FORM: tl.constexpr, COLUMNS: tl.constexpr):
     """int32 of a record before its scales, and in all."""
     SCALES_AT: tl.constexpr = ((2 if BITS == 8 else 1) * 16 + BITS % 4 * 4) * COLUMNS
-    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM == SHARED else 4
+    WORDS: tl.constexpr = 2 if FORM < ZERO else 6 if FORM == HALVES else 1 if FORM >= SHARED else 4
     return SCALES_AT, SCALES_AT + WORDS * COLUMNS
 
 
@@ -323,7 +357,7 @@ def numbers_at(weight, feature, place, mask, BITS: tl.constexpr, FORM: tl.conste
         value |= ((upper.to(tl.int32) >> (2 * group + 8 * upper_half)) & 3) << 4
     common = common_of(of_tile, block, column, BITS, FORM, BLOCKS, COLUMNS)
     scale, least, held = scale_and_least(record + scales_at, common, column, group, inside // 16, FORM, COLUMNS)
-    number = value.to(tl.float32) - OFFSET
+    number = number_of_code(value) if FORM == POWERS else value.to(tl.float32) - OFFSET
     if FORM == ZERO or FORM == SHARED:
         number = value.to(tl.float32) - (held >> 16).to(tl.float32)
     return number * scale + least

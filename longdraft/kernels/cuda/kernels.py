@@ -27,6 +27,7 @@ from longdraft.kernels.cuda.remainder import CudaRemainder, PartialAttentions, n
 from longdraft.kernels.cuda.row_invariance import delta_is_row_invariant, is_row_invariant
 from longdraft.kernels.delta import DeltaState, DeltaWeights
 from longdraft.kernels.formats.int8 import Quantised
+from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, KVStore, LayersKV, PartOfWeight, Positions
 from longdraft.kernels.native_remainder import FitRules
 from longdraft.kernels.reference import remainder_of
@@ -65,6 +66,11 @@ class CudaKernels(CudaOperations):
         if len(parts) == 1:
             return self.pack(parts[0], bias)
         return CudaStacked([CudaFewBits(part, None, self.device, self.dtype) for part in parts], bias)
+
+    def pack_mxfp4(self, weight: Mxfp4Weight, bias: Tensor | None = None) -> CudaLinear:
+        """See `longdraft.kernels.interface.PacksMxfp4`."""
+        require(weight.is_normal, "exponents of normal numbers", weight.exponents)
+        return CudaFewBits(weight, bias, self.device, self.dtype)
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CudaLinear)

@@ -30,6 +30,19 @@ class Mxfp4Weight(NamedTuple):
     exponents: Tensor
 
     @property
+    def values(self) -> Tensor:
+        """The codes one by one, uint8 [N, K]."""
+        return torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(1)
+
+    def to(self, device: torch.device) -> Mxfp4Weight:
+        """The weight on a device."""
+        return Mxfp4Weight(self.codes.to(device), self.exponents.to(device))
+
+    def rows(self, which: Tensor | slice) -> Mxfp4Weight:
+        """Some rows of the weight."""
+        return Mxfp4Weight(self.codes[which], self.exponents[which])
+
+    @property
     def is_normal(self) -> bool:
         """Whether all numbers are normal, so that kernels may multiply by adding exponents."""
         low, high = self.exponents.aminmax()
@@ -38,8 +51,8 @@ class Mxfp4Weight(NamedTuple):
 
 def dequantise(weight: Mxfp4Weight) -> Tensor:
     """The numbers [N, K], float32. NaN in groups whose exponent is none."""
-    codes, exponents = weight
-    values = torch.tensor([*_FP4, *(-value for value in _FP4)], device=codes.device)
-    numbers = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).view(*exponents.shape, GROUP)
-    powers = torch.ldexp(torch.ones(exponents.shape, device=codes.device), exponents.to(torch.int32) - 127)
+    exponents = weight.exponents
+    values = torch.tensor([*_FP4, *(-value for value in _FP4)], device=exponents.device)
+    numbers = values[weight.values.long()].view(*exponents.shape, GROUP)
+    powers = torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.to(torch.int32) - 127)
     return (numbers * powers.masked_fill(exponents == _NO_NUMBER, torch.nan)[..., None]).flatten(1)
