@@ -62,6 +62,9 @@ def noise(count: int, seed: str = "") -> bytes:
     return hashlib.shake_256(seed.encode()).digest(count)
 
 
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
 def stored(tensor: Tensor, kind: str) -> Stored:
     """A tensor in one of the types that are simple to make."""
     shape, x = tuple(tensor.shape), tensor.float()
@@ -74,6 +77,13 @@ def stored(tensor: Tensor, kind: str) -> Stored:
         steps = np.where(scale > 0, scale, 1).astype(np.float32)
         whole = np.clip(np.round(groups / steps), -127, 127).astype(np.int8)
         return TYPE_IDS[kind], shape, np.concatenate([scale.view(np.uint8), whole.view(np.uint8)], 1).tobytes()
+    if kind == "MXFP4":
+        exponent = np.ceil(np.log2(np.abs(groups).max(1, keepdims=True) / 6)).astype(int).clip(-100, 100)
+        scaled = groups / 2.0**exponent
+        whole = np.abs(np.abs(scaled)[..., None] - _FP4).argmin(-1).astype(np.uint8)
+        whole |= (scaled < 0).astype(np.uint8) << 3
+        nibbles = whole[:, :16] | whole[:, 16:] << 4
+        return TYPE_IDS[kind], shape, np.concatenate([(exponent + 127).astype(np.uint8), nibbles], 1).tobytes()
     least = groups.min(1, keepdims=True) if kind == "Q4_1" else -np.abs(groups).max(1, keepdims=True)
     scale = ((groups.max(1, keepdims=True) - least) / 15 if kind == "Q4_1" else -least / 8).astype(np.float16)
     steps = np.where(scale > 0, scale, 1).astype(np.float32)
@@ -290,9 +300,12 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
 
     kind     the type of the matrices; norms are F32
     values   metadata in the place of the model's own; None: the key is left out
-    kinds    the type of those of a dense model whose names have this part in the file
+    kinds    the type of those whose names have this part in the file: of dense models, and of experts but gpt-oss's
     without  parts of the names of tensors that are left out
     """
+    def kind_of(name: str) -> str:
+        return next((own for part, own in (kinds or {}).items() if part in name), kind)
+
     config = model.config
     arch = architecture_of(config)
     if arch == "gemma4":
@@ -311,7 +324,8 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
         if ".mlp.experts." in name:
             layer, size = name.split(".")[2], tensor.shape[1] // 2
             parts = {"down": tensor} if "down" in name else {"gate": tensor[:, :size], "up": tensor[:, size:]}
-            converted |= {f"blk.{layer}.ffn_{part}_exps.weight": stored(one, kind) for part, one in parts.items()}
+            names = {f"blk.{layer}.ffn_{part}_exps.weight": one for part, one in parts.items()}
+            converted |= {own: stored(one, kind_of(own)) for own, one in names.items()}
             continue
         if arch == "gemma4":
             for ours, part in gemma4_tensors(name, tensor).items():
@@ -327,8 +341,7 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
         if arch.startswith("gemma") and tensor.ndim == 1:
             rows = rows.float() + 1
         name = theirs(name, arch)
-        own = next((own for part, own in (kinds or {}).items() if part in name), kind)
-        converted[name] = stored(rows, own if tensor.ndim > 1 else "F32")
+        converted[name] = stored(rows, kind_of(name) if tensor.ndim > 1 else "F32")
     converted = {name: tensor for name, tensor in converted.items() if not any(part in name for part in without)}
     written = {**metadata(config, arch), **tokenizer_values(folder), **(values or {})}
     write_gguf(path, {key: content for key, content in written.items() if content is not None}, converted)

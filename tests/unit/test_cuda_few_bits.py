@@ -239,6 +239,29 @@ def test_parts_of_unlike_kinds_are_multiplied_together_each_with_its_own_numbers
     assert torch.equal(kernel.linear(x[17:], weight), together[17:])
 
 
+@pytest.mark.parametrize("gate_up, down", [("Q4_1", "Q8_0"), ("MXFP4", "Q4_0")])
+def test_experts_of_a_gguf_file_keep_their_numbers_and_are_multiplied_together(tmp_path, monkeypatch, gate_up, down):
+    """Gate and up of one type, down of another one, as files have them. Drafts change no text."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = tmp_path / "model.gguf"
+    made = make_family(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1)
+    kinds = {"ffn_gate_exps": gate_up, "ffn_up_exps": gate_up, "ffn_down_exps": down}
+    convert(tmp_path, made, path, "Q8_0", kinds=kinds)
+    file, whole = (load(path, quantize=quantize) for quantize in ("file", "none"))
+    experts = file.weights.layers[0].experts
+    forms = {"Q4_0": few_bits.SCALE, "Q4_1": few_bits.LEAST, "Q8_0": few_bits.SCALE, "MXFP4": few_bits.POWERS}
+    for mlp in experts.mlps:
+        assert [each.form.scales for each in mlp] == [forms[gate_up], forms[down]]
+    assert file.kernels.experts.stacks_of(experts) is not None, "one launch for all experts of a product"
+    torch.testing.assert_close(logits_of(file), logits_of(whole), atol=1e-4, rtol=1e-4)
+    texts = []
+    for drafter in ("plain", "magicdec"):
+        engine = longdraft.load(str(path), device=DEVICE, dtype="float32", kernels_name="triton-16", drafter=drafter)
+        params = SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
+        texts.append([token for event in engine.generate(prompt_of(40), params) for token in event.tokens])
+    assert texts[0] == texts[1] and len(texts[0]) == 6
+
+
 def test_experts_in_mxfp4_stay_in_4_bits_and_drafts_change_no_text(tmp_path):
     make_family(tmp_path, "gpt_oss", hidden_size=64, num_hidden_layers=1, layer_types=["full_attention"])
     pack_experts(tmp_path, tmp_path / "packed")
