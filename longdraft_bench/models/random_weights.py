@@ -33,6 +33,7 @@ from longdraft.parts.eagle_config import EagleConfig
 from longdraft.parts.glide import Glide, GlideWeights
 
 _DEVIATION = 0.02  # standard deviation of the weights, as in initialised models
+_SPREAD = 3.5  # standard deviation of logits, as SmolLM2-135M has it: nine tokens are within a factor of ten of the best
 _SLOW = -4.0  # of the rate at which states forget: 5 % for each token
 _GUESSES = 32_000  # of an EAGLE head at most, as many as the published heads of Llama-3.1-8B have
 _WINDOW = 512  # rows of its own that a glide layer sees
@@ -146,6 +147,11 @@ class _Random:
     def norm(self, width: int) -> Tensor:
         return torch.ones(width, dtype=self._kernels.dtype, device=self._kernels.device)
 
+    def last_norm(self, width: int) -> Tensor:
+        """In front of an output head, whose logits then spread as those of a trained model do. Few tokens are candidates
+        of such logits; of even ones, a filter leaves thousands."""
+        return self.norm(width) * (_SPREAD / (_DEVIATION * width**0.5))
+
 
 def random_eagle(target: Transformer, guesses: int = _GUESSES, quantize: str = "none") -> Eagle:
     """An EAGLE-3 head with the sizes of one of the target's layers, which reads three of them.
@@ -164,7 +170,7 @@ def random_eagle(target: Transformer, guesses: int = _GUESSES, quantize: str = "
     of_head = "none" if quantize == "none" else "int8"
     ids = None if count == config.vocab_size else torch.arange(count, device=target.kernels.device)
     weights = EagleWeights(None, made.matrix(width, len(taps) * width, quantize), (),
-                           (made.norm(width), made.norm(width)), (layer,), made.norm(width),
+                           (made.norm(width), made.norm(width)), (layer,), made.last_norm(width),
                            made.matrix(count, width, of_head), ids)
     return Eagle(about, weights, target, taps)
 
@@ -210,7 +216,8 @@ def random_block(target: Transformer, shape: BlockShape) -> BlockHead:
     weights = BlockWeights(
         None, made.matrix(width, len(taps) * width, shape.quantize), made.norm(width),
         made.matrix(shape.layers * 2 * keys, width, shape.quantize), tuple(layer() for _ in range(shape.layers)),
-        made.norm(width), made.matrix(count, width, of_head) if shape.vocabulary else None, ids, pairs)
+        made.last_norm(width) if shape.vocabulary else made.norm(width),
+        made.matrix(count, width, of_head) if shape.vocabulary else None, ids, pairs)
     return BlockHead(about, weights, target, taps)
 
 
