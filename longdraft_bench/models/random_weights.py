@@ -33,7 +33,7 @@ from longdraft.parts.eagle_config import EagleConfig
 from longdraft.parts.glide import Glide, GlideWeights
 
 _DEVIATION = 0.02  # standard deviation of the weights, as in initialised models
-_SPREAD = 3.5  # standard deviation of logits, as SmolLM2-135M has it: nine tokens are within a factor of ten of the best
+_SPREAD = 3.5  # standard deviation of logits: that of SmolLM2-135M, with nine tokens above a tenth of the best
 _SLOW = -4.0  # of the rate at which states forget: 5 % for each token
 _GUESSES = 32_000  # of an EAGLE head at most, as many as the published heads of Llama-3.1-8B have
 _WINDOW = 512  # rows of its own that a glide layer sees
@@ -148,8 +148,8 @@ class _Random:
         return torch.ones(width, dtype=self._kernels.dtype, device=self._kernels.device)
 
     def last_norm(self, width: int) -> Tensor:
-        """In front of an output head, whose logits then spread as those of a trained model do. Few tokens are candidates
-        of such logits; of even ones, a filter leaves thousands."""
+        """In front of an output head, whose logits then spread as those of a trained model do: of even logits, a filter
+        would leave thousands of candidates."""
         return self.norm(width) * (_SPREAD / (_DEVIATION * width**0.5))
 
 
