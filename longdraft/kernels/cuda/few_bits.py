@@ -23,7 +23,7 @@ from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 
 _COLUMNS = 128  # output features of one program: two operands of 64 rows
 _BLOCK = 4 * GROUP  # inputs of a record
-_PROGRAMS, _SPLIT_BLOCKS = (384, 575), (2, 8)  # see `splits_of`; four run on a multiprocessor at a time (docs/cuda.md)
+_PROGRAMS, _SPLIT_BLOCKS = (384, 575), (2, 8)  # see `splits_of`; four run on a multiprocessor at a time
 _STAGES = 3
 _WARPS = 4
 _REGISTERS = 128  # of a thread: 1.18 times as fast for GGUF's Q4_0 as with 132 (notebook/2026-11.md)
