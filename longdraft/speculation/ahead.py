@@ -6,8 +6,8 @@
 A plain step ends with a wait of the host, which then launches the next step while the device idles: 0.35 ms on an H200
 (notebook/2026-11.md). Here the device goes on by itself. It runs a chain of drafts with the target's own weights and
 cache (longdraft/kernels/cuda/model_chain.py), whose best guesses are the tokens that the target chooses: the same
-kernels rank them, after the same rows. Rows are written where the cache has them. Tokens after the end of a text are
-dropped.
+kernels rank them, after the same rows. Rows are written where the cache has them, and states that a head taps are
+kept. Tokens after the end of a text are dropped.
 
 The compiled CPU kernels do the same in one call (longdraft/kernels/cpu/chain.py), from the embedding to the choice: a
 step in Python takes a millisecond, because the weights have driven it out of the processor's caches.

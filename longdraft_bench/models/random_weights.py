@@ -6,6 +6,7 @@ the parts that it has in a file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -150,7 +151,7 @@ class _Random:
     def last_norm(self, width: int) -> Tensor:
         """In front of an output head, whose logits then spread as those of a trained model do: of even logits, a filter
         would leave thousands of candidates."""
-        return self.norm(width) * (_SPREAD / (_DEVIATION * width**0.5))
+        return self.norm(width) * (_SPREAD / (_DEVIATION * math.sqrt(width)))
 
 
 def random_eagle(target: Transformer, guesses: int = _GUESSES, quantize: str = "none") -> Eagle:

@@ -60,11 +60,11 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Transformer:
     return load(folder, request.param)
 
 
-def text_of(model: Transformer, law: dict[str, Any], is_ahead: bool, room: int = 64) -> Step:
+def text_of(model: Transformer, law: dict[str, Any], is_ahead: bool, room: int = 64, new: int = NEW) -> Step:
     cache, _ = prompt_forward(model)
     cache, context = copy_of(cache, model), Context(PROMPT)
     cache.reserve(len(PROMPT) + room)
-    sampler = Sampler(SamplingParams(max_new_tokens=NEW, seed=11, **law), [1], kernels=model.kernels)
+    sampler = Sampler(SamplingParams(max_new_tokens=new, seed=11, **law), [1], kernels=model.kernels)
     return Step(model, cache, PlainDrafter(), sampler, context, Timings(), Tally(),
                 ahead=PlainAhead(model, cache, sampler) if is_ahead else None)
 
@@ -90,6 +90,19 @@ def test_tokens_ahead_are_those_of_single_steps(model, law, monkeypatch):
     assert write(fast) == write(slow)
     assert waits == [8] and fast.tally.steps == slow.tally.steps == NEW
     assert all(torch.equal(a, b) for a, b in zip(rows(fast), rows(slow), strict=True))
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (2, 0)])
+def test_tapped_states_are_those_of_single_steps(folder, layers, monkeypatch):
+    """Beside a head: of chains whose rows begin anywhere in the memory of tapped states."""
+    waits = []
+    honest = launched.copied_to_host
+    monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
+    fast, slow = (text_of(load(folder).with_taps(layers), LAWS["top-p"], is_ahead, new=36)
+                  for is_ahead in (True, False))
+    assert write(fast, 36) == write(slow, 36) and waits == [8, 8, 8, 4]
+    [(start, found)], [(_, wanted)] = (step.cache.taps.take() for step in (fast, slow))
+    assert start == 0 and found.shape[1] == len(PROMPT) - 1 + 36 and torch.equal(found, wanted)
 
 
 def test_a_text_that_begins_to_share_its_forwards_goes_on_by_single_steps(model):

@@ -29,7 +29,7 @@ from helpers.cuda_kernels import (
 )
 from helpers.extents import extent
 from longdraft.kernels import KV, AttentionOutput, LayersKV
-from longdraft.kernels.cuda import kv_store
+from longdraft.kernels.cuda import attention, kv_store
 from longdraft.kernels.cuda.kernels import NAMES
 
 SHAPES = [  # length, rows, KV heads, group, dim, window
@@ -73,6 +73,19 @@ def test_a_tree_node_gets_the_bits_of_plain_decoding(dtype, name, shape):
         held = (part.transpose(0, 1)[-window:].cpu() for part in flat.read(every))
         exact = obvious_attention(q[row].cpu(), *held)
         torch.testing.assert_close(got.output[row].float().cpu(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("step", [1, 2, 64])
+def test_splits_are_merged_in_steps_of_any_size(monkeypatch, step):
+    """Seven splits of 1,301 positions."""
+    monkeypatch.setattr(attention, "_SPLITS_PER_MERGE_STEP", step)
+    kernel, store = kernels("float32"), kernels("float32").new_store(1, 16)
+    k, v = (rows_of(1301, 1, 16, seed=seed) for seed in (1, 2))
+    q = rows_of(1, 2, 16, seed=3)
+    store.reserve(1301)
+    fill(store, k[:1300], v[:1300])
+    got = kernel.attention(q, KV(store, 1300, k[1300:], v[1300:]), parents_of([-1]))
+    close(got.output[0].cpu(), obvious_attention(q[0].cpu(), k.cpu(), v.cpu()), "float32")
 
 
 @pytest.mark.parametrize("name", ["triton-16", "triton-16-fp8"])

@@ -131,10 +131,10 @@ class CudaDecoder:
     drafts_chains = True
 
     def chain_forward(self, stores: Sequence[CudaStore], remainder: RemainderMaps, texts: int = 1,
-                      room: int | None = None) -> FixedForward:
+                      room: int | None = None, taps: tuple[int, ...] = ()) -> FixedForward:
         """See `chain_forward.ChainDecoder`, as for the next two."""
         if texts == 1:
-            return FixedForward(self, self.buffers_for(1, stores, maps_of_all(remainder)), None)
+            return FixedForward(self, self.buffers_for(1, stores, maps_of_all(remainder), taps), None)
         first, buffers = stores[0], ForwardBuffers(self, texts, stores, remainder is not None, (), None, texts, room)
         spare = CudaStore(self.ops.device, first.dtype, first.element, first.heads, first.dim)
         spare.reserve_drafts(1)

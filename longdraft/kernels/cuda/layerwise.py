@@ -122,7 +122,7 @@ class CudaLayerwiseDecoder:
         return CAPTURES_LAYERS and CHAINS_LAYERS and self._can_capture
 
     def chain_forward(self, stores: Sequence[CudaStore], remainder: RemainderMaps, texts: int = 1,
-                      room: int | None = None) -> CapturedChain:
+                      room: int | None = None, taps: tuple[int, ...] = ()) -> CapturedChain:
         """See `chain_forward.ChainDecoder`, as for the next two."""
         return CapturedChain(self.ops, self._layers, self.geometry, stores, remainder is not None, texts, room)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.chain_plan import DraftStores, DraftWeights
-from longdraft.kernels.cuda.chain_forward import ChainDecoder
+from longdraft.kernels.cuda.chain_forward import ChainDecoder, FixedForward
 from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
 from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.graph_cache import GraphCache
@@ -45,7 +45,7 @@ class _Shape(NamedTuple):
     """What the memory of some chains depends on, besides that of their rows.
 
     layers  of several texts: the stores' dtype, positions that one has at most, and whether a text has a remainder; of
-            a text by itself: the serials of its stores, and `ChainDecoder.chain_key`
+            a text by itself: the serials of its stores, `ChainDecoder.chain_key`, and the layers that are tapped
     """
 
     rows: RowsShape
@@ -56,10 +56,11 @@ class _Buffers:
     """The memory of chains of one shape."""
 
     def __init__(self, decoder: ChainDecoder, head: CudaLinear, shape: RowsShape, stores: Sequence[CudaStore],
-                 remainder: RemainderMaps, room: int | None) -> None:
-        """stores: of one text; remainder: of one that has any; room: positions that a store of several texts has."""
+                 remainder: RemainderMaps, room: int | None, taps: tuple[int, ...]) -> None:
+        """stores: of one text; remainder: of one that has any; room: positions that a store of several texts has; taps:
+        layers of a text by itself that are tapped."""
         texts, device = shape.texts, decoder.ops.device
-        self.forward = decoder.chain_forward(stores, remainder, texts, room)
+        self.forward = decoder.chain_forward(stores, remainder, texts, room, taps)
         self.rows = ChainRows(shape, self.forward.cos.shape[1], device)
         self.normed, self.sums = torch.empty_like(self.forward.x), torch.empty(head.num_sums(texts), device=device)
         self.logits = torch.empty(texts, head.out_features, device=device)
@@ -92,14 +93,21 @@ class ModelChains(Chains[TextChain, _Buffers]):
         rows = RowsShape.of([chain.draft for chain in chains], head.out_features)
         remainder = next((chain.stores.remainder for chain in chains if chain.stores.remainder is not None), None)
         room: int | None = None
+        taps: tuple[int, ...] = ()
         layers: object
         if len(chains) == 1:
-            layers = tuple(store.serial for store in stores[0]), decoder.chain_key(remainder)
+            taps = chains[0].stores.taps.layers if chains[0].stores.taps else ()
+            layers = tuple(store.serial for store in stores[0]), decoder.chain_key(remainder), taps
         else:
             room = padded_size(max(store.room for own in stores for store in own))
             layers = stores[0][0].element, room, remainder is not None
         return self._buffers.get(_Shape(rows, layers),
-                                 lambda: _Buffers(decoder, head, rows, stores[0], remainder, room))
+                                 lambda: _Buffers(decoder, head, rows, stores[0], remainder, room, taps))
+
+    def _end(self, buffers: _Buffers, parts: Sequence[TextChain]) -> None:
+        if parts[0].stores.taps:
+            assert isinstance(buffers.forward, FixedForward) and len(parts) == 1
+            buffers.forward.copy_taps(parts[0].stores)
 
     def _sizes(self, parts: Sequence[TextChain]) -> list[int]:
         return in_graphs(max(part.draft.places for part in parts))

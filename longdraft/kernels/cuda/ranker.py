@@ -22,6 +22,7 @@ from longdraft.kernels.chain_plan import (
     TrainedHeads,
     TrainedLayers,
 )
+from longdraft.kernels.cuda.chain_forward import MOST_TAPPED
 from longdraft.kernels.cuda.chain_rows import MAX_WIDTH, Chains, TextDraft, ranked_places
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.device_text import DeviceText
@@ -133,7 +134,8 @@ class DeviceRanker(NamedTuple):
         if isinstance(layers, ModelLayers):
             can_run = isinstance(layers.decoder, CudaDecoder | CudaLayerwiseDecoder) and layers.decoder.drafts_chains
             writes_start = any(last is first for first, _, last in plan.stores.states)  # a capture runs the chain twice
-            return (can_run and not writes_start and plan.stores.taps is None
+            can_tap = isinstance(layers.decoder, CudaDecoder) and plan.num_tokens <= MOST_TAPPED
+            return (can_run and not writes_start and (plan.stores.taps is None or can_tap)
                     and (DRAFTS_LAYERS or not plan.is_smaller))
         # Kernels of a rank have a share of the weights.
         kernels = layers.kernels if isinstance(layers, TrainedLayers) else self.drafts.kernels
@@ -149,6 +151,9 @@ class DeviceRanker(NamedTuple):
         for store in stores.stores:
             store.reserve(stores.length + plan.num_tokens + 1)
         part = TextChain(self._draft_of(plan), decoder, stores)
+        if stores.taps:
+            own = self.drafts.chains((id(decoder), id(weights.head)), lambda: ModelChains(weights))
+            return Launched(own.launch([part])[0])
         return self._work(part, lambda: decoder.model_chains(weights, stores.remainder is not None),
                           (id(decoder), id(weights.head)), lambda: ModelChains(weights))
 
