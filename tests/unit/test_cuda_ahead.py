@@ -18,6 +18,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.cuda_texts import NAME, PROMPT, copy_of, load, prompt_forward
 from helpers.equality import prompt_of
+from helpers.families import make_family
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import NumericalError, UsageError
 from longdraft.kernels import launched, switches
@@ -92,9 +93,12 @@ def test_tokens_ahead_are_those_of_single_steps(model, law, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(rows(fast), rows(slow), strict=True))
 
 
-@pytest.mark.parametrize("layers", [(0, 1, 2), (2, 0)])
-def test_tapped_states_are_those_of_single_steps(folder, layers, monkeypatch):
+@pytest.mark.parametrize("family, layers", [(None, (0, 1, 2)), (None, (2, 0)), ("qwen3_moe", (0, 2))])
+def test_tapped_states_are_those_of_single_steps(folder, tmp_path, family, layers, monkeypatch):
     """Beside a head: of chains whose rows begin anywhere in the memory of tapped states."""
+    if family:
+        folder = tmp_path
+        make_family(folder, family, num_hidden_layers=2)
     waits = []
     honest = launched.copied_to_host
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))

@@ -213,13 +213,12 @@ def test_a_gguf_file_keeps_its_numbers_by_default_and_drafts_change_no_text(tmp_
     convert(*model, path, kind)
     texts = []
     for drafter in ("plain", "magicdec", "ngram"):
-        engine = longdraft.load(str(path), device=DEVICE, dtype="float32", kernels_name="triton-16", drafter=drafter)
+        engine = engine_of(path, drafter)
         weights = engine.model.weights
         assert weights.quantize == "file"
         linears = [*weights.layers[0].linears, weights.embedding, weights.head]
         assert all(isinstance(linear, CudaFewBits) for linear in linears)
-        params = SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
-        texts.append([token for event in engine.generate(prompt_of(40), params) for token in event.tokens])
+        texts.append(text_of(engine))
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 6
     logits = {quantize: logits_of(load(path, quantize=quantize)) for quantize in ("none", "file")}
     torch.testing.assert_close(logits["file"], logits["none"], atol=1e-4, rtol=1e-4)
@@ -254,11 +253,7 @@ def test_experts_of_a_gguf_file_keep_their_numbers_and_are_multiplied_together(t
         assert [each.form.scales for each in mlp] == [forms[gate_up], forms[down]]
     assert file.kernels.experts.stacks_of(experts) is not None, "one launch for all experts of a product"
     torch.testing.assert_close(logits_of(file), logits_of(whole), atol=1e-4, rtol=1e-4)
-    texts = []
-    for drafter in ("plain", "magicdec"):
-        engine = longdraft.load(str(path), device=DEVICE, dtype="float32", kernels_name="triton-16", drafter=drafter)
-        params = SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
-        texts.append([token for event in engine.generate(prompt_of(40), params) for token in event.tokens])
+    texts = [text_of(engine_of(path, drafter)) for drafter in ("plain", "magicdec")]
     assert texts[0] == texts[1] and len(texts[0]) == 6
 
 
@@ -269,13 +264,17 @@ def test_experts_in_mxfp4_stay_in_4_bits_and_drafts_change_no_text(tmp_path):
     for mlp in small.weights.layers[0].experts.mlps:
         assert all(isinstance(each, CudaFewBits) and each.form.scales == few_bits.POWERS for each in mlp)
     torch.testing.assert_close(logits_of(small), logits_of(whole), atol=1e-4, rtol=1e-4)
-    texts = []
-    for drafter in ("plain", "magicdec"):
-        engine = longdraft.load(str(tmp_path / "packed"), device=DEVICE, dtype="float32", kernels_name="triton-16",
-                                drafter=drafter)
-        params = SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
-        texts.append([token for event in engine.generate(prompt_of(40), params) for token in event.tokens])
+    texts = [text_of(engine_of(tmp_path / "packed", drafter)) for drafter in ("plain", "magicdec")]
     assert texts[0] == texts[1] and len(texts[0]) == 6
+
+
+def engine_of(path: Path, drafter: str) -> longdraft.Engine:
+    return longdraft.load(str(path), device=DEVICE, dtype="float32", kernels_name="triton-16", drafter=drafter)
+
+
+def text_of(engine: longdraft.Engine) -> list[int]:
+    params = SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
+    return [token for event in engine.generate(prompt_of(40), params) for token in event.tokens]
 
 
 def logits_of(model: Transformer) -> torch.Tensor:

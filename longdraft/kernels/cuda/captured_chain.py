@@ -19,7 +19,7 @@ from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import LayersKV
+from longdraft.kernels.interface import LayersKV, Taps
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import Geometry, LayerWeights
 
@@ -30,14 +30,15 @@ class CapturedChain(CapturedLayers):
     """See `chain_forward.ChainForward`."""
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry,
-                 stores: Sequence[CudaStore], has_remainder: bool, texts: int, room: int | None) -> None:
+                 stores: Sequence[CudaStore], has_remainder: bool, texts: int, room: int | None,
+                 taps: tuple[int, ...]) -> None:
         hidden = len(layers[0].attention_norm)
         own = sum(layer.extra.out.in_features for layer in layers if layer.extra and isinstance(layer.extra.out,
                                                                                                 CudaLinear))
         heads, dim = (max(sizes) for sizes in zip(*(store.shape for store in stores), strict=True))
         x, turns = torch.empty(0, hidden + own, dtype=ops.dtype), torch.empty(0, geometry.num_ropes * (dim // 2))
         k = torch.empty(len(stores), 0, heads, dim, dtype=ops.dtype)
-        text = LayersKV(stores, 0, k, k, [k] * len(stores) if has_remainder else None)
+        text = LayersKV(stores, 0, k, k, [k] * len(stores) if has_remainder else None, taps=Taps(taps, x))
         super().__init__(ops, layers, geometry, texts, EmbeddedRows(x, turns, turns), text, texts, room, is_chain=True)
         self._eps, self._dense = geometry.eps, ops
         self._x_in, self._given = (torch.zeros(texts, width, dtype=ops.dtype, device=ops.device)

@@ -152,6 +152,7 @@ class CapturedLayers:
 
     rows, texts  of the forward, and how many texts share them
     where        see `_Texts`
+    tapped       [taps, rows, hidden]: the rows that entered the tapped layers
     """
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry,
@@ -167,7 +168,7 @@ class CapturedLayers:
                                          for part in (x, cos, cos))
         self._k, self._v = (torch.zeros(len(k), rows, *k.shape[2:], dtype=k.dtype, device=ops.device)
                             for _ in range(2))
-        self._tapped = torch.zeros(len(taps), rows, len(layers[0].attention_norm), dtype=x.dtype, device=ops.device)
+        self.tapped = torch.zeros(len(taps), rows, len(layers[0].attention_norm), dtype=x.dtype, device=ops.device)
         self._deltas = [layer.delta for layer in layers if layer.delta is not None]
         num_stores = len(stores) if texts > 1 else 0
         num_maps = 0 if text.remainder is None else len(stores)
@@ -246,7 +247,7 @@ class CapturedLayers:
     def run(self, stores: Sequence[CudaStore]) -> None:
         """All layers. The launches do not depend on the buffers' contents, as a graph requires."""
         self._ops.begin(stores)
-        taps = Taps(self._taps, self._tapped) if self._taps else None
+        taps = Taps(self._taps, self.tapped) if self._taps else None
         unread = DeltaState(self._staged, self._staged)  # the operations know the states
         deltas = [DeltaRows(unread, unread, *parts) for parts in zip(self._mixed, self._gates, strict=True)]
         kv = LayersKV(stores, self._room, self._k, self._v, self._unread_maps, taps=taps, deltas=deltas)
@@ -257,7 +258,7 @@ class CapturedLayers:
         """Copies of what the rows of these texts got, whose k, v, taps and deltas are filled."""
         assert self._result is not None
         hidden, attended = self._result
-        made = TextResults(self.rows // self.texts, hidden, attended, self._k, self._v, self._tapped)
+        made = TextResults(self.rows // self.texts, hidden, attended, self._k, self._v, self.tapped)
         for kv, place in zip(texts, made.places(texts), strict=True):
             if kv.deltas:
                 inputs = [each.mixed for each in kv.deltas], [each.gates for each in kv.deltas]

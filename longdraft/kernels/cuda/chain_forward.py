@@ -22,7 +22,6 @@ from longdraft.kernels.interface import RemainderMaps
 from longdraft.kernels.launched import LaunchesTogether
 from longdraft.kernels.weights import Geometry
 
-MOST_TAPPED = 16  # tokens of a chain whose tapped states are kept, those of a capture beyond its end included
 # Writes the rows of a table, times a factor, of the texts' last tokens; and the rotations of their places.
 Embed = Callable[[CudaLinear, float, Tensor], None]
 
@@ -33,12 +32,14 @@ class ChainForward(Protocol):
     where     int64 [2 T]: rows of each text's stores that are visible, and the slot of its next row, the one after them
     x         [T, hidden]: the rows that leave the layers
     cos, sin  [T, S D / 2] of the rows, as for `Decoder.forward`
+    tapped    [taps, T, hidden]: the rows that entered the tapped layers
     """
 
     where: Tensor
     x: Tensor
     cos: Tensor
     sin: Tensor
+    tapped: Tensor
 
     def inputs(self, chains: Sequence[DraftStores], places: Sequence[int]) -> Tensor:
         """What `upload` gets, for chains of so many tokens."""
@@ -68,7 +69,7 @@ class ChainDecoder(Protocol):
     def chain_forward(self, stores: Sequence[CudaStore], remainder: RemainderMaps, texts: int = 1,
                       room: int | None = None, taps: tuple[int, ...] = ()) -> ChainForward:
         """The rows of so many texts. stores, remainder: of one of them; room: positions that a store has at most; taps:
-        layers of a text by itself whose inputs are kept (`CudaDecoder` alone)."""
+        layers that are tapped, of a text by itself."""
 
     def chain_key(self, remainder: RemainderMaps) -> object:
         """What the graphs of a text's chain depend on besides its stores."""
@@ -78,13 +79,12 @@ class ChainDecoder(Protocol):
 
 
 class FixedForward:
-    """See `ChainForward`. spare: the store of padding texts; None: there is one text, whose tapped states are kept."""
+    """See `ChainForward`. spare: the store of padding texts; None: there is one text."""
 
     def __init__(self, decoder: DecoderOfLayers, buffers: ForwardBuffers, spare: CudaStore | None) -> None:
         self._decoder, self._buffers, self._spare = decoder, buffers, spare
         self.where, self.x, self.cos, self.sin = buffers.where, buffers.x, buffers.cos, buffers.sin
-        taps, _, hidden = buffers.tapped.shape
-        self._tapped = buffers.tapped.new_zeros(taps, MOST_TAPPED, hidden)  # of a row, at its place modulo MOST_TAPPED
+        self.tapped = buffers.tapped
 
     def inputs(self, chains: Sequence[DraftStores], places: Sequence[int]) -> Tensor:
         buffers = self._buffers
@@ -107,13 +107,3 @@ class FixedForward:
 
     def run(self, stores: Sequence[CudaStore]) -> None:
         self._decoder.run_layers(self._buffers, stores)
-        if len(self._tapped):
-            self._tapped.index_copy_(1, self.where[:1] % MOST_TAPPED, self._buffers.tapped)
-
-    def copy_taps(self, chain: DraftStores) -> None:
-        """Copy the tapped states of the chain's rows, as many as it has room for."""
-        assert chain.taps is not None
-        first, rows = chain.length % MOST_TAPPED, chain.taps.rows
-        before = min(rows.shape[1], MOST_TAPPED - first)
-        rows[:, :before].copy_(self._tapped[:, first : first + before])
-        rows[:, before:].copy_(self._tapped[:, : rows.shape[1] - before])

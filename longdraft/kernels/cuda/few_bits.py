@@ -98,7 +98,7 @@ class CudaFewBits(CudaLinear):
             weight = int4.quantise(weight.to(device))
         elif isinstance(weight, GroupedWeight) and not Form.has(weight):
             weight = weight.general()
-        self.out_features, self.in_features = weight.values.shape
+        self.out_features, self.in_features = weight.shape if isinstance(weight, Mxfp4Weight) else weight.values.shape
         require(isinstance(weight, Int4Weight) or self.in_features % GROUP == 0, "whole groups", self.in_features)
         self.dtype, self.scale = dtype, None
         self.bias = None if bias is None else bias.to(device, dtype).float().contiguous()

@@ -149,13 +149,10 @@ def multiply_add(a, b, c, like, COLUMNS: tl.constexpr, PART: tl.constexpr):
     a or c is [COLUMNS, PART / 2]; the others may be numbers. Every card from Ampere on multiplies and adds pairs of
     bfloat16. Words stay whole: of halves, the compiler permutes bytes.
     """
-    if HAS_PTX and like.dtype.element_ty == tl.bfloat16:
-        pair = tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32,
-                                         is_pure=True, pack=1)
-        result = halves_of(pair, like, COLUMNS, PART)
-    elif HAS_PTX:
-        pair = tl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32,
-                                         is_pure=True, pack=1)
+    if HAS_PTX:
+        IS_BF16: tl.constexpr = like.dtype.element_ty == tl.bfloat16
+        ASM: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;" if IS_BF16 else "fma.rn.f16x2 $0, $1, $2, $3;"
+        pair = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1)
         result = halves_of(pair, like, COLUMNS, PART)
     else:
         nothing = tl.zeros([COLUMNS, PART // 2], tl.int32)
@@ -205,7 +202,7 @@ def scale_and_least(scales, common, column, group, half, FORM: tl.constexpr, COL
         else:
             scale = ((entry << (24 - 8 * half)) >> 24).to(tl.float32) * float_of(common)
     else:
-        held = tl.load(scales + (column if FORM == SHARED or FORM == POWERS else group * COLUMNS + column))
+        held = tl.load(scales + (column if FORM >= SHARED else group * COLUMNS + column))
         if FORM == POWERS:
             scale = (((held >> (8 * group)) & 0xFF) << 23).to(tl.float32, bitcast=True)  # 2^(exponent - 127)
         elif FORM == HALVES:

@@ -124,7 +124,7 @@ class CudaLayerwiseDecoder:
     def chain_forward(self, stores: Sequence[CudaStore], remainder: RemainderMaps, texts: int = 1,
                       room: int | None = None, taps: tuple[int, ...] = ()) -> CapturedChain:
         """See `chain_forward.ChainDecoder`, as for the next two."""
-        return CapturedChain(self.ops, self._layers, self.geometry, stores, remainder is not None, texts, room)
+        return CapturedChain(self.ops, self._layers, self.geometry, stores, remainder is not None, texts, room, taps)
 
     def chain_key(self, remainder: RemainderMaps) -> object:
         return remainder is not None  # where the maps are is uploaded

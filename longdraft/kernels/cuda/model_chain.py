@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.chain_plan import DraftStores, DraftWeights
-from longdraft.kernels.cuda.chain_forward import ChainDecoder, FixedForward
+from longdraft.kernels.cuda.chain_forward import ChainDecoder
 from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
 from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.graph_cache import GraphCache
@@ -27,6 +27,7 @@ from longdraft.kernels.cuda.text_rows import TextNeeds
 from longdraft.kernels.interface import RemainderMaps
 
 MAX_HEADS = 2  # with which a model drafts
+MOST_TAPPED = 16  # tokens of a chain whose tapped states are kept, those of a capture beyond its end included
 
 
 class TextChain(NamedTuple):
@@ -64,6 +65,21 @@ class _Buffers:
         self.rows = ChainRows(shape, self.forward.cos.shape[1], device)
         self.normed, self.sums = torch.empty_like(self.forward.x), torch.empty(head.num_sums(texts), device=device)
         self.logits = torch.empty(texts, head.out_features, device=device)
+        tapped = self.forward.tapped
+        self._tapped = tapped.new_zeros(len(tapped), MOST_TAPPED, tapped.shape[2])  # a row's, at place % MOST_TAPPED
+
+    def keep_taps(self) -> None:
+        """Keep the tapped states of the row of a text by itself, before its place goes on."""
+        if len(self._tapped):
+            self._tapped.index_copy_(1, self.forward.where[:1] % MOST_TAPPED, self.forward.tapped)
+
+    def copy_taps(self, chain: DraftStores) -> None:
+        """Copy the tapped states of the chain's rows, as many as it has room for."""
+        if chain.taps:
+            first, rows = chain.length % MOST_TAPPED, chain.taps.rows
+            before = min(rows.shape[1], MOST_TAPPED - first)
+            rows[:, :before].copy_(self._tapped[:, first : first + before])
+            rows[:, before:].copy_(self._tapped[:, : rows.shape[1] - before])
 
     def inputs(self, chains: Sequence[TextChain]) -> tuple[Tensor, Tensor]:
         """What `load` gets."""
@@ -105,9 +121,7 @@ class ModelChains(Chains[TextChain, _Buffers]):
                                  lambda: _Buffers(decoder, head, rows, stores[0], remainder, room, taps))
 
     def _end(self, buffers: _Buffers, parts: Sequence[TextChain]) -> None:
-        if parts[0].stores.taps:
-            assert isinstance(buffers.forward, FixedForward) and len(parts) == 1
-            buffers.forward.copy_taps(parts[0].stores)
+        buffers.copy_taps(parts[0].stores)
 
     def _sizes(self, parts: Sequence[TextChain]) -> list[int]:
         return in_graphs(max(part.draft.places for part in parts))
@@ -123,6 +137,7 @@ class ModelChains(Chains[TextChain, _Buffers]):
         for _ in range(size):
             forward.embed(weights, lambda table, factor, x: rows.embed(table, factor, x, forward.cos, forward.sin))
             forward.run(stores)
+            buffers.keep_taps()
             source.launch(forward.x, buffers.normed, buffers.sums, buffers.logits)
             rows.rank(buffers.logits, needs)
             rows.end(forward.where)

@@ -22,7 +22,6 @@ from longdraft.kernels.chain_plan import (
     TrainedHeads,
     TrainedLayers,
 )
-from longdraft.kernels.cuda.chain_forward import MOST_TAPPED
 from longdraft.kernels.cuda.chain_rows import MAX_WIDTH, Chains, TextDraft, ranked_places
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.device_text import DeviceText
@@ -31,7 +30,7 @@ from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.layer_chain import LayerChains, TextLayers
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
-from longdraft.kernels.cuda.model_chain import ModelChains, TextChain
+from longdraft.kernels.cuda.model_chain import MOST_TAPPED, ModelChains, TextChain
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.text_rows import can_share
 from longdraft.kernels.interface import Kernels
@@ -134,9 +133,8 @@ class DeviceRanker(NamedTuple):
         if isinstance(layers, ModelLayers):
             can_run = isinstance(layers.decoder, CudaDecoder | CudaLayerwiseDecoder) and layers.decoder.drafts_chains
             writes_start = any(last is first for first, _, last in plan.stores.states)  # a capture runs the chain twice
-            can_tap = isinstance(layers.decoder, CudaDecoder) and plan.num_tokens <= MOST_TAPPED
-            return (can_run and not writes_start and (plan.stores.taps is None or can_tap)
-                    and (DRAFTS_LAYERS or not plan.is_smaller))
+            keeps_taps = plan.stores.taps is None or plan.num_tokens <= MOST_TAPPED
+            return can_run and not writes_start and keeps_taps and (DRAFTS_LAYERS or not plan.is_smaller)
         # Kernels of a rank have a share of the weights.
         kernels = layers.kernels if isinstance(layers, TrainedLayers) else self.drafts.kernels
         return DRAFTS_LAYERS and isinstance(kernels, CudaOperations)
@@ -151,11 +149,8 @@ class DeviceRanker(NamedTuple):
         for store in stores.stores:
             store.reserve(stores.length + plan.num_tokens + 1)
         part = TextChain(self._draft_of(plan), decoder, stores)
-        if stores.taps:
-            own = self.drafts.chains((id(decoder), id(weights.head)), lambda: ModelChains(weights))
-            return Launched(own.launch([part])[0])
-        return self._work(part, lambda: decoder.model_chains(weights, stores.remainder is not None),
-                          (id(decoder), id(weights.head)), lambda: ModelChains(weights))
+        shared = None if stores.taps else partial(decoder.model_chains, weights, stores.remainder is not None)
+        return self._work(part, shared, (id(decoder), id(weights.head)), lambda: ModelChains(weights))
 
     def _layer_chain(self, plan: ChainPlan, trained: TrainedLayers) -> Launched:
         layers, ops, row, read, unread = trained
@@ -173,17 +168,17 @@ class DeviceRanker(NamedTuple):
         return self._work(part, lambda: by_first().setdefault(first is None, HeadPlaces()),
                           (id(heads), first is None), HeadPlaces)
 
-    def _work(self, part: Any, shared: Callable[[], LaunchesTogether], key: object,
+    def _work(self, part: Any, shared: Callable[[], LaunchesTogether] | None, key: object,
               own: Callable[[], Chains[Any, Any]]) -> Launched:
         """The work of a chain.
 
-        shared    returns what launches it together with other texts'
+        shared    returns what launches it together with other texts'; None: nothing does
         key, own  see `RequestDrafts.chains`
         """
         def alone() -> Tensor:
             return self.drafts.chains(key, own).launch([part])[0]
 
-        return Shareable(shared(), part, alone) if self._shares_chains else Launched(alone())
+        return Shareable(shared(), part, alone) if shared and self._shares_chains else Launched(alone())
 
     def _draft_of(self, plan: ChainPlan) -> TextDraft:
         drafted, held = plan.path[1:], self.drafts.held

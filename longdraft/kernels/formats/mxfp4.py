@@ -30,6 +30,10 @@ class Mxfp4Weight(NamedTuple):
     exponents: Tensor
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), 2 * self.codes.shape[1]
+
+    @property
     def values(self) -> Tensor:
         """The codes one by one, uint8 [N, K]."""
         return torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(1)
