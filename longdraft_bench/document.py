@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft import kernels
+from longdraft.engine.loading import checked_device
 from longdraft.errors import UsageError, check
 from longdraft.kernels import Kernels
 from longdraft.system import machine
@@ -45,9 +46,9 @@ def prepare_run(threads: int | None, repeats: int, memory: float = 1.0) -> int:
     return machine.affordable(int(memory * (1 << 30)))
 
 
-def choose_kernels(dtype: str) -> Kernels:
+def choose_kernels(dtype: str, device: str = "cpu") -> Kernels:
     check(dtype in ("float32", "bfloat16"), "--dtype", dtype, "float32 or bfloat16")
-    return kernels.choose("cpu", dtype)
+    return kernels.choose(checked_device(device), dtype)
 
 
 @contextmanager

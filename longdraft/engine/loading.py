@@ -77,7 +77,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
 
     Raises ModelError for files that are missing, corrupt or unsupported, and UsageError for settings.
     """
-    device = _checked_device(device)
+    device = checked_device(device)
     dtypes = ("auto", "float32", "bfloat16", *(("float16",) if device == "cuda" else ()))
     check(dtype in dtypes, "dtype", dtype, f"{', '.join(dtypes[:-1])} or {dtypes[-1]}",
           "float16 is for CUDA devices" if dtype == "float16" else "")
@@ -150,7 +150,7 @@ def _resolved_quantize(quantize: str, model: str, files: TensorFiles, *, is_whol
     return quantize
 
 
-def _checked_device(device: str) -> str:
+def checked_device(device: str) -> str:
     """cpu or cuda. UsageError for an unknown device, and for cuda if there is none."""
     check(device in ("auto", "cpu", "cuda"), "device", device, "auto, cpu or cuda")
     has_cuda = torch.cuda.is_available()

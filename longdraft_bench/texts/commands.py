@@ -250,8 +250,9 @@ def perplexity(
     text: Annotated[Path, typer.Option(help="A text file that the model was not trained on.")],
     model: ModelOption = "novelist",
     dtype: DtypeOption = "bfloat16",
-    quantize: Annotated[str, typer.Option(help="Settings to compare, separated by spaces: none, int8, int4.")
+    quantize: Annotated[str, typer.Option(help="Settings to compare, separated by spaces: none, int8, int4, file.")
                         ] = "none int8",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto for a GPU if there is one.")] = "cpu",
     context: Annotated[int, typer.Option(help="Tokens of a window; each window is read by itself.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens of the text that are read, at most.")] = 32_768,
     threads: ThreadsOption = None, repeats: RepeatsOption = 9, output: OutputOption = None,
@@ -269,7 +270,7 @@ def perplexity(
     check(context <= tokens <= 10**9, "--tokens", tokens, f"{context} (a window) to 1000000000")
     chosen_settings = [checked_quantize(setting) for setting in settings("--quantize", quantize)]
     prepare_run(threads, repeats)
-    chosen = choose_kernels(dtype)
+    chosen = choose_kernels(dtype, device)
     ids = perplexity.encode_file(model, text, tokens, context, f"{context} (a window) or more")
     models = [roofline.ModelCopies(model, chosen, setting) for setting in chosen_settings]
     models[0].check([context], roofline.steps_written(perplexity.STEPS_PER_TURN, repeats))

@@ -83,7 +83,7 @@ def token_nats(model: Transformer, ids: Sequence[int]) -> Iterator[Tensor]:
         rows = ids[start : min(start + _FORWARD_ROWS, len(ids) - 1)]
         logits = model.logits(model.forward(chain_rows(rows, start), cache).hidden)
         cache.commit(range(len(rows)))
-        following = torch.tensor(ids[start + 1 : start + 1 + len(rows)])
+        following = torch.tensor(ids[start + 1 : start + 1 + len(rows)], device=logits.device)
         yield torch.nn.functional.cross_entropy(logits.double(), following, reduction="none")
 
 

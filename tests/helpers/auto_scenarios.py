@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ class Scenario:
 
     forward    seconds of a step by its rows; `believed` is what `auto` is given
     between    seconds between two steps; text: and for each token of the step before
-    ahead      seconds that a step of plain decoding saves where it is computed ahead
+    ahead      seconds that a step of plain decoding saves where it is computed ahead; `auto` is given the share
+               `known_ahead` of it
     turns      tokens after which the rates of drafters change
     num_texts  that share what they know; is_batch: and their forwards
     batch_draft  factor for the seconds of a draft in a batch
@@ -92,6 +94,7 @@ class Scenario:
     between: float = 0.0
     text: float = 0.0
     ahead: float = 0.0
+    known_ahead: float = 1.0
     turns: int = 10**9
     num_texts: int = 1
     is_batch: bool = False
@@ -139,6 +142,8 @@ SCENARIOS: dict[str, Scenario] = {
                                "chain": Simulated(0.3, (0.8,))}, source="novel", tokens=3000),
     "suffix alone": Scenario({"suffix": Simulated(0.002, kind="suffix", base=0.02, prior=0.2)}, source="phrases",
                              tokens=3000, **NOISY),
+    "loop": Scenario({"suffix": Simulated(0.002, kind="suffix", base=0.02, prior=0.2)}, source="loop", tokens=1000,
+                     forward=DEAR_ROWS, **NOISY),
     "dear forwards": Scenario(chains((0.3, 0.9)), tokens=1024, believed=FORWARD,
                               forward=FORWARD._replace(rows=(1.0, *(4.0 * each for each in FORWARD.rows[1:])))),
     "drafts are dearer": Scenario(chains((0.8, 0.7), believed=0.125), tokens=4000),
@@ -161,6 +166,15 @@ SCENARIOS: dict[str, Scenario] = {
     "computed ahead, drafts gain": Scenario(chains((0.2, 0.85), (0.3, 0.7)), ahead=0.3, text=0.02, tokens=3000),
     "computed ahead, noisy": Scenario(chains((0.45, 0.7), (0.5, 0.8)), ahead=0.4, between=0.05, text=0.02,
                                       tokens=3000, **NOISY),
+    "computed ahead, more than known": Scenario(chains((0.45, 0.7), (0.5, 0.8)), ahead=0.4, known_ahead=0.3,
+                                                between=0.02, text=0.01, tokens=3000, **NOISY),
+    "computed ahead, less than known": Scenario(chains((0.2, 0.7)), ahead=0.1, known_ahead=3.0, between=0.02,
+                                                text=0.01, tokens=3000, **NOISY),
+    "loop, computed ahead": Scenario({"suffix": Simulated(0.002, kind="suffix", base=0.02, prior=0.2)}, source="loop",
+                                     tokens=1000, forward=DEAR_ROWS, ahead=0.3, known_ahead=0.3, **NOISY),
+    "suffix, computed ahead": Scenario({"suffix": Simulated(0.002, kind="suffix", base=0.02, prior=0.2)},
+                                       source="phrases", tokens=3000, forward=DEAR_ROWS, ahead=0.3, known_ahead=0.3,
+                                       decision=0.05, **NOISY),
     "dear rows": Scenario(chains((0.01, 0.7)), forward=DEAR_ROWS, tokens=3000),
     "dear rows, trees": Scenario({"tree": Simulated(0.02, (0.7,), "tree"), "chain": Simulated(0.01, (0.7,))},
                                  forward=DEAR_ROWS, tokens=3000),
@@ -307,6 +321,13 @@ def truth_of(scenario: Scenario, seed: int) -> np.ndarray:
             is_new = (len(tokens) // 600 % 2) and numbers.random() < 0.8
             tokens += [numbers.randrange(500) for _ in range(8)] if is_new else numbers.choice(phrases)
         return np.array(tokens[:num_tokens], np.int32)
+    if scenario.source == "loop":  # a text that repeats one passage from its hundredth token on, with a word exchanged
+        passage = [numbers.randrange(500) for _ in range(40)]
+        tokens = [numbers.randrange(500) for _ in range(100)]
+        while len(tokens) < num_tokens:
+            passage[numbers.randrange(40)] = numbers.randrange(500)
+            tokens += passage
+        return np.array(tokens[:num_tokens], np.int32)
     if scenario.source == "novel" and NOVELS:
         novel = NOVELS[seed % len(NOVELS)]
         begin = seed * 500 % max(1, len(novel) - num_tokens)
@@ -365,7 +386,8 @@ class ScenarioText:
         self.auto = AutoDrafter(
             {"plain": PlainCandidate()} | self.drafters,
             lambda: shared.begin(
-                Costs((scenario.believed or scenario.forward)._replace(ahead=scenario.ahead), costs), guessers),
+                Costs((scenario.believed or scenario.forward)._replace(
+                    ahead=scenario.ahead * scenario.known_ahead), costs), guessers),
             lambda: None, shared, self.clock)
         self.auto.begin(self.context, None)
         if scenario.decision:
@@ -388,8 +410,8 @@ class ScenarioText:
 
     def verify(self, tree: Tree, rows: float, sharers: int) -> None:
         forward = self.scenario.forward.at([rows], len(self.context), sharers, self.clock.batch_size)
-        saved = self.scenario.ahead if self.auto.plain_steps else 0.0
-        self.clock.now += self.machine.seconds(float(forward[0]) - saved)
+        is_ahead = self.auto.plain_steps > 0 and not self.scenario.is_batch
+        self.clock.now += self.machine.seconds(float(forward[0]) - is_ahead * self.scenario.ahead)
         self.clock.sharers = sharers
         path = [0]
         for token in self.truth[len(self.context) :].tolist():
@@ -399,8 +421,8 @@ class ScenarioText:
         tokens = tuple(self.truth[len(self.context) : len(self.context) + len(path)].tolist())
         self.context.extend(tokens)
         self.auto.observe(self.context, Accepted(
-            tokens, tuple(path), tuple(tree.sources[node] for node in path[1:]), None, len(tree) - 1,
-            max(tree.depths)))
+            tokens, tuple(path), tuple(tree.sources[node] for node in path[1:]),
+            None if is_ahead else SimpleNamespace(), len(tree) - 1, max(tree.depths)))
         self.clock.now += self.machine.seconds(self.scenario.between + self.scenario.text * len(tokens))
         self.ends += [self.clock.now] * len(path)
 

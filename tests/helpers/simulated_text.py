@@ -88,7 +88,7 @@ class Text:
     def step(self) -> None:
         drafter = self.drafters[self.auto.policy.active]
         tree = run_alone(self.auto.propose(self.context, 99))
-        is_ahead = self.is_ahead and self.auto.plain_steps > 0
+        is_ahead = self.is_ahead and self.auto.plain_steps > 0 and self.clock.batch_size == 1
         self.clock.now += float(self.forward.at([len(tree)], len(self.context), self.clock.batch_size)[0])
         self.clock.now -= is_ahead * self.forward.ahead
         deepest = max(tree.depths)

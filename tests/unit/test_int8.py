@@ -176,3 +176,5 @@ def test_perplexity_with_and_without_quantisation(tiny, tmp_path, capsys):
     assert "--text" in (shown := capsys.readouterr().err) and "not UTF-8 text (byte 3)" in shown
     assert run([*command, "--quantize", "int3"]) == 2
     assert "--quantize is 'int3'; allowed: none, int8, int4 or file" in capsys.readouterr().err
+    assert run([*command, "--device", "tpu"]) == 2
+    assert "device is 'tpu'; allowed: auto, cpu or cuda" in capsys.readouterr().err

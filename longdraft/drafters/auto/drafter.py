@@ -247,6 +247,7 @@ class AutoDrafter:
                     self._rest()
             return
         self._num_steps += 1
+        now = self._clock()
         self._watch.look(context, accepted, policy.active)
         if self._proposal is None:
             run.steps += 1
@@ -256,7 +257,6 @@ class AutoDrafter:
             if not (is_first or is_last or policy.is_probing or policy.has_news):
                 self._rest()
                 return
-        now = self._clock()
         active = policy.active
         if self._proposal is None:
             self._count_plain(now)
@@ -315,10 +315,12 @@ class AutoDrafter:
             self.policy.learn_ahead(run.ahead > 0)
         if run.latest is not None and self._num_steps - run.steps >= AUTO_SETTINGS.untypical_steps:
             seconds, latest = now - self._ended, now - run.latest
-            saved = run.ahead * self.policy.saved_ahead  # by steps that are faster than the latest one
-            forwards = min(max(run.steps * latest - saved, latest), seconds)
-            self.policy.observe(Observation(run.tokens, 1, forwards, seconds - forwards, run.steps, run.ahead,
-                                            self._num_written if run.steps == 1 else 1))
+            if run.ahead:
+                self.policy.observe_ahead(run.steps, run.ahead, seconds, latest)
+            else:
+                forwards = min(run.steps * latest, seconds)
+                self.policy.observe(Observation(run.tokens, 1, forwards, seconds - forwards, run.steps,
+                                                tokens_before=self._num_written if run.steps == 1 else 1))
         self._report_plain()
         self._plain = PlainRun()
 

@@ -14,7 +14,6 @@ class Observation:
     forward_seconds  of the forwards, with the sampler and the commit
     between_seconds  between the steps and before the first one: events, text
     steps            number of steps
-    ahead            of them, those that were computed ahead
     tokens_before    tokens of the step before, where the steps are of plain decoding
     drafted          depth of the draft
     draft_seconds    of the draft
@@ -26,7 +25,6 @@ class Observation:
     forward_seconds: float
     between_seconds: float
     steps: int = 1
-    ahead: int = 0
     tokens_before: int = 0
     drafted: int = 0
     draft_seconds: float = 0.0

@@ -111,6 +111,7 @@ class Policy:
         self._num_known = shared.num_known  # at the latest decision, as the next one
         self._batch_size = clock.batch_size
         self._probe: Probe | None = None
+        self._is_overtaken = False
         self._costs.update(len(context))
         for name in self._candidates:
             self._rate(name)
@@ -131,8 +132,9 @@ class Policy:
 
     @property
     def has_news(self) -> bool:
-        """Whether other requests got to know a candidate, or joined or left, since the latest decision."""
-        return self._num_known != self._shared.num_known or self._batch_has_changed
+        """Whether other requests got to know a candidate, or joined or left, or a candidate that is watched overtook
+        the leader or fell behind, since the latest decision."""
+        return self._num_known != self._shared.num_known or self._batch_has_changed or self._is_overtaken
 
     @property
     def _batch_has_changed(self) -> bool:
@@ -163,6 +165,7 @@ class Policy:
         may_go_on = not self._batch_has_changed or self._is_near(self.active)
         self._num_known = self._shared.num_known
         self._batch_size = self._clock.batch_size
+        self._is_overtaken = False
         if self._probe and self._continue_probe(self._probe, may_go_on):
             return
         best = self._best()
@@ -312,11 +315,12 @@ class Policy:
             steps = self._costs.steps
             draft = self._draft_factor(name) * known.costs.at(allowed, self._clock.batch_size)
             self._candidates[name].count_step(float(steps[len(tree)]) + draft, float(steps[1]), accepted + 1)
-
-    @property
-    def saved_ahead(self) -> float:
-        """Seconds that a step of plain decoding saves where it is computed ahead."""
-        return self._costs.saved * self._shared.pace.machine
+            if self._is_trusted(name):
+                self._rate(name)
+                if name == self._leader:
+                    self._is_overtaken |= self._best() != name
+                else:
+                    self._is_overtaken |= self._seconds(name) < AUTO_SETTINGS.switch_ratio * self._seconds(self._leader)
 
     def observe(self, step: Observation) -> None:
         """Count the time of a step of the active candidate."""
@@ -335,6 +339,21 @@ class Policy:
         elif step.is_typical and not self.is_plain:  # drafts of probes are shorter than the rated ones
             self._candidates[self.active].deliver(seconds, step.tokens)
 
+    def observe_ahead(self, steps: int, ahead: int, seconds: float, latest: float) -> None:
+        """Count the time of steps of plain decoding, of which so many were computed ahead.
+
+        seconds  of all of them, with what passes between them
+        latest   of the latest one, which was not computed ahead
+        """
+        shared, costs, machine = self._shared, self._costs, self._shared.pace.machine
+        single = float(costs.forwards[1])
+        expected = single + (costs.plain - single) * ahead / steps
+        if not self._batch_has_changed:  # else costs were expected of other forwards
+            each = (seconds - (steps - ahead) * latest) / ahead
+            shared.ahead.add(*(min(OUTLIER, max(1 / OUTLIER, one / (single * machine))) for one in (each, latest)))
+            shared.pace.add_forward(costs.kind(1), seconds / steps, expected)
+        shared.seconds += min(seconds / machine, steps * OUTLIER * expected)
+
     def _count_between(self, step: Observation) -> None:
         shared = self._shared
         seconds = step.between_seconds / step.steps / shared.pace.machine
@@ -348,7 +367,7 @@ class Policy:
     def _count_forward(self, step: Observation) -> float:
         """Correct the costs of forwards; returns the step's seconds without an interruption."""
         pace = self._shared.pace
-        expected = self._costs.of_latest(step.rows) - self._costs.saved * step.ahead / step.steps
+        expected = self._costs.of_latest(step.rows)
         self._costs.count_sharers(step.rows)
         pace.add_forward(self._costs.kind(step.rows.bit_length()), step.forward_seconds / step.steps, expected)
         return min(step.forward_seconds, step.steps * OUTLIER * expected * pace.machine)

@@ -116,6 +116,8 @@ class SharedStatistics:
     weights_in_tokens  tokens of context whose KV cache is as large as the model's weights
     between            seconds of a request between two steps, for its events and their text
     after_plain        the same after a step of plain decoding, whose text is one token; None: it is not known
+    ahead              seconds of a step of plain decoding that is computed ahead, with what passes between two steps,
+                       as a share of those of a single one without that
     sharing            share of the requests of a batch that verify drafts in one forward, while the rest still draft
     num_known          how often the acceptance or the costs of a candidate became known: then all requests decide anew
     seconds            of all steps
@@ -128,6 +130,7 @@ class SharedStatistics:
         self.pace = Pace()
         self.between = 0.0
         self.after_plain: float | None = None
+        self.ahead = DecayedRate(AUTO_SETTINGS.delivery_decay)
         self.sharing = 1.0
         self.num_known = 0
         self.seconds = 0.0

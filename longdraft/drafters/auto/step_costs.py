@@ -10,6 +10,7 @@ from longdraft.speculation.cost_clock import CostClock
 
 _ROWS = np.arange(1 + AUTO_SETTINGS.max_rows, dtype=np.float64)
 _SIZES = np.array([rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)])  # forwards of a size share a pace
+_MEASURED_WEIGHT = 0.5  # of what was measured of steps ahead before the first text: single ones are noisy
 _SHARING_RATE = 0.02  # how much of the share of requests that verify together is taken over at once
 
 
@@ -17,7 +18,6 @@ class StepCosts:
     """
     forwards  seconds of a forward with the sampler and the commit, by rows from 0 to AUTO_SETTINGS.max_rows
     steps     the same with what passes between two steps
-    saved     seconds that a step of plain decoding saves where it is computed ahead
     is_ahead  whether this request's steps of plain decoding are computed ahead, as far as is known
     """
 
@@ -42,15 +42,18 @@ class StepCosts:
         several = self.forwards[2:]  # noise only adds to their times: more rows take no less
         np.minimum.accumulate(several[::-1], out=several[::-1])
         self.steps = self.forwards + self._shared.between
-        saves = self.is_ahead and num_requests == 1
-        self.saved = float(self._factors[1]) * self._shared.forward.ahead if saves else 0.0
 
     @property
     def plain(self) -> float:
         """Seconds of a step of plain decoding, with what passes between two steps."""
-        after_plain = self._shared.after_plain
-        between = self._shared.between if after_plain is None or self._clock.batch_size > 1 else after_plain
-        return float(self.forwards[1]) - self.saved + between
+        shared, is_batch = self._shared, self._clock.batch_size > 1
+        between = shared.between if shared.after_plain is None or is_batch else shared.after_plain
+        forward = float(self.forwards[1])
+        single = forward + between
+        if is_batch or not self.is_ahead:
+            return single
+        saved = float(self._factors[1]) * shared.forward.ahead
+        return forward * shared.ahead.value((single - saved) / forward, _MEASURED_WEIGHT)
 
     def kind(self, size: int) -> tuple[int, bool]:
         """For `Pace`: forwards whose rows have so many binary digits."""

@@ -41,13 +41,18 @@ class Watch:
         self._clock = clock
         self._drafts = deque[Watched]()
         self._num_first = AUTO_SETTINGS.first_steps * len(self._readers)  # drafts to come that do not wait
+        self._usual = 0.0  # seconds of a draft
         self._next = 0.0  # when a later draft is due, by the clock
 
     def look(self, context: Context, accepted: Accepted, active: str) -> None:
         """After a step: take the outcomes that are known by now, and watch a candidate other than `active`."""
-        while self._drafts and (end := self._drafts[0].length + AUTO_SETTINGS.max_depth) <= len(context):
-            name, tree, length = self._drafts.popleft()
-            self._learn(name, tree, context.slice(length, end).tolist())
+        while self._drafts:
+            name, tree, length = self._drafts[0]
+            tokens = context.slice(length, min(length + AUTO_SETTINGS.max_depth, len(context))).tolist()
+            if len(tokens) < max(tree.depths) and len(tree.follow(tokens)) > len(tokens):
+                break  # all tokens so far are right, and more were guessed
+            self._drafts.popleft()
+            self._learn(name, tree, tokens)
         if self._readers.keys() <= {active}:  # `add` gets its drafts
             return
         began = self._clock()
@@ -59,7 +64,9 @@ class Watch:
         self._drafts.append(Watched(name, run_alone(reader.propose(context, AUTO_SETTINGS.max_depth)), len(context)))
         self._num_first -= self._num_first > 0
         now = self._clock()
-        self._next = now + (now - began) / AUTO_SETTINGS.watch_share
+        spent = now - began
+        self._usual = min(spent, 2 * self._usual) if self._usual else spent  # an interruption counts little
+        self._next = now + self._usual / AUTO_SETTINGS.watch_share
 
     def add(self, name: str, tree: Tree, length: int) -> None:
         """The active candidate drafted this after the first `length` tokens of the text."""
