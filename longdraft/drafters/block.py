@@ -203,22 +203,13 @@ class BlockModel:
         limited = self._vocabulary.model(context) if self._vocabulary else None
         block = DraftBlock(path[-1], len(context) - 1 + ahead, count, self.rows.stores, limited)
         rows = yield from self._guessed(block)
-        if not head.has_pairs:
-            shortlists = yield from self._sampler.shortlists(rows.logits[:max_depth], context, SHORTLIST, rows.part,
-                                                             ahead)
+        places = rows.places.first(max_depth)
+        if (pairs := head.pairs(rows.part)) is None:
+            shortlists = yield from self._sampler.shortlists(places.logits, context, SHORTLIST, rows.part, ahead)
             return [Slot(*shortlist) for shortlist in shortlists]
         scale = self._sampler.params.temperature or 1.0
-        slots, before = list[Slot](), [path[-1]]
-        for place in range(min(len(rows.logits), max_depth)):
-            logits = head.logits_after(rows, place, before[0])
-            (shortlist,) = yield from self._sampler.shortlists(logits, context, SHORTLIST, rows.part, ahead + place)
-            pairs = head.pairs(rows, place, before, shortlist.tokens) if shortlist.tokens else None
-            slots.append(Slot(*shortlist, None if pairs is None else (pairs - pairs[0]) / scale,
-                              head.trust(rows, place, before[0])))
-            if not shortlist.tokens:
-                break
-            before = shortlist.tokens
-        return slots
+        found = yield from self._sampler.paired_shortlists(places, pairs, context, path[-1], SHORTLIST, ahead)
+        return [Slot(*shortlist, (table - table[0]) / scale, trust) for shortlist, table, trust in found]
 
     def _guessed(self, block: DraftBlock) -> LaunchedWork[SlotRows]:
         """The guesses of a block, which goes through the layers together with the blocks of other texts."""

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
@@ -193,6 +195,54 @@ class TrainedHeads(NamedTuple):
     first: Tensor | None = None
 
 
+class PlaceRows(NamedTuple):
+    """What guesses places of a text, or one place of several texts: [R] rows.
+
+    logits  [R, N] float32, of the tokens that the drafter has
+    normed  [R, hidden]
+    gates   [R, rank] float32; None: there are none
+    """
+
+    logits: Tensor
+    normed: Tensor
+    gates: Tensor | None
+
+    def first(self, count: int) -> PlaceRows:
+        """The rows of the first places."""
+        return self.at(slice(count))
+
+    def of(self, place: int) -> PlaceRows:
+        """The row of one place."""
+        return self.at(slice(place, place + 1))
+
+    def at(self, index: slice | int) -> PlaceRows:
+        logits, normed, gates = self
+        return PlaceRows(logits[index], normed[index], None if gates is None else gates[index])
+
+
+class PairScores(Protocol):
+    """What the logits of a place gain by the token before it (longdraft/parts/block.py). Nothing waits for a device.
+
+    part        the tokens of the logits; None: the whole vocabulary
+    vocabulary  number of all tokens
+    """
+
+    @property
+    def part(self) -> PartOfVocabulary | None: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def after(self, rows: PlaceRows, before: Tensor) -> Tensor:
+        """Logits [R, N] after the tokens `before`, int64 [R]."""
+
+    def table(self, rows: PlaceRows, before: Tensor, tokens: Tensor) -> Tensor:
+        """What is added to the logits of some tokens [R, B] after each of the tokens before, [R, A]: [R, A, B]."""
+
+    def trust(self, rows: PlaceRows, before: Tensor) -> Tensor:
+        """How sure the guesses after the tokens `before`, int64 [R], are, 0 to 1: float32 [R]."""
+
+
 class DraftStores(NamedTuple):
     """The rows that a chain continues: `length` positions of each layer's store. Drafted rows are written after them.
 
@@ -230,6 +280,9 @@ class ChainPlan(NamedTuple):
     rotations: tuple[Tensor, ...] = ()
     shares_forwards: bool = False
     is_smaller: bool = False
+
+
+ScoredPlace = tuple[list[int], NDArray[np.float64]]  # the guesses of a place, and their scores, which fall
 
 
 class Ranked(NamedTuple):

@@ -290,8 +290,10 @@ class Kernels(HybridOperations, Protocol):
         Raises UsageError if these kernels do not have the format.
         """
 
-    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+    def embed(self, table: Linear, tokens: Sequence[int] | Tensor) -> Tensor:
         """Rows [R, hidden] of an embedding table that was packed as a weight [V, hidden].
+
+        tokens  R ids; or int64 [R] on the device, which nothing checks there
 
         int8 rows are scaled, then rounded.
         """

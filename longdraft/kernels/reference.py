@@ -104,9 +104,9 @@ class ReferenceKernels:
         """A copy in `dtype`'s precision: a weight may be a view of a mapped file, and would change with the file."""
         return x.to(self.device, self.dtype, copy=True).float().contiguous()
 
-    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+    def embed(self, table: Linear, tokens: Sequence[int] | Tensor) -> Tensor:
         assert isinstance(table, ReferenceLinear)
-        ids = torch.tensor(tokens, device=self.device)
+        ids = torch.as_tensor(tokens, device=self.device)
         rows = table.weight[ids]
         return (rows if table.scale is None else rows * table.scale[ids, None]).to(self.dtype)
 

@@ -70,10 +70,10 @@ class ParallelKernels:
         whole = self.group.concatenate(part)[:, : weight.out_features].contiguous()
         return whole if keep_float else whole.to(self.dtype)
 
-    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+    def embed(self, table: Linear, tokens: Sequence[int] | Tensor) -> Tensor:
         if not isinstance(table, ColumnParallel):
             return self.local.embed(table, tokens)
-        offsets = torch.tensor(tokens) - table.first
+        offsets = torch.as_tensor(tokens) - table.first
         is_ours = (offsets >= 0) & (offsets < table.part.out_features)
         rows = self.local.embed(table.part, torch.where(is_ours, offsets, 0).tolist()).float()
         rows[~is_ours.to(rows.device)] = 0

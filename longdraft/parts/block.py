@@ -28,12 +28,11 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.kernels import Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels import Decoder, Geometry, Kernels, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.chain_plan import PlaceRows
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.interface import parents_tensor
 from longdraft.model.rope import RopeTable
@@ -57,6 +56,48 @@ class PairTerms(NamedTuple):
     after: Linear
     gate: Linear | None = None
     trust: Linear | None = None
+
+
+class PairScorer(NamedTuple):
+    """Implements `PairScores` for the terms of a head. ids: the target's id of each of its tokens; None: the same."""
+
+    kernels: Kernels
+    terms: PairTerms
+    ids: Tensor | None
+    part: PartOfVocabulary | None
+    vocabulary: int
+
+    def after(self, rows: PlaceRows, before: Tensor) -> Tensor:
+        """A head that selects (DFlash2) has logits of its best tokens alone."""
+        terms, logits, part = self.terms, rows.logits, self.part
+        gated = self._gated(rows, before[:, None])
+        if terms.gate is None:
+            added = self.kernels.linear(gated[:, 0].to(self.kernels.dtype), terms.after, keep_float=True)
+            return logits + (added if part is None or added.shape[1] == logits.shape[1] else added[:, part.ids])
+        best = logits.topk(min(_SELECTED, logits.shape[1])).indices
+        chosen = logits.gather(1, best) + (gated @ self._after(best if part is None else part.ids[best]).mT)[:, 0]
+        return torch.full_like(logits, -torch.inf).scatter(1, best, chosen)
+
+    def table(self, rows: PlaceRows, before: Tensor, tokens: Tensor) -> Tensor:
+        return self._gated(rows, before) @ self._after(tokens).mT
+
+    def trust(self, rows: PlaceRows, before: Tensor) -> Tensor:
+        if self.terms.trust is None:
+            return torch.ones(len(before), device=before.device)
+        joined = torch.cat([rows.normed, self.terms.before[before].to(rows.normed.dtype)], 1)
+        return self.kernels.linear(joined, self.terms.trust, keep_float=True)[:, 0].sigmoid()
+
+    def _gated(self, rows: PlaceRows, before: Tensor) -> Tensor:
+        """[R, A, rank] float32 of tokens [R, A]."""
+        chosen = self.terms.before[before].float()
+        return chosen if rows.gates is None else chosen * rows.gates[:, None]
+
+    def _after(self, tokens: Tensor) -> Tensor:
+        """[R, B, rank] float32 of tokens [R, B]."""
+        ids, after = self.ids, self.terms.after
+        if ids is not None and len(ids) == after.out_features:  # a table of the head's own tokens
+            tokens = torch.searchsorted(ids, tokens).clamp_(max=len(ids) - 1)
+        return self.kernels.embed(after, tokens.flatten()).float().view(*tokens.shape, -1)
 
 
 class BlockWeights(NamedTuple):
@@ -90,6 +131,10 @@ class SlotRows(NamedTuple):
     logits: Tensor
     part: PartOfVocabulary | None
     gates: Tensor | None = None
+
+    @property
+    def places(self) -> PlaceRows:
+        return PlaceRows(self.logits, self.normed, self.gates)
 
     def whole(self) -> Tensor:
         """Logits [S, V] of the target's vocabulary; -inf for tokens that the head does not have."""
@@ -220,54 +265,10 @@ class BlockHead:
         return [SlotRows(normed[start:end], logits[start:end], part, None if gates is None else gates[start:end])
                 for start, end in pairwise(ends)]
 
-    @property
-    def has_pairs(self) -> bool:
-        """Whether the logits of a slot depend on the token before it."""
-        return self._weights.pairs is not None
-
-    def logits_after(self, rows: SlotRows, slot: int, before: int) -> Tensor:
-        """Logits [1, N] of a slot after the token `before`, for a head with pair terms. One that selects (DFlash2) has
-        those of its best tokens alone."""
-        terms, logits, part = self._weights.pairs, rows.logits[slot : slot + 1], rows.part
-        assert terms is not None
-        gated = self._gated(rows, slot, [before])
-        if terms.gate is None:
-            added = self.kernels.linear(gated.to(self.kernels.dtype), terms.after, keep_float=True)
-            return logits + (added if part is None or added.shape[1] == logits.shape[1] else added[:, part.ids])
-        best = logits[0].topk(min(_SELECTED, logits.shape[1])).indices
-        tokens = best if part is None else part.ids[best]
-        selected = torch.full_like(logits, -torch.inf)
-        selected[0, best] = logits[0, best] + (gated @ self._after(tokens.tolist()).T)[0]
-        return selected
-
-    def pairs(self, rows: SlotRows, slot: int, before: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:
-        """What the head adds to the logits of a slot's tokens, after each of the tokens before: [before, tokens]."""
-        table = self._gated(rows, slot, before) @ self._after(tokens).T
-        return np.asarray(table.double().cpu().numpy())
-
-    def trust(self, rows: SlotRows, slot: int, before: int) -> float:
-        """How sure the head is of a slot after the token `before`, 0 to 1; 1: it does not say."""
+    def pairs(self, part: PartOfVocabulary | None) -> PairScorer | None:
+        """What the logits of a slot, those of the tokens `part`, gain by the token before; None: nothing."""
         terms = self._weights.pairs
-        if terms is None or terms.trust is None:
-            return 1.0
-        row = rows.normed[slot : slot + 1]
-        joined = torch.cat([row, terms.before[before : before + 1].to(row.dtype)], 1)
-        return float(self.kernels.linear(joined, terms.trust, keep_float=True).sigmoid())
-
-    def _gated(self, rows: SlotRows, slot: int, before: Sequence[int]) -> Tensor:
-        """[before, rank] float32."""
-        terms = self._weights.pairs
-        assert terms is not None
-        chosen = terms.before[torch.tensor(before, device=terms.before.device)].float()
-        return chosen if rows.gates is None else chosen * rows.gates[slot]
-
-    def _after(self, tokens: Sequence[int]) -> Tensor:
-        """[tokens, rank] float32."""
-        terms, ids = self._weights.pairs, self._weights.ids
-        assert terms is not None
-        if ids is not None and len(ids) == terms.after.out_features:  # a table of the head's own tokens
-            tokens = torch.searchsorted(ids, torch.tensor(tokens, device=ids.device)).tolist()
-        return self.kernels.embed(terms.after, tokens).float()
+        return terms and PairScorer(self.kernels, terms, self._weights.ids, part, self._target.config.vocab_size)
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin [R, D / 2] float32 of positions."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels import Kernels, KVStore
-from longdraft.kernels.chain_plan import Ranked, Ranker
+from longdraft.kernels.chain_plan import PairScores, PlaceRows, Ranked, Ranker, ScoredPlace
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.kernels.switches import is_on
 from longdraft.request.context import Context
@@ -136,14 +136,21 @@ class DeviceSampler:
         draft = self._draft(context, path, 1, num, ahead, within)
         return ranked_places((yield from self._drafts.ranked(draft, logits[None].float(), ahead)))[0]
 
-    def shortlists(self, logits: Tensor, context: Context, num: int, ahead: int
-                   ) -> LaunchedWork[list[tuple[list[int], NDArray[np.float64]]]]:
+    def shortlists(self, logits: Tensor, context: Context, num: int, ahead: int) -> LaunchedWork[list[ScoredPlace]]:
         """As `Sampler.shortlists`, for at most `MAX_GUESSES`, without guesses that the filters remove: the tokens and
         scores of each place."""
         from longdraft.kernels.cuda.chain_rows import scored_places
 
         draft = self._draft(context, (), len(logits), num, ahead, math.inf)
         return scored_places((yield from self._drafts.ranked(draft, logits.float(), ahead)))
+
+    def paired_shortlists(self, places: PlaceRows, pairs: PairScores, context: Context, before: int, num: int,
+                          ahead: int) -> LaunchedWork[list[tuple[ScoredPlace, NDArray[np.float64], float]]]:
+        """As `Sampler.paired_shortlists`, for at most `MAX_GUESSES`, without guesses that the filters remove."""
+        from longdraft.kernels.cuda.head_places import scored_pairs
+
+        draft = self._draft(context, (), len(places.logits), num, ahead, math.inf)
+        return scored_pairs((yield from self._drafts.paired(draft, places, pairs, before, ahead)))
 
     def _draft(self, context: Context, path: Sequence[int], places: int, num: int, ahead: int, within: float
                ) -> TextDraft:

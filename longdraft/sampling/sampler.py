@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from longdraft.kernels import Kernels, noise
-from longdraft.kernels.chain_plan import Ranked, Ranker
+from longdraft.kernels.chain_plan import PairScores, PlaceRows, Ranked, Ranker
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.launched import LaunchedWork, finished
 from longdraft.request.context import Context
@@ -59,6 +59,18 @@ class Shortlist(NamedTuple):
 
     tokens: list[int]
     scores: NDArray[np.float64]
+
+
+class PairedShortlist(NamedTuple):
+    """The best guesses of a place after the best one of the place before.
+
+    table  [K of the place before, K]: what the logits gain by each token before; of the first place: [1, K]
+    trust  how sure the drafter is of the place, 0 to 1
+    """
+
+    shortlist: Shortlist
+    table: NDArray[np.float64]
+    trust: float
 
 
 class Sampler:
@@ -206,9 +218,7 @@ class Sampler:
         """
         first = len(context) + ahead
         positions, has_mask = range(first, first + len(logits)), self._grammar and len(logits) and not ahead
-        device = self.on_device
-        if (device and len(logits) and logits.device == device.device and num <= MAX_GUESSES
-                and self._bans[0] not in positions):
+        if device := self._device_for(logits, num, first):
             whole = logits if part is None else part.whole(logits)
             return [Shortlist(*each) for each in (yield from device.shortlists(whole, context, num, ahead))]
         rows = logits.detach().float().cpu()
@@ -220,6 +230,33 @@ class Sampler:
             found = compiled.shortlists(self._biased(rows, positions, masks), context, num, part, ahead)
             return [Shortlist(tokens, np.array(scores)) for tokens, scores in found]
         return self._shortlists(rows, context, num, ahead)
+
+    def _device_for(self, logits: torch.Tensor, num: int, first: int) -> DeviceSampler | None:
+        """What makes shortlists of `num` guesses on the device, from logits of places from `first` on; None: the host
+        does."""
+        device = self.on_device
+        is_possible = (device and len(logits) and logits.device == device.device and num <= MAX_GUESSES
+                       and self._bans[0] not in range(first, first + len(logits)))
+        return device if is_possible else None
+
+    def paired_shortlists(self, places: PlaceRows, pairs: PairScores, context: Context, before: int, num: int,
+                          ahead: int = 0) -> LaunchedWork[list[PairedShortlist]]:
+        """As `shortlists`, of places whose logits depend on the token before: of the first one on `before`, of others
+        on the best guess of the place before. It ends after a place without guesses. On a device, it is one graph."""
+        if device := self._device_for(places.logits, num, len(context) + ahead):
+            return [PairedShortlist(Shortlist(*each), table, trust) for each, table, trust in (
+                yield from device.paired_shortlists(places, pairs, context, before, num, ahead))]
+        found, tokens = list[PairedShortlist](), [before]
+        for place in range(len(places.logits)):
+            rows = places.of(place)
+            one, all_before = (torch.tensor(each, device=rows.logits.device) for each in (tokens[:1], [tokens]))
+            (shortlist,) = yield from self.shortlists(pairs.after(rows, one), context, num, pairs.part, ahead + place)
+            table = pairs.table(rows, all_before, torch.tensor([shortlist.tokens], device=rows.logits.device).long())
+            found.append(PairedShortlist(shortlist, table[0].double().cpu().numpy(), float(pairs.trust(rows, one))))
+            if not shortlist.tokens:
+                break
+            tokens = shortlist.tokens
+        return found
 
     def _shortlists(self, rows: torch.Tensor, context: Context, num: int, first: int) -> list[Shortlist]:
         """As `shortlists`, by `ranked`."""

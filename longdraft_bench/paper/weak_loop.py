@@ -89,9 +89,9 @@ class WeakKernels(ReferenceKernels):
     def _copied(self, x: Tensor) -> Tensor:
         return x.to(self.device, self.dtype, copy=True).contiguous()
 
-    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+    def embed(self, table: Linear, tokens: Sequence[int] | Tensor) -> Tensor:
         assert isinstance(table, ReferenceLinear)
-        return table.weight[torch.tensor(tokens, device=self.device)]
+        return table.weight[torch.as_tensor(tokens, device=self.device)]
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, ReferenceLinear)

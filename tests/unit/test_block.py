@@ -116,9 +116,12 @@ def test_a_head_computes_what_it_was_trained_to_compute(tiny, tmp_path, target, 
     for slot in range(len(wanted)):
         places = torch.searchsorted(made.ids, torch.tensor(tokens[slot]))
         terms = torch.stack([slow.pair_term(wanted[slot], token)[places] for token in before])
-        if head.has_pairs:
-            assert_close(torch.from_numpy(head.pairs(found, slot, before, tokens[slot])).float(), terms)
-        assert head.trust(found, slot, best) == pytest.approx(slow.trust(wanted[slot], best), abs=1e-3)
+        if pairs := head.pairs(found.part):
+            own = found.places.of(slot)
+            table = pairs.table(own, torch.tensor([before]), torch.tensor([tokens[slot]]))
+            assert_close(table[0].float(), terms)
+            trust = float(pairs.trust(own, torch.tensor([best])))
+            assert trust == pytest.approx(slow.trust(wanted[slot], best), abs=1e-3)
         before, best = tokens[slot], tokens[slot][0]
 
 

@@ -71,9 +71,9 @@ def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name, changes):
         with torch.no_grad():
             logits = task.module.logits(block, before)
         for slot in range(4):
-            own = found.logits[slot : slot + 1]
-            if head.has_pairs:
-                own = head.logits_after(found, slot, int(before[slot]))
+            own, pairs = found.logits[slot : slot + 1], head.pairs(found.part)
+            if pairs:
+                own = pairs.after(found.places.of(slot), before[slot : slot + 1])
             said = found._replace(logits=own).whole()[0, tokens[slot]]
             own_places = torch.searchsorted(task.module.ids, torch.tensor(tokens[slot]))
             torch.testing.assert_close(said.float(), logits[slot, own_places], atol=5e-3, rtol=1e-3)

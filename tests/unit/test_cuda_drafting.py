@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,12 +26,13 @@ from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
-from longdraft.kernels.chain_plan import NEVER, ChainEnd, Ranked
+from longdraft.kernels.chain_plan import NEVER, ChainEnd, PlaceRows, Ranked
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.cuda import head_places
 from longdraft.kernels.cuda.choices import Chosen
-from longdraft.kernels.cuda.head_places import GivenLogits
+from longdraft.kernels.cuda.head_places import GivenLogits, PairPlaces
 from longdraft.model.transformer import Forward, Transformer, chain_rows, tree_rows
+from longdraft.parts.block import PairScorer, PairTerms
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
@@ -124,6 +126,61 @@ def test_the_shortlists_of_several_texts_are_one_launch(monkeypatch):
     for found, wanted in zip(results, alone, strict=True):
         assert [each.tokens for each in found] == [each.tokens for each in wanted] and len(found) > 1
         assert all(np.array_equal(a.scores, b.scores) for a, b in zip(found, wanted, strict=True))
+
+
+def pair_scores(kind: str, kernel: kernels.Kernels, part: PartOfVocabulary | None) -> PairScorer:
+    """Random ones: the terms of DSpark, or of DFlash2, which selects among the best tokens of a place."""
+    numbers = torch.Generator().manual_seed(5)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=numbers)
+
+    terms = PairTerms(random(700, 16).to(DEVICE) / 20, kernel.pack(random(len(part.ids) if part else 700, 16)),
+                      kernel.pack(random(16, 32)) if kind == "dflash2" else None,
+                      None if kind == "dflash2" else kernel.pack(random(1, 48) / 4, random(1)))
+    return PairScorer(kernel, terms, part and part.ids, part, 700)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+@pytest.mark.parametrize("law", extent(LAWS, ["paper"]))
+def test_places_that_depend_on_the_token_before_are_ranked_in_one_launch_as_the_host_ranks_them(kind, law, monkeypatch):
+    """Of one text, and of several with unlike numbers of places; of the first places, or after unknown tokens."""
+    kernel, params = kernels.choose(DEVICE, "float32", NAME), SamplingParams(max_new_tokens=50, seed=7, **LAWS[law])
+    part = PartOfVocabulary(torch.arange(1, 700, 2).to(DEVICE), 700) if kind == "dspark" else None
+    pairs, launch, launches = pair_scores(kind, kernel, part), PairPlaces._launch, list[int]()
+    monkeypatch.setattr(PairPlaces, "_launch",
+                        lambda self, parts: (launches.append(len(parts)), launch(self, parts))[1])
+    hosts, devices = [], []
+    for text, count in enumerate((3, 2, 4)):
+        context = Context([(7 * place + text) % 90 for place in range(20 + text)])
+        normed = torch.randn(count, 32, generator=torch.Generator().manual_seed(count)).to(DEVICE)
+        logits = logits_of_places(count, 350 if part else 700).to(DEVICE)
+        gates = kernel.linear(normed, pairs.terms.gate).float() if pairs.terms.gate else None
+        wanted = PlaceRows(logits, normed, gates), pairs, context, context.last, 16, 2 * (text == 1)
+        with np.errstate(all="ignore"):
+            hosts.append(launched.finished(Sampler(params, [5], is_fast=False).paired_shortlists(*wanted)))
+        devices.append(partial(Sampler(params, [5], kernels=kernel).paired_shortlists, *wanted))
+    alone = [launched.finished(each()) for each in devices]
+    works, together = [each() for each in devices], []
+    launched.read_together([next(each) for each in works])
+    for each in works:
+        with pytest.raises(StopIteration) as ended:
+            next(each)
+        together.append(ended.value.value)
+    assert launches == [1, 1, 1, 2, 1], "those after unknown tokens by themselves"
+    assert any(len(own.shortlist.tokens) > 1 for found in alone for own in found)
+    for found, same, expected in zip(alone, together, hosts, strict=True):
+        assert len(found) == len(same) == len(expected)
+        before = 1
+        for own, again, wanted in zip(found, same, expected, strict=True):
+            count = len(own.shortlist.tokens)
+            assert count and own.shortlist.tokens == again.shortlist.tokens == wanted.shortlist.tokens[:count]
+            np.testing.assert_allclose(own.shortlist.scores, wanted.shortlist.scores[:count], atol=1e-4)
+            assert own.table.shape == (before, count)
+            np.testing.assert_allclose(own.table, wanted.table[:before, :count], atol=1e-4)
+            np.testing.assert_array_equal(own.table, again.table)
+            assert own.trust == again.trust == pytest.approx(wanted.trust, abs=1e-5)
+            before = count
 
 
 def test_graphs_have_as_many_texts_as_their_logits_have_room_for(monkeypatch):

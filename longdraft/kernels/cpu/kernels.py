@@ -114,8 +114,9 @@ class CpuKernels:
         self.native.quantise_int4(weight, values, scale, zero)
         return int4.Int4Weight(values, scale, zero)
 
-    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+    def embed(self, table: Linear, tokens: Sequence[int] | Tensor) -> Tensor:
         assert isinstance(table, CpuLinear)
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         if table.native.is_bf16 != self._is_bf16:
             refuse(f"a table packed as {self.dtype}", table.native)
         require(len(tokens) > 0, "one or more tokens", tokens)

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.kernels.chain_plan import Ranked
+from longdraft.kernels.chain_plan import Ranked, ScoredPlace
 from longdraft.kernels.cuda import jit_choice, jit_drafting
 from longdraft.kernels.cuda.device_text import MAX_CHAIN, DeviceText
 from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK
@@ -56,6 +56,7 @@ from longdraft.kernels.cuda.text_rows import (
 
 MAX_TEXTS = 64  # of a graph
 MAX_WIDTH = 16  # guesses that are ranked for a token
+PLACE = 2 + 2 * MAX_WIDTH  # numbers of a place: of guesses, the lead, the guesses, their scores
 _UNROLLED = 4  # tokens of the larger graph of a chain
 _MAX_BUFFERS = 4  # numbers of texts: the logits of 64 take up to 65 MB
 
@@ -143,7 +144,7 @@ class ChainRows:
         self._scores = zeros(texts, blocks, width, dtype=torch.float64)
         self._ids = zeros(texts, blocks, width, dtype=int32)
         # Of all places, and of one after the longest chain.
-        self.outcome = zeros(MAX_CHAIN + 1, texts, 2 + 2 * MAX_WIDTH, dtype=torch.int64)
+        self.outcome = zeros(MAX_CHAIN + 1, texts, PLACE, dtype=torch.int64)
 
     def inputs(self, drafts: Sequence[TextDraft]) -> Tensor:
         """What `load` gets, as far as the longest chain goes. A padding text has no places."""
@@ -280,7 +281,7 @@ class Chains(ABC, Generic[Part, Buffers]):
             self._end(buffers, parts)
         for draft in drafts:
             draft.text.has_appended(len(draft.fresh))
-        return buffers.rows.outcome
+        return self._outcome(buffers)
 
     def _most_texts(self, parts: Sequence[Part]) -> int:
         """How many of these chains a graph has at most."""
@@ -288,6 +289,10 @@ class Chains(ABC, Generic[Part, Buffers]):
 
     def _end(self, buffers: Buffers, parts: Sequence[Part]) -> None:
         """Is called when the graphs are launched."""
+
+    def _outcome(self, buffers: Buffers) -> Tensor:
+        """[places, T, C] int64 of the chains."""
+        return buffers.rows.outcome
 
     @abstractmethod
     def _buffers_for(self, parts: Sequence[Part]) -> Buffers:
@@ -313,7 +318,7 @@ def ranked_places(outcome: Tensor) -> list[Ranked]:
     return [Ranked(row[2 : 2 + row[0]], lead) for row, lead in zip(outcome.tolist(), leads, strict=True)]
 
 
-def scored_places(outcome: Tensor) -> list[tuple[list[int], NDArray[np.float64]]]:
-    """The guesses of some places and their scores, which fall, from their rows [N, 34] on the host."""
-    scores = outcome[:, 2 + MAX_WIDTH :].contiguous().view(torch.float64).numpy()
+def scored_places(outcome: Tensor) -> list[ScoredPlace]:
+    """The guesses of some places and their scores, which fall, from their rows [N, 34 or more] on the host."""
+    scores = outcome[:, 2 + MAX_WIDTH : PLACE].contiguous().view(torch.float64).numpy()
     return [(row[2 : 2 + row[0]], own[: row[0]]) for row, own in zip(outcome.tolist(), scores, strict=True)]

@@ -4,6 +4,7 @@
 
 One CUDA graph computes and ranks all places of all texts. The host waits once, and reads some ids of each place.
 `GivenLogits` ranks the guesses of logits that are already there, of one place or of several, of one text or of several.
+`PairPlaces` does so where the logits of a place depend on the best guess of the place before.
 """
 
 from __future__ import annotations
@@ -11,11 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from longdraft.kernels.chain_plan import Heads
-from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft
+from longdraft.kernels.chain_plan import Heads, PairScores, PlaceRows, ScoredPlace
+from longdraft.kernels.cuda.chain_rows import (
+    MAX_WIDTH,
+    PLACE,
+    ChainRows,
+    Chains,
+    RowsShape,
+    TextDraft,
+    scored_places,
+)
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.text_rows import TextNeeds
 
@@ -29,6 +40,7 @@ def place_logits(heads: Heads, rows: Tensor, first: Tensor | None, num: int) -> 
 
 
 _MOST_BYTES = 1 << 27  # of the logits that one graph ranks
+_PAIRED = PLACE + 1 + MAX_WIDTH**2 // 2  # numbers of a place, with trust and the table of pairs in float32
 
 
 class TextHeads(NamedTuple):
@@ -138,3 +150,92 @@ class GivenLogits(Chains[TextLogits, _LogitsBuffers]):
         for place, logits in enumerate(buffers.logits, self._ahead):
             buffers.rows.rank(logits, needs, place)
             buffers.rows.go_on(place)
+
+
+class TextPairs(NamedTuple):
+    """Places whose logits depend on the token before, which is `before` for the first one."""
+
+    draft: TextDraft
+    graphs: GraphCache
+    places: PlaceRows
+    before: int
+    pairs: PairScores
+
+
+class _PairBuffers:
+    """The memory of `count` places. part: of any text."""
+
+    def __init__(self, shape: RowsShape, count: int, part: TextPairs) -> None:
+        device = part.places.logits.device
+
+        def held(like: Tensor) -> Tensor:
+            return torch.zeros(count, shape.texts, like.shape[1], dtype=like.dtype, device=device)
+
+        self.rows = ChainRows(shape, 0, device)
+        self.places = PlaceRows(held(part.places.logits), held(part.places.normed),
+                                None if part.places.gates is None else held(part.places.gates))
+        self.before = torch.zeros(shape.texts, dtype=torch.int64, device=device)
+        self.found = torch.zeros(count, shape.texts, _PAIRED, dtype=torch.int64, device=device)
+
+    def inputs(self, parts: Sequence[TextPairs]) -> tuple[Tensor, Tensor, Sequence[TextPairs]]:
+        """What `load` gets."""
+        return self.rows.inputs([part.draft for part in parts]), torch.tensor([part.before for part in parts]), parts
+
+    def load(self, staged: Tensor, before: Tensor, parts: Sequence[TextPairs], needs: TextNeeds) -> None:
+        """Two copies and a launch or two, and some copies for each text."""
+        self.rows.load(staged, needs)
+        self.before[: len(parts)].copy_(before, non_blocking=True)
+        for text, part in enumerate(parts):
+            for held, given in zip(self.places, part.places, strict=True):
+                if held is not None and given is not None:
+                    held[: len(given), text].copy_(given)
+
+
+class PairPlaces(Chains[TextPairs, _PairBuffers]):
+    """Guesses of places whose logits depend on the token before. ahead: see `GivenLogits`"""
+
+    name = "pairs"
+
+    def __init__(self, ahead: int) -> None:
+        super().__init__()
+        self._ahead = ahead
+
+    def _buffers_for(self, parts: Sequence[TextPairs]) -> _PairBuffers:
+        shape, (count,) = RowsShape.of([part.draft for part in parts], parts[0].pairs.vocabulary), self._sizes(parts)
+        return self._buffers.get((shape, count), lambda: _PairBuffers(shape, count, parts[0]))
+
+    def _sizes(self, parts: Sequence[TextPairs]) -> list[int]:
+        return [max(len(part.places.logits) for part in parts)]
+
+    def _run(self, buffers: _PairBuffers, first: TextPairs, size: int, needs: TextNeeds) -> None:
+        pairs, rows = first.pairs, buffers.rows
+        before = buffers.before[:, None]
+        for place in range(size):
+            own = buffers.places.at(place)
+            logits = pairs.after(own, before[:, 0])
+            rows.rank(logits if pairs.part is None else pairs.part.whole(logits), needs, self._ahead + place)
+            rows.go_on(self._ahead + place)
+            found = buffers.found[place]
+            found[:, :PLACE] = rows.outcome[place]
+            tokens = found[:, 2 : 2 + MAX_WIDTH].clamp(min=0)  # those that are no guesses are not read
+            numbers = found[:, PLACE:].view(torch.float32)
+            numbers[:, 0] = pairs.trust(own, before[:, 0])
+            numbers[:, 2 : 2 + MAX_WIDTH * before.shape[1]] = pairs.table(own, before, tokens).flatten(1)
+            before = tokens
+
+    def _outcome(self, buffers: _PairBuffers) -> Tensor:
+        return buffers.found
+
+
+def scored_pairs(outcome: Tensor) -> list[tuple[ScoredPlace, NDArray[np.float64], float]]:
+    """The guesses of places from their rows on the host, up to the first place without one: each with what its logits
+    gain by each guess of the place before, [K before, K], and how sure the drafter is."""
+    numbers = outcome[:, PLACE:].contiguous().view(torch.float32).double().numpy()
+    found, before = list[tuple[ScoredPlace, NDArray[np.float64], float]](), 1
+    for scored, own in zip(scored_places(outcome), numbers, strict=True):
+        count = len(scored[0])
+        found.append((scored, own[2:].reshape(MAX_WIDTH, MAX_WIDTH)[:before, :count], float(own[0])))
+        if not count:
+            break
+        before = count
+    return found

@@ -72,8 +72,10 @@ class CudaKernels(CudaOperations):
         require(weight.is_normal, "exponents of normal numbers", weight.exponents)
         return CudaFewBits(weight, bias, self.device, self.dtype)
 
-    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+    def embed(self, table: Linear, tokens: Sequence[int] | Tensor) -> Tensor:
         assert isinstance(table, CudaLinear)
+        if isinstance(tokens, Tensor):
+            return table.rows(tokens)
         require(len(tokens) > 0 and min(tokens) >= 0 and max(tokens) < table.out_features,
                 f"token ids below {table.out_features}", tokens)
         ids = torch.tensor(tokens).to(self.device, non_blocking=True)  # `device=` would wait for the device

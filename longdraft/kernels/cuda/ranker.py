@@ -18,6 +18,8 @@ from longdraft.kernels.chain_plan import (
     DraftLayers,
     Heads,
     ModelLayers,
+    PairScores,
+    PlaceRows,
     Ranked,
     TrainedHeads,
     TrainedLayers,
@@ -25,7 +27,7 @@ from longdraft.kernels.chain_plan import (
 from longdraft.kernels.cuda.chain_rows import MAX_WIDTH, Chains, TextDraft, ranked_places
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.device_text import DeviceText
-from longdraft.kernels.cuda.head_places import GivenLogits, HeadPlaces, TextHeads, TextLogits
+from longdraft.kernels.cuda.head_places import GivenLogits, HeadPlaces, PairPlaces, TextHeads, TextLogits, TextPairs
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.layer_chain import LayerChains, TextLayers
@@ -42,10 +44,11 @@ SHARES_CHAINS = is_on("SHARES_CHAINS")  # False: each text's chain is drafted by
 
 _MAX_CHAINS = 4  # of one request: the models, layers and heads with which it drafts in turn
 
-# What drafts the chains of several texts: with these layers; with these heads, by whether they guess the first token.
+# What drafts the chains of several texts: with these layers; with these heads, by whether they guess the first token;
+# places whose logits are there.
 _shared_layers: WeakKeyDictionary[DraftLayers, LayerChains] = WeakKeyDictionary()
 _shared_heads: WeakKeyDictionary[Heads, dict[bool, HeadPlaces]] = WeakKeyDictionary()
-_shared_logits: WeakKeyDictionary[Kernels, dict[int, GivenLogits]] = WeakKeyDictionary()  # by tokens ahead
+_shared_places: WeakKeyDictionary[Kernels, RecentlyUsed[object, Chains[Any, Any]]] = WeakKeyDictionary()
 
 
 class Text(Protocol):
@@ -87,12 +90,24 @@ class RequestDrafts:
         """
         assert isinstance(self.kernels, CudaOperations)
         part = TextLogits(draft, self.kernels.graphs, logits)
-        if len(logits) > 1 and SHARES_CHAINS and self.can_share:
-            chains = _shared_logits.setdefault(self.kernels, {}).setdefault(ahead, GivenLogits(ahead))
-            work: Launched = Shareable(chains, part, lambda: chains.launch([part])[0])
+        return (yield from self._places(part, ("logits", ahead), lambda: GivenLogits(ahead), len(logits) > 1))
+
+
+    def paired(self, draft: TextDraft, places: PlaceRows, pairs: PairScores, before: int, ahead: int
+               ) -> LaunchedWork[Tensor]:
+        """The guesses of places whose logits depend on the token before: see `scored_pairs`. before: the first one's"""
+        assert isinstance(self.kernels, CudaOperations)
+        part = TextPairs(draft, self.kernels.graphs, places, before, pairs)
+        return (yield from self._places(part, (pairs, ahead), lambda: PairPlaces(ahead)))
+
+    def _places(self, part: Any, key: object, make: Callable[[], Chains[Any, Any]], shares: bool = True
+                ) -> LaunchedWork[Tensor]:
+        """Launch and read the guesses of a text's places, with those of other texts where it `shares`."""
+        if shares and SHARES_CHAINS and self.can_share:
+            places = _shared_places.setdefault(self.kernels, RecentlyUsed(_MAX_CHAINS)).get(key, make)
+            work: Launched = Shareable(places, part, lambda: places.launch([part])[0])
         else:
-            own = self.chains((GivenLogits, ahead), lambda: GivenLogits(ahead))
-            work = Launched(own.launch([part])[0])
+            work = Launched(self.chains(key, make).launch([part])[0])
         yield work
         return work.read()
 
