@@ -6,7 +6,8 @@ All layers of Llama-3.1-8B and Qwen2.5-1.5B for one row are one graph, in which 
 replaced: columns, block, stages and splits of a product (`longdraft.kernels.cuda.linear.Tiling`), the splits of
 attention (`longdraft.kernels.cuda.attention.Splits`), warps of the norms and of weights of few bits. By themselves
 kernels rank otherwise: programs of neighbours fill the device together. It prints a line for each cut, with
-milliseconds after each context. Kernels are compiled in parallel processes first. Some two minutes on 16 cores.
+milliseconds after each context, and beside them those of the cut as it is, timed directly afterwards: a card does not
+keep one speed. Kernels are compiled in parallel processes first. Some two minutes on 16 cores.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def measure(plan: CudaPlan = ON_DEVICE) -> None:
         model = _model(plan, shape, quantize, {})
         for cut in cuts(model):
             contexts = plan.decide.contexts if not cut.tiling else plan.decide.contexts[:1]
-            print(f"{shape} {quantize}", cut, *_timed(plan, model, cut, contexts, plan.repeats), sep="; ", flush=True)
+            pair = (_timed(plan, model, each, contexts, plan.repeats) for each in (cut, Cut()))
+            times = [f"{own} ({before.split(': ', 1)[-1]} now)" for own, before in zip(*pair, strict=True)]
+            print(f"{shape} {quantize}", cut, *times, sep="; ", flush=True)
         del model
 
 

@@ -111,10 +111,11 @@ def measure_real(plan: RealPlan, on_text: Callable[[Record], None]) -> Record:
 
     Raises UsageError if two drafters write different texts, or if the model's context is too short.
     """
-    filled: Record = {"model": plan.model, "texts": []}
+    name = {"model": Path(plan.model).name if Path(plan.model).exists() else plan.model}  # not where it happens to be
+    filled: Record = name | {"texts": []}
     for quantize in plan.quantize:
         engine = load(plan.model, threads=plan.threads, quantize=quantize, heads=plan.heads)
-        filled["machine"] = machine.description(engine.model.kernels) | engine.provenance
+        filled["machine"] = machine.description(engine.model.kernels) | engine.provenance | name
         names = plan.drafters or usable_drafters(engine)
         for prompt, law in product(plan.prompts, plan.laws):
             filled["texts"] += _measure_text(engine, names, prompt, law, plan)
