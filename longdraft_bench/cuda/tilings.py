@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 from longdraft import kernels
 from longdraft.kernels.cuda import decoder as decoders
 from longdraft.kernels.cuda import few_bits
@@ -32,6 +34,7 @@ from longdraft_bench.models.random_weights import random_model
 
 _PROCESSES = 14
 _PRODUCTS = "qkv", "out", "gate_up", "down"
+_MOVED = 512, 1 << 12, 1 << 16, 1 << 21
 
 
 class Cut(NamedTuple):
@@ -40,6 +43,7 @@ class Cut(NamedTuple):
     product, tiling  of each layer
     splits           of attention
     module, name, value  a number of a module
+    moved            bytes that are allocated in front of the buffers: the cut is the same, the addresses are not
     """
 
     product: str = ""
@@ -48,14 +52,18 @@ class Cut(NamedTuple):
     module: Any = None
     name: str = ""
     value: int = 0
+    moved: int = 0
 
     def __str__(self) -> str:
+        if self.moved:
+            return f"moved {self.moved}"
         if self.tiling:
             return f"{self.product} {tuple(self.tiling)}"
         return f"attention {tuple(self.splits)}" if self.splits else f"{self.name} {self.value}" if self.name else "now"
 
     @contextmanager
     def applied(self, model: Transformer) -> Iterator[None]:
+        held = torch.empty(self.moved, dtype=torch.uint8, device=model.kernels.device)
         with ExitStack() as stack:
             if self.module:
                 stack.enter_context(switched(self.module, self.name, self.value))
@@ -65,11 +73,12 @@ class Cut(NamedTuple):
             for layer in model.weights.layers if self.tiling else ():
                 stack.enter_context(switched(getattr(layer, self.product), "tiling", self.tiling))
             yield
+        del held
 
 
 def cuts(model: Transformer) -> list[Cut]:
     """What is timed with this model: as it is, and other cuts of each kind."""
-    layer, tried = model.weights.layers[0], [Cut()]
+    layer, tried = model.weights.layers[0], [Cut(), *(Cut(moved=size) for size in _MOVED)]
     for product in _PRODUCTS:
         weight = getattr(layer, product)
         assert isinstance(weight, CudaLinear)

@@ -368,9 +368,11 @@ def test_other_cuts_of_products_and_attention_are_timed_in_whole_layers(capsys):
     small = INTERPRETED.shapes["tiny"] | {"hidden_size": 256}
     tilings.measure(INTERPRETED._replace(shapes={"tiny": small}))
     lines = [line.split("; ") for line in capsys.readouterr().out.splitlines()]
-    timed = [name for _, name, *times in lines if all(re.fullmatch(r"24: [\d.]+", time) for time in times)]
+    pair = re.compile(r"24: [\d.]+ \([\d.]+ now\)")
+    timed = [name for _, name, *times in lines if all(map(pair.fullmatch, times))]
     assert len(timed) == len(lines), lines
-    assert {"now", "qkv (64, 32, 2, 2)", "attention (256, 32, 512)", "_NORM_WARPS 16", "_WARPS 8"} <= set(timed)
+    assert {"now", "moved 512", "qkv (64, 32, 2, 2)", "attention (256, 32, 512)", "_NORM_WARPS 16",
+            "_WARPS 8"} <= set(timed)
     assert run(["bench", "cuda-tilings"]) == 2 and "no CUDA device" in capsys.readouterr().err
 
 
