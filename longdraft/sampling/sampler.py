@@ -251,10 +251,12 @@ class Sampler:
             rows = places.of(place)
             one, all_before = (torch.tensor(each, device=rows.logits.device) for each in (tokens[:1], [tokens]))
             (shortlist,) = yield from self.shortlists(pairs.after(rows, one), context, num, pairs.part, ahead + place)
-            table = pairs.table(rows, all_before, torch.tensor([shortlist.tokens], device=rows.logits.device).long())
-            found.append(PairedShortlist(shortlist, table[0].double().cpu().numpy(), float(pairs.trust(rows, one))))
+            trust = float(pairs.trust(rows, one))
             if not shortlist.tokens:
+                found.append(PairedShortlist(shortlist, np.zeros((len(tokens), 0)), trust))
                 break
+            table = pairs.table(rows, all_before, torch.tensor([shortlist.tokens], device=rows.logits.device))
+            found.append(PairedShortlist(shortlist, table[0].double().cpu().numpy(), trust))
             tokens = shortlist.tokens
         return found
 

@@ -184,6 +184,18 @@ def test_places_that_depend_on_the_token_before_are_ranked_in_one_launch_as_the_
             before = count
 
 
+def test_places_that_depend_on_the_token_before_end_after_one_without_guesses():
+    kernel, params = kernels.choose(DEVICE, "float32", NAME), SamplingParams(max_new_tokens=50, seed=7, min_p=0.05)
+    pairs, logits, context = pair_scores("dspark", kernel, None), logits_of_places(3).to(DEVICE), Context(range(20))
+    logits[1] = torch.nan
+    for sampler in (Sampler(params, [5], is_fast=False), Sampler(params, [5], kernels=kernel)):
+        with np.errstate(all="ignore"):
+            places = PlaceRows(logits.clone(), torch.randn(3, 32).to(DEVICE), None)
+            first, last = launched.finished(sampler.paired_shortlists(places, pairs, context, context.last, 16))
+        assert first.shortlist.tokens and not last.shortlist.tokens
+        assert last.table.shape == (len(first.shortlist.tokens), 0)
+
+
 def test_graphs_have_as_many_texts_as_their_logits_have_room_for(monkeypatch):
     monkeypatch.setattr(head_places, "_MOST_BYTES", 5 * 4 * 2 * 700)
     part = SimpleNamespace(logits=logits_of_places(2))

@@ -124,6 +124,12 @@ class _LogitsBuffers:
             self.logits[: len(part.logits), text].copy_(part.logits)
 
 
+def _texts_of(logits: Sequence[Tensor]) -> int:
+    """Texts whose logits, float32, one graph has memory for: a power of two."""
+    largest = max(each.numel() for each in logits) * 4
+    return max(1, 1 << (_MOST_BYTES // largest).bit_length() >> 1)
+
+
 class GivenLogits(Chains[TextLogits, _LogitsBuffers]):
     """Guesses from logits of several places of each text. ahead: unknown tokens between the texts and their first
     places"""
@@ -135,8 +141,7 @@ class GivenLogits(Chains[TextLogits, _LogitsBuffers]):
         self._ahead = ahead
 
     def _most_texts(self, parts: Sequence[TextLogits]) -> int:
-        largest = max(part.logits.numel() for part in parts) * 4
-        return max(1, min(super()._most_texts(parts), 1 << (_MOST_BYTES // largest).bit_length() >> 1))
+        return min(super()._most_texts(parts), _texts_of([part.logits for part in parts]))
 
     def _buffers_for(self, parts: Sequence[TextLogits]) -> _LogitsBuffers:
         logits, places = parts[0].logits, max(len(part.logits) for part in parts)
@@ -203,6 +208,9 @@ class PairPlaces(Chains[TextPairs, _PairBuffers]):
     def _buffers_for(self, parts: Sequence[TextPairs]) -> _PairBuffers:
         shape, (count,) = RowsShape.of([part.draft for part in parts], parts[0].pairs.vocabulary), self._sizes(parts)
         return self._buffers.get((shape, count), lambda: _PairBuffers(shape, count, parts[0]))
+
+    def _most_texts(self, parts: Sequence[TextPairs]) -> int:
+        return min(super()._most_texts(parts), _texts_of([part.places.logits for part in parts]))
 
     def _sizes(self, parts: Sequence[TextPairs]) -> list[int]:
         return [max(len(part.places.logits) for part in parts)]

@@ -42,6 +42,7 @@ from longdraft.kernels.switches import is_on
 DRAFTS_LAYERS = is_on("DRAFTS_LAYERS")  # False: trained layers, heads and small draft models are run from the host
 SHARES_CHAINS = is_on("SHARES_CHAINS")  # False: each text's chain is drafted by its own graphs
 
+_MAX_PLACES = 32  # kinds of places of all requests: each number of unknown tokens in front of them is one
 _MAX_CHAINS = 4  # of one request: the models, layers and heads with which it drafts in turn
 
 # What drafts the chains of several texts: with these layers; with these heads, by whether they guess the first token;
@@ -104,7 +105,7 @@ class RequestDrafts:
                 ) -> LaunchedWork[Tensor]:
         """Launch and read the guesses of a text's places, with those of other texts where it `shares`."""
         if shares and SHARES_CHAINS and self.can_share:
-            places = _shared_places.setdefault(self.kernels, RecentlyUsed(_MAX_CHAINS)).get(key, make)
+            places = _shared_places.setdefault(self.kernels, RecentlyUsed(_MAX_PLACES)).get(key, make)
             work: Launched = Shareable(places, part, lambda: places.launch([part])[0])
         else:
             work = Launched(self.chains(key, make).launch([part])[0])
