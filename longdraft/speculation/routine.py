@@ -20,7 +20,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from longdraft.errors import translated_error
-from longdraft.kernels.launched import HostWork, Launched
+from longdraft.kernels.launched import HostWork, Launched, read_together
 from longdraft.model.transformer import Forward, ForwardRequest
 
 T = TypeVar("T")
@@ -56,6 +56,35 @@ def run_alone(routine: Routine[T], on_one_thread: bool = False) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+def run_together(routines: Sequence[Routine[T]]) -> list[T]:
+    """Run several routines as a batch runs those of its texts: one wait for what all have launched, and one forward for
+    each model; returns their results. Raises the first error of a routine."""
+    ended: dict[int, T] = {}
+
+    def advanced(index: int, result: Forward | Exception | None = None) -> ForwardRequest | Launched | None:
+        """What the routine needs next; None: it has ended."""
+        try:
+            if isinstance(result, Exception):
+                return routines[index].throw(result)
+            return next(routines[index]) if result is None else routines[index].send(result)
+        except StopIteration as end:
+            ended[index] = end.value
+            return None
+
+    needs = [advanced(index) for index in range(len(routines))]
+    while any(needs):
+        if launched := {index: need for index, need in enumerate(needs) if isinstance(need, Launched)}:
+            read_together(list(launched.values()))
+            for index in launched:
+                needs[index] = advanced(index)
+            continue
+        requests = {index: need for index, need in enumerate(needs) if isinstance(need, ForwardRequest)}
+        results = run_batched(list(requests.values()), lambda indices, seconds: None)
+        for index, result in zip(requests, results, strict=True):
+            needs[index] = advanced(index, result)
+    return [ended[index] for index in range(len(routines))]
 
 
 def run_batched(requests: Sequence[ForwardRequest],

@@ -32,13 +32,13 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation import ahead
 from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
-from longdraft.speculation.routine import Routine
+from longdraft.speculation.routine import Routine, run_together
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft_bench.cuda import speed
 from longdraft_bench.cuda.families import cache_of
 from longdraft_bench.cuda.models import Bench, switched, synchronise
 from longdraft_bench.cuda.plan import CudaPlan, Oracle
-from longdraft_bench.cuda.switches import LAWS, run_round
+from longdraft_bench.cuda.switches import LAWS
 from longdraft_bench.cuda.texts import WARM_STEPS, Text, begin_after
 from longdraft_bench.models.random_weights import random_eagle, random_model
 
@@ -83,7 +83,7 @@ def switch(plan: CudaPlan, bench: Bench, name: str) -> dict[str, Any]:
             model = random_model(plan.decide.switched[case.model], made, quantize=case.quantize)
             steps = [_step(model, case, _CONTEXT - 3 * text) for text in range(case.texts)]
             for _ in range(plan.decide.rounds):
-                run_round(steps, 16)
+                run_together([step.run(16) for step in steps])
             texts.append([step.context.slice(_CONTEXT + 1 - 3 * text, len(step.context)).tolist()
                           for text, step in enumerate(steps)])
     pairs = [*zip(*texts, strict=True)]
@@ -125,7 +125,7 @@ def _compile(plan: CudaPlan, shape: str, quantize: str) -> None:
     for drafter in ("eagle", "magicdec", "plain"):
         step = _step(model, _Switched(linear, drafter=drafter, is_ahead=drafter == "plain"), plan.contexts[0])
         with switched(ahead, "LONG_TEXT", 1):
-            run_round([step], 64)
+            run_together([step.run(64)])
     for rows in plan.rows:
         speed.verifies(model, plan.contexts[0], rows)()
 

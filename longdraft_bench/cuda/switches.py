@@ -24,7 +24,7 @@ from longdraft.drafters.template import ranked_heads
 from longdraft.kernels import AttentionRows
 from longdraft.kernels.chain_plan import Ranked
 from longdraft.kernels.cuda import ranker, remainder, shared_forward
-from longdraft.kernels.launched import Launched, LaunchedWork, finished, read_together
+from longdraft.kernels.launched import LaunchedWork, finished, read_together
 from longdraft.kernels.native_remainder import RemainderFit
 from longdraft.model import shared_choice
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, tree_rows
@@ -36,7 +36,7 @@ from longdraft.sampling import device
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation import ahead
 from longdraft.speculation.ahead import PlainAhead
-from longdraft.speculation.routine import Routine, run_alone, run_batched
+from longdraft.speculation.routine import run_alone, run_together
 from longdraft.speculation.step import Step
 from longdraft_bench.cuda.models import Bench, device_ms, switched, synchronise
 from longdraft_bench.cuda.plan import CudaPlan
@@ -146,7 +146,7 @@ def _rounds(plan: CudaPlan, model: Transformer, context: int, count: int) -> dic
         steps = [plain_step(model, context - text, params) for text in range(count)]
         with switched(shared_choice, "SHARES_CHOICES", is_on):
             times[name if is_on else f"{name}, choices in turn"] = device_ms(
-                model.kernels.device, partial(run_round, steps), plan.repeats)
+                model.kernels.device, partial(_run_round, steps), plan.repeats)
         places = [context + 1 - text for text in range(count)]
         texts.append([step.context.slice(place, place + _SAME).tolist()
                       for step, place in zip(steps, places, strict=True)])
@@ -198,31 +198,9 @@ def self_drafts(model: Transformer, context: int) -> Callable[[], LaunchedWork[l
     return draft
 
 
-def run_round(steps: Sequence[Step], tokens: int = 1) -> None:
-    """A step of each text, of at most so many tokens, with what texts share (longdraft/engine/batching.py)."""
-    routines = [step.run(tokens) for step in steps]
-    needs = [_advanced(routine) for routine in routines]
-    while any(needs):
-        if launched := [need for need in needs if isinstance(need, Launched)]:
-            read_together(launched)
-            needs = [_advanced(routine) if isinstance(need, Launched) else need
-                     for routine, need in zip(routines, needs, strict=True)]
-            continue
-        waiting = [text for text, need in enumerate(needs) if need]
-        results = run_batched([need for need in needs if isinstance(need, ForwardRequest)],
-                              lambda indices, seconds: None)
-        for text, result in zip(waiting, results, strict=True):
-            needs[text] = _advanced(routines[text], result)
-
-
-def _advanced(routine: Routine[Any], result: Forward | Exception | None = None) -> ForwardRequest | Launched | None:
-    """What the routine needs next; None: it has ended."""
-    try:
-        if isinstance(result, Exception):
-            return routine.throw(result)
-        return next(routine) if result is None else routine.send(result)
-    except StopIteration:
-        return None
+def _run_round(steps: Sequence[Step]) -> None:
+    """A plain step of each text."""
+    run_together([step.run(1) for step in steps])
 
 
 def small_drafts(plan: CudaPlan, bench: Bench, shape: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler, Shortlist
-from longdraft.speculation.routine import run_alone
+from longdraft.speculation.routine import run_alone, run_together
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft_bench.cuda.models import small_transformer, tiny_source
 
@@ -116,12 +116,7 @@ def test_the_shortlists_of_several_texts_are_one_launch(monkeypatch):
         return Sampler(params, [5], kernels=kernel).shortlists(logits_of_places(sizes[text]).to(DEVICE), context, 16)
 
     alone = [launched.finished(work(text)) for text in range(3)]
-    works, results = [work(text) for text in range(3)], []
-    launched.read_together([next(each) for each in works])
-    for each in works:
-        with pytest.raises(StopIteration) as ended:
-            next(each)
-        results.append(ended.value.value)
+    results = run_together([work(text) for text in range(3)])
     assert launches == [1, 1, 1, 3]
     for found, wanted in zip(results, alone, strict=True):
         assert [each.tokens for each in found] == [each.tokens for each in wanted] and len(found) > 1
@@ -161,12 +156,7 @@ def test_places_that_depend_on_the_token_before_are_ranked_in_one_launch_as_the_
             hosts.append(launched.finished(Sampler(params, [5], is_fast=False).paired_shortlists(*wanted)))
         devices.append(partial(Sampler(params, [5], kernels=kernel).paired_shortlists, *wanted))
     alone = [launched.finished(each()) for each in devices]
-    works, together = [each() for each in devices], []
-    launched.read_together([next(each) for each in works])
-    for each in works:
-        with pytest.raises(StopIteration) as ended:
-            next(each)
-        together.append(ended.value.value)
+    together = run_together([each() for each in devices])
     assert launches == [1, 1, 1, 2, 1], "those after unknown tokens by themselves"
     assert any(len(own.shortlist.tokens) > 1 for found in alone for own in found)
     for found, same, expected in zip(alone, together, hosts, strict=True):
