@@ -203,7 +203,7 @@ class BlockModel:
         limited = self._vocabulary.model(context) if self._vocabulary else None
         block = DraftBlock(path[-1], len(context) - 1 + ahead, count, self.rows.stores, limited)
         rows = yield from self._guessed(block)
-        places = rows.places.first(max_depth)
+        places = rows.places.at(slice(max_depth))
         if (pairs := head.pairs(rows.part)) is None:
             shortlists = yield from self._sampler.shortlists(places.logits, context, SHORTLIST, rows.part, ahead)
             return [Slot(*shortlist) for shortlist in shortlists]

@@ -207,15 +207,12 @@ class PlaceRows(NamedTuple):
     normed: Tensor
     gates: Tensor | None
 
-    def first(self, count: int) -> PlaceRows:
-        """The rows of the first places."""
-        return self.at(slice(count))
-
     def of(self, place: int) -> PlaceRows:
         """The row of one place."""
         return self.at(slice(place, place + 1))
 
     def at(self, index: slice | int) -> PlaceRows:
+        """The rows of some places, or of one place of each text."""
         logits, normed, gates = self
         return PlaceRows(logits[index], normed[index], None if gates is None else gates[index])
 
@@ -223,15 +220,11 @@ class PlaceRows(NamedTuple):
 class PairScores(Protocol):
     """What the logits of a place gain by the token before it (longdraft/parts/block.py). Nothing waits for a device.
 
-    part        the tokens of the logits; None: the whole vocabulary
-    vocabulary  number of all tokens
+    part  the tokens of the logits; None: the whole vocabulary
     """
 
     @property
     def part(self) -> PartOfVocabulary | None: ...
-
-    @property
-    def vocabulary(self) -> int: ...
 
     def after(self, rows: PlaceRows, before: Tensor) -> Tensor:
         """Logits [R, N] after the tokens `before`, int64 [R]."""

@@ -65,7 +65,6 @@ class PairScorer(NamedTuple):
     terms: PairTerms
     ids: Tensor | None
     part: PartOfVocabulary | None
-    vocabulary: int
 
     def after(self, rows: PlaceRows, before: Tensor) -> Tensor:
         """A head that selects (DFlash2) has logits of its best tokens alone."""
@@ -268,7 +267,7 @@ class BlockHead:
     def pairs(self, part: PartOfVocabulary | None) -> PairScorer | None:
         """What the logits of a slot, those of the tokens `part`, gain by the token before; None: nothing."""
         terms = self._weights.pairs
-        return terms and PairScorer(self.kernels, terms, self._weights.ids, part, self._target.config.vocab_size)
+        return terms and PairScorer(self.kernels, terms, self._weights.ids, part)
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin [R, D / 2] float32 of positions."""

@@ -133,7 +133,7 @@ def pair_scores(kind: str, kernel: kernels.Kernels, part: PartOfVocabulary | Non
     terms = PairTerms(random(700, 16).to(DEVICE) / 20, kernel.pack(random(len(part.ids) if part else 700, 16)),
                       kernel.pack(random(16, 32)) if kind == "dflash2" else None,
                       None if kind == "dflash2" else kernel.pack(random(1, 48) / 4, random(1)))
-    return PairScorer(kernel, terms, part and part.ids, part, 700)
+    return PairScorer(kernel, terms, part and part.ids, part)
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2"])

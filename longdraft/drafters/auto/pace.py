@@ -67,7 +67,7 @@ class Pace:
         """
         known = self._kinds.setdefault(kind, _Kind())
         known.telling += 1
-        ratio = self._ratio(measured, expected * self.machine)
+        ratio = self.ratio(measured, expected * self.machine)
         rate = 0.0
         if kind != self._latest:
             known.times += 1
@@ -88,10 +88,11 @@ class Pace:
         expected *= self.machine
         known.telling += expected > noise
         known.times += 1
-        known.factor *= self._ratio(measured + noise, expected + noise) ** max(_KIND_RATE, 1 / (1 + known.times))
+        known.factor *= self.ratio(measured + noise, expected + noise) ** max(_KIND_RATE, 1 / (1 + known.times))
 
     @staticmethod
-    def _ratio(measured: float, expected: float) -> float:
+    def ratio(measured: float, expected: float) -> float:
+        """Of a measured time to the expected one, within 1 / OUTLIER and OUTLIER."""
         return min(OUTLIER, max(1 / OUTLIER, measured / expected))
 
     @property

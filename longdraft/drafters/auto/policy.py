@@ -350,7 +350,7 @@ class Policy:
         expected = single + (costs.plain - single) * ahead / steps
         if not self._batch_has_changed:  # else costs were expected of other forwards
             each = (seconds - (steps - ahead) * latest) / ahead
-            shared.ahead.add(*(min(OUTLIER, max(1 / OUTLIER, one / (single * machine))) for one in (each, latest)))
+            shared.ahead.add(*(shared.pace.ratio(one, single * machine) for one in (each, latest)))
             shared.pace.add_forward(costs.kind(1), seconds / steps, expected)
         shared.seconds += min(seconds / machine, steps * OUTLIER * expected)
 

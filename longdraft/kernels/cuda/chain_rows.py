@@ -214,7 +214,7 @@ class ChainRows:
                                                      **chained(where.device))
 
 
-class _Part(Protocol):
+class ChainPart(Protocol):
     """A text's part of a launch: a named tuple."""
 
     @property
@@ -240,7 +240,7 @@ class _ChainBuffers(Protocol):
     def load(self) -> Callable[..., None]: ...
 
 
-Part = TypeVar("Part", bound=_Part)
+Part = TypeVar("Part", bound=ChainPart)
 Buffers = TypeVar("Buffers", bound=_ChainBuffers)
 
 

@@ -10,7 +10,7 @@ One CUDA graph computes and ranks all places of all texts. The host waits once, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from longdraft.kernels.chain_plan import Heads, PairScores, PlaceRows, ScoredPla
 from longdraft.kernels.cuda.chain_rows import (
     MAX_WIDTH,
     PLACE,
+    Buffers,
+    ChainPart,
     ChainRows,
     Chains,
     RowsShape,
@@ -124,32 +126,41 @@ class _LogitsBuffers:
             self.logits[: len(part.logits), text].copy_(part.logits)
 
 
-def _texts_of(logits: Sequence[Tensor]) -> int:
-    """Texts whose logits, float32, one graph has memory for: a power of two."""
-    largest = max(each.numel() for each in logits) * 4
-    return max(1, 1 << (_MOST_BYTES // largest).bit_length() >> 1)
+class _HasLogits(ChainPart, Protocol):
+    """A text's part of a launch, with logits [P, N] float32 of its places."""
+
+    @property
+    def logits(self) -> Tensor: ...
 
 
-class GivenLogits(Chains[TextLogits, _LogitsBuffers]):
-    """Guesses from logits of several places of each text. ahead: unknown tokens between the texts and their first
-    places"""
+GivenPart = TypeVar("GivenPart", bound=_HasLogits)
 
-    name = "logits"
+
+class _GivenPlaces(Chains[GivenPart, Buffers]):
+    """Guesses of places whose logits are there. ahead: unknown tokens between the texts and their first places"""
 
     def __init__(self, ahead: int) -> None:
         super().__init__()
         self._ahead = ahead
 
-    def _most_texts(self, parts: Sequence[TextLogits]) -> int:
-        return min(super()._most_texts(parts), _texts_of([part.logits for part in parts]))
+    def _most_texts(self, parts: Sequence[GivenPart]) -> int:
+        """As many, a power of two, as one graph has memory for."""
+        largest = max(part.logits.numel() for part in parts) * 4
+        return max(1, min(super()._most_texts(parts), 1 << (_MOST_BYTES // largest).bit_length() >> 1))
+
+    def _sizes(self, parts: Sequence[GivenPart]) -> list[int]:
+        return [max(len(part.logits) for part in parts)]
+
+
+class GivenLogits(_GivenPlaces[TextLogits, _LogitsBuffers]):
+    """Guesses from logits of several places of each text."""
+
+    name = "logits"
 
     def _buffers_for(self, parts: Sequence[TextLogits]) -> _LogitsBuffers:
-        logits, places = parts[0].logits, max(len(part.logits) for part in parts)
+        logits, (places,) = parts[0].logits, self._sizes(parts)
         shape = RowsShape.of([part.draft for part in parts], logits.shape[1])
         return self._buffers.get((shape, places), lambda: _LogitsBuffers(shape, places, logits.device))
-
-    def _sizes(self, parts: Sequence[TextLogits]) -> list[int]:
-        return [max(len(part.logits) for part in parts)]
 
     def _run(self, buffers: _LogitsBuffers, first: TextLogits, size: int, needs: TextNeeds) -> None:
         for place, logits in enumerate(buffers.logits, self._ahead):
@@ -166,12 +177,16 @@ class TextPairs(NamedTuple):
     before: int
     pairs: PairScores
 
+    @property
+    def logits(self) -> Tensor:
+        return self.places.logits
+
 
 class _PairBuffers:
     """The memory of `count` places. part: of any text."""
 
     def __init__(self, shape: RowsShape, count: int, part: TextPairs) -> None:
-        device = part.places.logits.device
+        device = part.logits.device
 
         def held(like: Tensor) -> Tensor:
             return torch.zeros(count, shape.texts, like.shape[1], dtype=like.dtype, device=device)
@@ -196,24 +211,16 @@ class _PairBuffers:
                     held[: len(given), text].copy_(given)
 
 
-class PairPlaces(Chains[TextPairs, _PairBuffers]):
-    """Guesses of places whose logits depend on the token before. ahead: see `GivenLogits`"""
+class PairPlaces(_GivenPlaces[TextPairs, _PairBuffers]):
+    """Guesses of places whose logits depend on the token before."""
 
     name = "pairs"
 
-    def __init__(self, ahead: int) -> None:
-        super().__init__()
-        self._ahead = ahead
-
     def _buffers_for(self, parts: Sequence[TextPairs]) -> _PairBuffers:
-        shape, (count,) = RowsShape.of([part.draft for part in parts], parts[0].pairs.vocabulary), self._sizes(parts)
-        return self._buffers.get((shape, count), lambda: _PairBuffers(shape, count, parts[0]))
-
-    def _most_texts(self, parts: Sequence[TextPairs]) -> int:
-        return min(super()._most_texts(parts), _texts_of([part.places.logits for part in parts]))
-
-    def _sizes(self, parts: Sequence[TextPairs]) -> list[int]:
-        return [max(len(part.places.logits) for part in parts)]
+        first, (count,) = parts[0], self._sizes(parts)
+        part = first.pairs.part
+        shape = RowsShape.of([each.draft for each in parts], part.size if part else first.logits.shape[1])
+        return self._buffers.get((shape, count), lambda: _PairBuffers(shape, count, first))
 
     def _run(self, buffers: _PairBuffers, first: TextPairs, size: int, needs: TextNeeds) -> None:
         pairs, rows = first.pairs, buffers.rows
