@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,12 @@ class Checkpoint(NamedTuple):
     state: dict[str, Any]
 
 
-def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def save(path: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
     """Write parameters, optimizer moments and the JSON `state` in one atomic step."""
     tensors = {_PARAMETER + name: p.detach().cpu() for name, p in module.named_parameters()}
-    for index, moments in optimizer.state_dict()["state"].items():
-        tensors |= {f"{_OPTIMIZER}{index}.{name}": value.detach().cpu() for name, value in moments.items()}
+    for first, optimizer in _numbered(optimizers):
+        for index, moments in optimizer.state_dict()["state"].items():
+            tensors |= {f"{_OPTIMIZER}{first + index}.{name}": value.detach().cpu() for name, value in moments.items()}
     header = {"longdraft": json.dumps({"format": CHECKPOINT_FORMAT, **state})}
     write_tensors(path, tensors, header)
 
@@ -74,8 +75,8 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(tensors, state)
 
 
-def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Copy a checkpoint's parameters and moments into the module and the optimizer."""
+def restore(checkpoint: Checkpoint, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Copy a checkpoint's parameters and moments into the module and the optimizers."""
     parameters = dict(module.named_parameters())
     stored = {name.removeprefix(_PARAMETER): tensor for name, tensor in checkpoint.tensors.items()
               if name.startswith(_PARAMETER)}
@@ -89,4 +90,19 @@ def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Op
         if name.startswith(_OPTIMIZER):
             index, key = name.removeprefix(_OPTIMIZER).split(".", 1)
             moments.setdefault(int(index), {})[key] = tensor
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    for first, optimizer in _numbered(optimizers):
+        own = {index - first: moments[index] for index in range(first, first + _parameters(optimizer))
+               if index in moments}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": own})
+
+
+def _numbered(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+    """Each with the number of its first parameter: those of all are numbered in one row."""
+    first = 0
+    for optimizer in optimizers:
+        yield first, optimizer
+        first += _parameters(optimizer)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)

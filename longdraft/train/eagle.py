@@ -11,11 +11,16 @@ stored, they would take 24 KB for each token of an 8B model. The head sees a win
 in the training of glide, so that it drafts after long texts as after short ones. Its output matrix is a frozen copy
 of the target's rows for the commonest tokens.
 
+A new head is fitted before the training: it begins as the linear map of least squares from the states of position i
+and token i + 1 to the target's last row of position i + 1, h = A s + B e, which a pass over some of the text gives in
+closed form. fc is A. Each row attends to itself, and the product of output and values is B, as far as its rank allows.
+
 The result has the `speculators` format, which vLLM serves too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +49,13 @@ from longdraft.train.frozen_model import (
     read_part,
 )
 from longdraft.train.glide import offset_positions, rotate
+from longdraft.train.least_squares import LinearMap, NormalEquations
+from longdraft.train.processes import DistributedProcesses
 from longdraft.train.settings import EagleSettings
 
 SPECULATORS_FORMAT = "0.9.0"  # version of speculators whose format is written
-_FIRST_NORM = 0.25  # of the target's norm before the head
+_FITTED_TOKENS = 2**17  # from which the first weights are computed, at most
+_OWN_SCORE = 16.0  # of a row's attention to itself at first; those to others have a spread of 16 / sqrt(head_dim)
 _ATTENTION_ROWS = 256  # rows whose scores are computed at a time: half of them all, and a part that stays in the cache
 
 
@@ -100,17 +108,37 @@ class EagleModule(LayerModule):
     @torch.no_grad()
     def _attend_to_own_tokens(self, seed: int) -> None:
         """Begin with queries and keys that are one projection of the token's embedding. A row then attends to itself,
-        whose token a guess depends on most, and to rows with the same token; random ones would attend to all alike. The
-        output begins small, because a random row must not be sure of a token."""
+        whose token a guess depends on most, and to rows with the same token; random ones would attend to all alike."""
         layer, part = self.config.layer, "layers.0.self_attn."
         generator = torch.Generator().manual_seed(seed + 1)
         keys = torch.randn(layer.num_kv_heads, layer.head_dim, layer.hidden_size, generator=generator)
-        keys *= layer.hidden_size**-0.5
+        keys *= (_OWN_SCORE * layer.head_dim**-0.5 / layer.hidden_size) ** 0.5
         queries = keys.repeat_interleave(layer.num_heads // layer.num_kv_heads, 0)
         for name, rows in (("q_proj", queries), ("k_proj", keys)):
             weight = self._weight(part + name)
             weight.zero_()[:, : layer.hidden_size] = rows.flatten(0, 1)
-        self._weight("norm").mul_(_FIRST_NORM)
+
+    def inputs(self, ids: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """What the rows of pass 0 read [B, L - 1, taps * target's hidden + hidden] float32, for ids [B, L] and states
+        [B, L, target's hidden] of each tap: the normalised states, and the embedding of the token after them."""
+        parts = [self._norm(part[:, :-1], f"fc_norm.{i}") for i, part in enumerate(states)]
+        return torch.cat([*parts, self._norm(self._base.embed(ids[:, 1:]), "layers.0.input_layernorm")], -1)
+
+    @torch.no_grad()
+    def become(self, fitted: LinearMap) -> None:
+        """Set the weights so that a row is this map of `inputs`. Its output keeps the map's size, which is the smaller,
+        the less it says of the target's row."""
+        layer, part = self.config.layer, "layers.0.self_attn."
+        states = self._weight("fc").shape[1]
+        of_states, of_token = slice(0, states), slice(states, None)
+        scale = fitted.size(of_states)  # of fc's rows, which a norm follows
+        self._weight("fc").copy_(fitted.weight[:, of_states] / scale)
+        group = layer.num_heads // layer.num_kv_heads
+        outputs, values = fitted.factors(of_token, layer.num_kv_heads * layer.head_dim)
+        self._weight(f"{part}v_proj").zero_()[:, : layer.hidden_size] = values
+        of_heads = outputs.view(-1, layer.num_kv_heads, layer.head_dim).repeat_interleave(group, 1)
+        self._weight(f"{part}o_proj").copy_(of_heads.flatten(1) / (group * scale))
+        self._weight("norm").copy_(self._base.final_norm * fitted.size(slice(None)))
 
     def forward(self, ids: Tensor, positions: Tensor, states: Tensor, passes: int) -> list[Tensor]:
         """Normalised rows of each pass: of pass s [B, L - 1 - s, hidden] float32, for ids and positions [B, L].
@@ -177,6 +205,21 @@ class EagleTask:
     base: FrozenModel
     settings: EagleSettings
     validation: Tokens
+
+    @torch.no_grad()
+    def fit(self, tokens: Tokens, processes: DistributedProcesses) -> None:
+        """Set the first weights, by a part of the training text [N, L] that the processes share."""
+        own = tokens[: max(1, _FITTED_TOKENS // tokens.shape[1])][processes.rank :: processes.size]
+        config, device = self.module.config, self.base.device
+        width, hidden = len(config.tapped_ids) * config.target_width, config.layer.hidden_size
+        equations = NormalEquations(width + hidden, hidden, device)
+        for first in range(0, len(own), self.settings.batch_size):
+            ids = as_ids(own[first : first + self.settings.batch_size], device)
+            positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+            *taps, last = self.base.states(ids, positions, (*config.tapped_ids, self.base.config.num_layers))
+            following = functional.rms_norm(last[:, 1:], last.shape[-1:], eps=self.base.config.rms_norm_eps)
+            equations.add(self.module.inputs(ids, taps).flatten(0, 1), following.flatten(0, 1))
+        self.module.become(equations.solve(processes.sum))
 
     def _states(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The tapped states [taps, B, L, hidden] and the last rows, normalised [B, L, hidden]."""

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from longdraft.train import checkpoint as checkpoints
 from longdraft.train import data, data_files, lm, self_generated
 from longdraft.train.data import Sequences
 from longdraft.train.data_files import Tokens
-from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizer
+from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizers
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
 from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContext, settle
@@ -140,25 +140,25 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
         shown.say(f"reading {', '.join(data.names(settings.data))}")
         context = TRAININGS[settings.KIND].prepare(settings, output, processes)
         sequences, validation = load_data(settings, context, output, processes, shown)
-        task = context.task(sequences.packed, validation)
-        optimizer = make_optimizer(task.module, settings)
+        task = context.task(sequences.packed, validation, is_new=saved is None)
+        optimizers = make_optimizers(task.module, settings)
         identity = {"kind": settings.KIND, "settings": settings.as_dict(), "data_sha256": sequences.fingerprint(),
                     "base_sha256": context.fingerprint, "processes": processes.size}
-        position = Position() if saved is None else _restore(saved, identity, task.module, optimizer)
+        position = Position() if saved is None else _restore(saved, identity, task.module, optimizers)
         shown.say(f"{sequences.packed.size:,} tokens for training, {validation.size:,} for validation; "
                   f"{sum(p.numel() for p in task.module.parameters()):,} parameters; step {position.step} "
                   f"of {settings.steps}")
 
         def save(at: Position) -> None:
             if processes.is_main:
-                checkpoints.save(output / checkpoints.CHECKPOINT_FILE, task.module, optimizer,
+                checkpoints.save(output / checkpoints.CHECKPOINT_FILE, task.module, optimizers,
                                  identity | {"step": at.step, "elapsed_s": at.seconds})
                 (output / SETTINGS).unlink(missing_ok=True)
             processes.wait_for_all()
 
         path = output / METRICS if processes.is_main else None
         with MetricsLog(path, position.step, settings.tensorboard) as metrics:
-            loop = TrainingLoop(task, optimizer, sequences, settings, save, metrics, shown, processes)
+            loop = TrainingLoop(task, optimizers, sequences, settings, save, metrics, shown, processes)
             outcome = loop.run(position)
             step = outcome.position.step
             tokens = step * settings.sequences_per_step * settings.sequence_length * processes.size
@@ -229,7 +229,7 @@ def _packed(settings: TrainingSettings, context: TrainingContext, output: Path,
 
 
 def _restore(saved: checkpoints.Checkpoint, identity: Mapping[str, Any], module: torch.nn.Module,
-             optimizer: torch.optim.Optimizer) -> Position:
+             optimizers: Sequence[torch.optim.Optimizer]) -> Position:
     for name, what in (("data_sha256", "data"), ("base_sha256", "base model")):
         if saved.state[name] != identity[name]:
             raise UsageError(f"the {what} differs from that of the checkpoint (sha256 {identity[name][:12]}, was "
@@ -237,7 +237,7 @@ def _restore(saved: checkpoints.Checkpoint, identity: Mapping[str, Any], module:
     if saved.state["processes"] != identity["processes"]:
         raise UsageError(f"the training to resume had {saved.state['processes']} processes, this run has "
                          f"{identity['processes']}; start as many, or start again in another --output")
-    checkpoints.restore(saved, module, optimizer)
+    checkpoints.restore(saved, module, optimizers)
     return Position(int(saved.state["step"]), float(saved.state["elapsed_s"]))
 
 

@@ -8,8 +8,9 @@ uninterrupted one (with `max_seconds`, up to the clock).
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,13 +18,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from longdraft.errors import NumericalError
+from longdraft.errors import NumericalError, UsageError
 from longdraft.system.console import Interrupt, clock
 from longdraft.train.data import Sequences
 from longdraft.train.data_files import Tokens
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
 from longdraft.train.settings import TrainingSettings
+
+_OF_TOKENS = re.compile(r"embed|lm_head|markov")  # tables with a row for each token
 
 
 class TrainingTask(Protocol):
@@ -86,22 +89,42 @@ def learning_rate(settings: TrainingSettings, position: Position) -> float:
     return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def make_optimizer(module: nn.Module, settings: TrainingSettings) -> torch.optim.AdamW:
-    """AdamW for all parameters. Only matrices decay: the weights of norms belong near one, not zero."""
-    parameters = list(module.parameters())
-    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2))
+def make_optimizers(module: nn.Module, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters, or Muon for the maps between rows and AdamW for the others: tables of tokens, norms.
+
+    Muon (arXiv 2502.16982) scales its steps to the size of AdamW's, so both have one learning rate. Only matrices
+    decay: the weights of norms belong near one, not zero.
+    """
+    parameters = dict(module.named_parameters())
+    maps: list[nn.Parameter] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    if settings.optimizer == "muon":
+        maps = [p for name, p in parameters.items() if p.ndim == 2 and not _OF_TOKENS.search(name)]
+        optimizers.append(_muon()(maps, lr=settings.learning_rate, weight_decay=settings.weight_decay,
+                                  adjust_lr_fn="match_rms_adamw"))
+    others = [p for p in parameters.values() if not any(p is each for each in maps)]
+    groups = [{"params": [p for p in others if p.ndim > 1], "weight_decay": settings.weight_decay},
+              {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0}]
+    optimizers.append(torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2)))
+    return optimizers
+
+
+def _muon() -> Any:
+    try:
+        return torch.optim.Muon
+    except AttributeError as error:
+        raise UsageError(f"optimizer is 'muon', which needs PyTorch 2.9; this is {torch.__version__}; "
+                         "give --optimizer adamw, or pip install -U torch", "optimizer") from error
 
 
 class TrainingLoop:
     """One training. `save(position)` writes a checkpoint."""
 
-    def __init__(self, task: TrainingTask, optimizer: torch.optim.AdamW, data: Sequences, settings: TrainingSettings,
-                 save: Callable[[Position], None], metrics: MetricsLog, progress: TrainingProgress,
-                 processes: DistributedProcesses) -> None:
+    def __init__(self, task: TrainingTask, optimizers: Sequence[torch.optim.Optimizer], data: Sequences,
+                 settings: TrainingSettings, save: Callable[[Position], None], metrics: MetricsLog,
+                 progress: TrainingProgress, processes: DistributedProcesses) -> None:
         self._task = task
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._data = data
         self._settings = settings
         self._save = save
@@ -137,8 +160,9 @@ class TrainingLoop:
 
     def _step(self, position: Position, rate: float) -> tuple[list[float], float]:
         settings, processes = self._settings, self._processes
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         parts = []
         for micro in range(settings.gradient_accumulation):
             forward = (position.step * settings.gradient_accumulation + micro) * processes.size + processes.rank
@@ -152,8 +176,9 @@ class TrainingLoop:
         if not math.isfinite(sum(losses)) or not math.isfinite(norm):
             raise NumericalError(f"the loss is not finite at step {position.step + 1}; use a "
                                  "smaller --learning-rate, or with --dtype float32")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return losses, norm
 
     def _report(self, position: Position, losses: list[float], rate: float, norm: float, speed: float) -> None:

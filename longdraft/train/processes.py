@@ -58,6 +58,10 @@ class DistributedProcesses:
         averaged: Tensor = reduce(values, "mean") if self.size > 1 else values
         return averaged
 
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes."""
+        return self.average(values) * self.size
+
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         if self.size == 1:
             return

@@ -58,8 +58,9 @@ class TrainingContext(Protocol):
     end_id: int | None  # token id at the end of a document
     fingerprint: str  # sha256 of the frozen model's weights; empty without one
 
-    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
-        """The task of training on the packed sequences `tokens`."""
+    def task(self, tokens: Tokens, validation: Tokens, *, is_new: bool) -> TrainingTask:
+        """The task of training on the packed sequences `tokens`. is_new: with its first weights; a resumed training
+        takes those of its checkpoint."""
 
     def about(self) -> dict[str, Any]:
         """The record's entries about the frozen model."""
@@ -74,6 +75,7 @@ class _FrozenModelContext:
     def __init__(self, settings: HeadSettings | GlideSettings | EagleSettings | BlockSettings, output: Path,
                  processes: DistributedProcesses) -> None:
         self._settings = settings
+        self._processes = processes
         folder = resolve(settings.model)
         self._base = load_frozen_model(folder, settings.dtype, processes.device, shard=settings.shard)
         config = self._base.config
@@ -82,12 +84,14 @@ class _FrozenModelContext:
         self.end_id = next(iter(config.eos_token_ids), None)
         self.fingerprint = self._base.fingerprint
 
-    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
+    def task(self, tokens: Tokens, validation: Tokens, *, is_new: bool) -> TrainingTask:
         task = self._new_task(tokens, validation)
-        if self._settings.start:
+        if is_new and self._settings.start:
             folder = resolve(self._settings.start)
             self._require_same_vocabulary(folder)
             task.start_from(folder)
+        elif is_new and isinstance(task, eagle.EagleTask):
+            task.fit(tokens, self._processes)
         return task
 
     def _new_task(self, tokens: Tokens,
@@ -195,7 +199,7 @@ class _LanguageModelContext:
                              f"{self._settings.start!r}, if that is a Llama")
         return lm.with_fewer_kv_heads(model, wanted)
 
-    def task(self, tokens: Tokens, validation: Tokens) -> TrainingTask:
+    def task(self, tokens: Tokens, validation: Tokens, *, is_new: bool) -> TrainingTask:
         settings = self._settings
         device = self._processes.device
         module = lm.prepare(self._start, settings, device)

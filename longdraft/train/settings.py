@@ -57,12 +57,15 @@ class TrainingSettings:
         Range(0, above=True, words="above 0"))
     batch_size: int = setting(4, "Sequences per forward, in each process.", Range(1))
     gradient_accumulation: int = setting(1, "Forwards per step.", Range(1))
-    learning_rate: float = setting(1e-2, "Peak learning rate of AdamW; above 0, at most 1.", Range(0, 1, above=True))
+    optimizer: str = setting("adamw",
+        "adamw: for all weights; muon: Muon for the maps between rows, AdamW for norms and tables of tokens.",
+        ("adamw", "muon"))
+    learning_rate: float = setting(1e-2, "Peak learning rate; above 0, at most 1.", Range(0, 1, above=True))
     warmup_steps: int = setting(50, "Steps of linear warm-up.", Range(0))
     schedule: str = setting("product",
         "product: linear warm-up times a cosine over all steps; warmup-cosine: a cosine that begins after the warm-up "
         "at the full rate, as that of transformers.", ("product", "warmup-cosine"))
-    weight_decay: float = setting(0.1, "Weight decay of AdamW, for matrices only; 0 to below 1.",
+    weight_decay: float = setting(0.1, "Weight decay, for matrices only; 0 to below 1.",
                                   Range(0, 1, below=True))
     beta2: float = setting(0.999, "beta2 of AdamW; 0 to below 1.", Range(0, 1, below=True))
     max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm; 0: never.", Range(0))
@@ -208,6 +211,7 @@ class EagleSettings(FrozenTargetSettings):
                           Range(1, 4096))
     positions: int = another_default(GlideSettings, "positions", 0)
     anchors: int = another_default(GlideSettings, "anchors", 4)
+    optimizer: str = another_default(TrainingSettings, "optimizer", "muon")
     learning_rate: float = another_default(TrainingSettings, "learning_rate", 1e-3)
     beta2: float = another_default(TrainingSettings, "beta2", 0.95)
     max_grad_norm: float = another_default(TrainingSettings, "max_grad_norm", 0.5)

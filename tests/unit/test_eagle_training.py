@@ -29,6 +29,8 @@ from longdraft.speculation.step import Tally
 from longdraft.train import eagle as training
 from longdraft.train import frozen_model as frozen
 from longdraft.train import job
+from longdraft.train.loop import make_optimizers
+from longdraft.train.processes import DistributedProcesses
 from longdraft.train.settings import EagleSettings
 
 IDS = prompt_of(16)
@@ -100,6 +102,58 @@ def test_the_losses_compare_each_row_with_the_models_distribution_after_its_toke
         torch.testing.assert_close(gradient, task.module.weights["fc/weight"].grad, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["mha", "gqa"])
+def test_a_new_head_is_the_linear_map_of_least_squares(tiny, name):
+    """Row 0 attends to itself alone. Keys and values of `gqa` have half the rank of the token's part of the map."""
+    base = frozen.load_frozen_model(tiny[name], "auto", torch.device("cpu"))
+    tokens = np.random.default_rng(1).integers(20, 260, (100, 16)).astype(np.int32)
+    task = training.eagle_task(base, EagleSettings(data=("none",), draft_vocab=200), tokens, np.empty(0))
+    maps = []
+    task.module.become = lambda fitted: (maps.append(fitted), type(task.module).become(task.module, fitted))
+    task.fit(tokens, DistributedProcesses("cpu"))
+    fitted, = maps
+    ids = torch.from_numpy(tokens[:, :2]).long()
+    states, last_rows = task._states(ids, torch.arange(2).expand_as(ids))
+    read = task.module.inputs(ids, states)
+    split = fitted.weight.shape[1] - base.config.hidden_size
+    of_states, of_token = (read[..., part] @ fitted.weight[:, part].T for part in (slice(0, split), slice(split, None)))
+    if name == "gqa":
+        first, second = fitted.factors(slice(split, None), base.config.num_kv_heads * base.config.head_dim)
+        of_token = read[..., split:] @ (first @ second).T
+    of_states = torch.nn.functional.rms_norm(of_states, of_states.shape[-1:]) * fitted.size(slice(0, split))
+    wanted = torch.nn.functional.rms_norm(of_states + of_token, of_states.shape[-1:]) * base.final_norm
+    with torch.no_grad():
+        found, = task.module(ids, torch.arange(2).expand_as(ids), states, 1)
+    torch.testing.assert_close(found, wanted * fitted.size(slice(None)), atol=1e-3, rtol=1e-3)
+    rest = last_rows[:, 1:] / base.final_norm - read @ fitted.weight.T
+    assert float(rest.detach().square().mean()) < 0.9  # of rows of size one
+
+
+def test_a_resumed_training_is_not_fitted_again(trained, tmp_path, monkeypatch):
+    wanted = EagleSettings(**(vars(trained[2]) | dict(steps=3, own_tokens=0, warmup_steps=2)))
+    job.train(wanted, tmp_path / "head", At(1, lambda: signal.raise_signal(signal.SIGTERM)))
+    monkeypatch.setattr(training.EagleTask, "fit", lambda *args: pytest.fail("fitted again"))
+    assert job.resume("eagle", tmp_path / "head", {}).step == 3
+
+
+def test_muon_takes_the_maps_and_adamw_the_norms(tiny):
+    task = task_of(tiny["mha"])
+    muon, adamw = make_optimizers(task.module, task.settings)
+    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
+    shapes = [[p.ndim for group in each.param_groups for p in group["params"]] for each in (muon, adamw)]
+    assert set(shapes[0]) == {2} and set(shapes[1]) == {1}
+    assert sum(map(len, shapes)) == len(list(task.module.parameters()))
+    alone, = make_optimizers(task.module, EagleSettings(data=("none",), optimizer="adamw"))
+    assert isinstance(alone, torch.optim.AdamW)
+
+
+def test_muon_without_a_pytorch_that_has_it_is_one_line(tiny, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    task = task_of(tiny["mha"])
+    with pytest.raises(UsageError, match=r"needs PyTorch 2\.9.*give --optimizer adamw"):
+        make_optimizers(task.module, task.settings)
+
+
 def test_the_vocabulary_of_a_head_is_the_commonest_tokens():
     tokens = np.array([5, 5, 5, 9, 9, 2, 2, 7], dtype=np.int32)
     assert training.commonest(tokens, 3, 12).tolist() == [2, 5, 9]
@@ -164,6 +218,7 @@ def test_an_interrupted_training_resumes_to_the_same_weights(trained, tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(passes=17), "passes is 17; allowed: 1 to 16"), (dict(decay=0.0), "decay is 0.0; allowed: above 0"),
+    (dict(optimizer="sgd"), "optimizer is 'sgd'; allowed: adamw or muon"),
     (dict(loss="kl"), "loss is 'kl'; allowed: soft or tv"), (dict(window=5000), "window is 5000; allowed: 1 to 4096"),
     (dict(sequence_length=5), "sequence_length is 5; allowed: 7 or more")])
 def test_settings_out_of_range_are_refused(changes, message):
