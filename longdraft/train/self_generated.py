@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _TENSOR = "texts"  # [texts, tokens of the longest] int32
 _PADDING = -1  # after the end of a shorter text
 _OLD_FILE = "own.npy"  # of an earlier version
 _SAVE_EVERY_S = 60.0
+_TOGETHER = 16  # texts that are written in shared forwards
 _PROMPT_LENGTH = 256  # tokens of a document before each text
 _SAMPLING: dict[str, Any] = {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 1024}
 
@@ -48,22 +50,37 @@ def write(settings: FrozenTargetSettings, fingerprint: str, documents: list[Toke
     prompts = _prompts(documents, prompt, -(-settings.own_tokens // new), settings.seed)
     path = output / f"own-{_identity(settings, fingerprint, documents)}.safetensors"
     written = _saved(path)[: len(prompts)]
-    if len(written) < len(prompts):
-        engine = load(settings.model, drafter="auto", cache_ram=0)
-        saved_at = time.monotonic()
-        for ids in prompts[len(written) :]:
-            params = SamplingParams(max_new_tokens=new, ignore_eos=True, seed=settings.seed + len(written), **_SAMPLING)
-            text = engine.generate(ids, params)
-            for _ in text:
-                pass
-            written.append(np.concatenate([np.array(ids, dtype=np.int32), text.tokens]))
-            is_last = len(written) == len(prompts)
-            if is_last or time.monotonic() - saved_at >= _SAVE_EVERY_S:
-                _save(path, written)
-                saved_at = time.monotonic()
-            progress.step(len(written) / len(prompts), f"the model writes: {len(written) * new:,} tokens")
+    saved_at = time.monotonic()
+    for text in _texts(settings, prompts, len(written), new):
+        written.append(text)
+        is_last = len(written) == len(prompts)
+        if is_last or time.monotonic() - saved_at >= _SAVE_EVERY_S:
+            _save(path, written)
+            saved_at = time.monotonic()
+        progress.step(len(written) / len(prompts), f"the model writes: {len(written) * new:,} tokens")
     shortest = min(len(text) for text in written)
     return [text[:shortest] for text in written]
+
+
+def _texts(settings: FrozenTargetSettings, prompts: list[list[int]], first: int, new: int) -> Iterator[Tokens]:
+    """The prompts from `first` on, each with `new` tokens after it, in their order."""
+    if first == len(prompts):
+        return
+    engine = load(settings.model, drafter="auto", cache_ram=0)
+    params = [SamplingParams(max_new_tokens=new, ignore_eos=True, seed=settings.seed + index, **_SAMPLING)
+              for index in range(first, len(prompts))]
+    texts = [list(ids) for ids in prompts[first:]]
+    ended: set[int] = set()
+    next_one = 0
+    for index, event in engine.generate_many(prompts[first:], params, batch_size=_TOGETHER):
+        if event.error is not None:
+            raise event.error
+        texts[index] += event.tokens
+        if event.finish_reason is not None:
+            ended.add(index)
+        while next_one in ended:
+            yield np.array(texts[next_one], dtype=np.int32)
+            next_one += 1
 
 
 def remove(output: Path) -> None:

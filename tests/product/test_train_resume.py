@@ -90,8 +90,9 @@ def test_self_generated_text_saved_before_a_kill_is_reused(base, tmp_path, monke
     with pytest.raises(Killed):
         job.train(wanted, tmp_path / "cut", At(5, kill))
     written = []
-    generate = Engine.generate
-    monkeypatch.setattr(Engine, "generate", lambda *given, **named: written.append(1) or generate(*given, **named))
+    generate = Engine.generate_many
+    monkeypatch.setattr(Engine, "generate_many", lambda engine, prompts, *given, **named: (
+        written.extend(prompts) or generate(engine, prompts, *given, **named)))
     stop = At(3, lambda: signal.raise_signal(signal.SIGTERM))  # after two more texts and one step
     assert job.train(wanted, tmp_path / "cut", stop).signal and len(written) == 2
     job.resume("heads", tmp_path / "cut", {})
