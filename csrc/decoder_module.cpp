@@ -291,12 +291,15 @@ DraftModel draft_model(const Decoder& d, const Linear& embedding, const Linear& 
     return model;
 }
 
+// Tokens, what stands for the row before each, cos, sin; see UnreadRows.
+using UnreadArrays = std::tuple<std::vector<int64_t>, Array, Array, Array>;
+
 // path: the text's last token, then drafted tokens that the chain continues.
 Chain chain(const DraftModel& model, const std::vector<Store*>& stores, long length, const LayerArrays& remainder,
             const std::vector<ChainStateArrays>& states, const Choice& choice, long position, long width, double within,
             long banned_depth, std::tuple<std::vector<double>, std::vector<double>, double> end,
             const std::vector<int32_t>& path, const Array& cos, const Array& sin, const std::vector<long>& tapped,
-            const Array& taps, const Array& row, long count) {
+            const Array& taps, const Array& row, std::optional<UnreadArrays> unread, long count) {
     const Decoder& d = *model.decoder;
     const bool bf16 = model.head->is_bf16;
     auto& [edges, rates, least] = end;
@@ -309,14 +312,24 @@ Chain chain(const DraftModel& model, const std::vector<Store*>& stores, long len
     require_stores(d, bf16, stores, length);
     require(count > 0, "one or more tokens to draft");
     const auto [turn_cos, turn_sin] = rotations(d, count - has_row, cos, sin);
-    const char* before = optional_memory<char>("a row", row, rows_type(bf16), {1, model.embedding->k});
+    char* before = optional_memory<char>("a row", row, rows_type(bf16), {1, model.embedding->k});
     require(has_row == (before != nullptr), "the text's last row, for layers that continue it");
+    UnreadRows rows = {};
+    if (unread) {
+        auto& [tokens, states, read_cos, read_sin] = *unread;
+        const long number = static_cast<long>(tokens.size());
+        require(has_row && 0 < number && number <= length, "rows of a text, for layers that continue it");
+        require_ids(tokens, model.embedding->n);
+        const char* read = memory<char>("rows that are read", states, rows_type(bf16), {number, model.embedding->k});
+        const auto [its_cos, its_sin] = rotations(d, number, read_cos, read_sin);
+        rows = {std::move(tokens), read, its_cos, its_sin};
+    }
     return {model,
             {stores, length, maps_of(d, remainder), chain_states(d, bf16, states),
              taps_of(d, bf16, model.embedding->k, count, tapped, taps)},
             &choice,
             {count, position, width, within, banned_depth, {std::move(edges), std::move(rates), least}}, path[0],
-            {path.begin() + 1, path.end()}, turn_cos, turn_sin, before};
+            {path.begin() + 1, path.end()}, turn_cos, turn_sin, before, std::move(rows)};
 }
 
 std::vector<RankedPair> pairs_of(std::vector<Ranked> places) {
@@ -376,7 +389,7 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
     nb::class_<Chain> chain_class(m, "Chain");
     constructor(chain_class, &chain, nb::kw_only(), "model"_a, "stores"_a, "length"_a, "remainder"_a.none(), "states"_a, "choice"_a,
                 "position"_a, "width"_a, "within"_a, "banned_depth"_a, "end"_a, "path"_a, "cos"_a, "sin"_a,
-                "tapped"_a, "taps"_a.none(), "row"_a.none(), "count"_a);
+                "tapped"_a, "taps"_a.none(), "row"_a.none(), "unread"_a.none(), "count"_a);
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     kernels.def("delta", &apply_delta, "bf16"_a, "layer"_a, "texts"_a, "z"_a.none(), "out"_a.none(), "parents"_a);
     kernels.def("forward", &run_forward, "decoder"_a, "texts"_a, "x"_a, "given"_a.none(), "source"_a.none(), "cos"_a, "sin"_a,

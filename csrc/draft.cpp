@@ -4,20 +4,22 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <tuple>
 
 namespace longdraft {
 namespace {
 
-// Memory for one row's way through the model.
+// Memory for the way of rows through the model: of one row at a time, or of rows that are read.
 struct RowBuffers {
-    std::vector<char> x, normed, q, k, v, content, attended, mixed, given, looked_up, embedded, both;
+    std::vector<char> x, normed, q, k, v, content, attended, mixed, given, looked_up, embedded, first, second, both;
     std::vector<float> lse, logits, gates;
 
-    RowBuffers(const Decoder& d, long hidden, long vocabulary, long inputs, long size)
-        : x(bytes(hidden * size)), normed(bytes(hidden * size)), q(layers(d, d.heads * d.dim * size)),
-          k(layers(d, d.kv_heads * d.dim * size)), v(k.size()), content(q.size()), attended(q.size()),
-          given(bytes(inputs * size)), looked_up(given.size()), embedded(x.size()), both(2 * x.size()), lse(layers(d, d.heads)),
-          logits(static_cast<size_t>(vocabulary)) {
+    RowBuffers(const Decoder& d, long hidden, long vocabulary, long inputs, long size, long rows = 1)
+        : x(bytes(rows * hidden * size)), normed(x.size()), q(layers(d, rows * d.heads * d.dim * size)),
+          k(layers(d, rows * d.kv_heads * d.dim * size)), v(k.size()), content(q.size()), attended(q.size()),
+          given(bytes(inputs * size)), looked_up(given.size()), embedded(x.size()), first(x.size()), second(x.size()),
+          both(2 * x.size()), lse(layers(d, rows * d.heads)), logits(static_cast<size_t>(vocabulary)) {
         for (const Layer& layer : d.layers)
             if (layer.gates) {
                 mixed.resize(std::max(mixed.size(), bytes(layer.qkv->n * size)));
@@ -60,25 +62,67 @@ void look_up_inputs(const Kernels& kernels, const Decoder& d, const LayerInputs&
     kernels.scale(bf16, given, all, inputs.of_sum);
 }
 
-// Make the layers' input row.x, and what it returns: the input of the first layer's queries, keys and values; null: row.x
-// after its norm. Before, row.x is the row before and row.normed the same after the last norm.
-const void* feed_back(const Kernels& kernels, const Decoder& d, const Feedback& f, bool bf16, long hidden, const void* embedded,
-                      RowBuffers& row) {
-    const size_t bytes = row.x.size();
-    char *first = row.both.data(), *second = first + bytes;
-    const char* before = (f.feeds_normed ? row.normed : row.x).data();
-    if (f.of_embedding) norm(kernels, d, bf16, embedded, f.of_embedding, 1, hidden, first);
-    else std::memcpy(first, embedded, bytes);
-    if (f.of_row) norm(kernels, d, bf16, before, f.of_row, 1, hidden, second);
-    else std::memcpy(second, before, bytes);
+// Make the layers' inputs row.x of `rows` rows, and what it returns: the input of the first layer's queries, keys and values;
+// null: row.x after its norm. before: the rows before, or what stands for them, which may be row.x.
+const void* feed_back(const Kernels& kernels, const Decoder& d, const Feedback& f, bool bf16, long hidden, long rows,
+                      const void* embedded, const char* before, RowBuffers& row) {
+    const size_t all = row.x.size(), one = all / static_cast<size_t>(rows);
+    char *first = row.first.data(), *second = row.second.data(), *both = row.both.data();
+    if (f.of_embedding) norm(kernels, d, bf16, embedded, f.of_embedding, rows, hidden, first);
+    else std::memcpy(first, embedded, all);
+    if (f.of_row) norm(kernels, d, bf16, before, f.of_row, rows, hidden, second);
+    else std::memcpy(second, before, all);
+    for (size_t i = 0; i < static_cast<size_t>(rows); i++) {
+        std::memcpy(both + 2 * i * one, first + i * one, one);
+        std::memcpy(both + (2 * i + 1) * one, second + i * one, one);
+    }
     if (f.joined) {
-        kernels.linear(*f.joined, first, 1, row.x.data(), false);
+        kernels.linear(*f.joined, both, rows, row.x.data(), false);
         if (f.of_row) return nullptr;
-        std::memcpy(first, row.x.data(), bytes);  // the row itself, without a norm
+        std::memcpy(first, row.x.data(), all);  // the rows themselves, without a norm
         return first;
     }
-    std::memmove(row.x.data(), f.keeps_normed ? second : before, bytes);
-    return first;
+    std::memmove(row.x.data(), f.keeps_normed ? second : before, all);
+    return both;
+}
+
+// Write the keys and values of `rows` rows to the stores, from `start` on.
+void keep(const Kernels& kernels, const Decoder& d, RowBuffers& row, long size, const std::vector<Store*>& stores, long start,
+          long rows) {
+    const long width = d.kv_heads * d.dim;
+    for (size_t layer = 0; layer < stores.size(); layer++) {
+        const long skipped = static_cast<long>(layer) * rows * width * size;
+        stores[layer]->prepare(start, rows);
+        kernels.write(*stores[layer], start, {row.k.data() + skipped, width, d.dim}, {row.v.data() + skipped, width, d.dim},
+                      nullptr, rows);
+    }
+}
+
+void embed(const Kernels& kernels, const DraftModel& model, const int64_t* tokens, long rows, void* out) {
+    const long hidden = model.embedding->k;
+    kernels.embed(*model.embedding, tokens, rows, out);
+    if (model.embedding_factor != 1.0f) kernels.scale(model.head->is_bf16, out, rows * hidden, model.embedding_factor);
+}
+
+// Read the text's last rows; chain.row becomes the output of the last one.
+void read(const Kernels& kernels, const Chain& chain) {
+    const auto& [tokens, before, cos, sin] = chain.unread;
+    const auto& [model, cache] = std::tie(chain.model, chain.cache);
+    const Decoder& d = *model.decoder;
+    const bool bf16 = model.head->is_bf16;
+    const long size = bf16 ? 2 : 4, hidden = model.embedding->k, rows = static_cast<long>(tokens.size());
+    const long start = cache.length - rows;
+    RowBuffers row(d, hidden, 0, 0, size, rows);
+    std::vector<int32_t> parents(tokens.size());
+    std::iota(parents.begin(), parents.end(), -1);
+    embed(kernels, model, tokens.data(), rows, row.embedded.data());
+    const void* source = feed_back(kernels, d, *model.feedback, bf16, hidden, rows, row.embedded.data(),
+                                   static_cast<const char*>(before), row);
+    forward(kernels, d, {rows, rows, cos, sin, parents.data(), row.x.data(), row.q.data(), row.k.data(), row.v.data(),
+                         row.content.data(), row.attended.data(), row.lse.data(), nullptr, 0, source},
+            {{cache.stores, start, rows, cache.remainders, {}, {}}}, model.head);
+    keep(kernels, d, row, size, cache.stores, start, rows);
+    std::memcpy(chain.row, row.x.data() + (rows - 1) * hidden * size, static_cast<size_t>(hidden * size));
 }
 
 }  // namespace
@@ -88,11 +132,12 @@ double ChainEnd::rate(double lead) const {
 }
 
 std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
-    const auto& [model, cache, choice, rules, root, begun, cos, sin, before] = chain;
+    const auto& [model, cache, choice, rules, root, begun, cos, sin, before, unread] = chain;
+    if (!unread.tokens.empty()) read(kernels, chain);
     std::vector<int32_t> path = begun;
     const Decoder& d = *model.decoder;
     const bool bf16 = model.head->is_bf16;
-    const long size = bf16 ? 2 : 4, hidden = model.embedding->k, kv_width = d.kv_heads * d.dim;
+    const long size = bf16 ? 2 : 4, hidden = model.embedding->k;
     RowBuffers row(d, hidden, model.head->n, model.inputs.width(), size);
     const int32_t parent = -1;
     std::vector<Ranked> places;
@@ -105,23 +150,18 @@ std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
             const int64_t token = path.empty() ? root : path.back();
             const long length = cache.length + number, half = d.num_ropes * d.dim / 2;
             std::vector<char>& embedded = model.feedback ? row.embedded : row.x;
-            kernels.embed(*model.embedding, &token, 1, embedded.data());
-            if (model.embedding_factor != 1.0f) kernels.scale(bf16, embedded.data(), hidden, model.embedding_factor);
+            embed(kernels, model, &token, 1, embedded.data());
             look_up_inputs(kernels, d, model.inputs, bf16, token, row);
-            const void* source =
-                model.feedback ? feed_back(kernels, d, *model.feedback, bf16, hidden, embedded.data(), row) : nullptr;
+            const void* source = nullptr;
+            if (model.feedback)
+                source = feed_back(kernels, d, *model.feedback, bf16, hidden, 1, embedded.data(),
+                                   (model.feedback->feeds_normed ? row.normed : row.x).data(), row);
             forward(kernels, d, {1, 1, cos + number * half, sin + number * half, &parent, row.x.data(), row.q.data(),
                                  row.k.data(), row.v.data(), row.content.data(), row.attended.data(), row.lse.data(),
                                  row.given.data(), model.inputs.width(), source},
                     {{cache.stores, length, 1, cache.remainders, RowBuffers::taps(cache.taps, number, hidden * size),
                       row.deltas(cache.deltas, number)}}, model.head);
-            for (size_t layer = 0; layer < cache.stores.size(); layer++) {
-                Store& store = *cache.stores[layer];
-                const long skipped = static_cast<long>(layer) * kv_width * size;
-                store.prepare(length, 1);
-                kernels.write(store, length, {row.k.data() + skipped, kv_width, d.dim},
-                              {row.v.data() + skipped, kv_width, d.dim}, nullptr, 1);
-            }
+            keep(kernels, d, row, size, cache.stores, length, 1);
         }
         if (model.norm) norm(kernels, d, bf16, row.x.data(), model.norm, 1, hidden, row.normed.data());
         else std::memcpy(row.normed.data(), row.x.data(), row.x.size());

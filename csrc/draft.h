@@ -76,6 +76,14 @@ struct DraftRules {
     ChainEnd end;
 };
 
+// The last rows of a text, which trained layers read before they draft (longdraft/kernels/chain_plan.py). They are written to
+// the last ones of the cache's rows.
+struct UnreadRows {
+    std::vector<int64_t> tokens;  // [T]; none: all rows are read
+    const void* before;           // [T, hidden], in place of the row before each
+    const float *cos, *sin;       // [T, num_ropes, dim / 2]
+};
+
 // A chain that one text needs. It ends early by the rules, and where logits are not finite.
 struct Chain {
     DraftModel model;
@@ -85,7 +93,8 @@ struct Chain {
     int32_t root;               // the text's last token
     std::vector<int32_t> path;  // drafted tokens after it, which the chain continues
     const float *cos, *sin;     // [count, num_ropes, dim / 2], of the rows; with feedback count - 1
-    const void* row;            // [hidden], the layers' output for the last token of `path`; null without feedback
+    void* row;                  // [hidden], the layers' output for the last token of `path`; null without feedback
+    UnreadRows unread;          // whose last output is written to `row`, with feedback
 };
 
 // Guesses for each place; the chain follows the best. All threads work for it.

@@ -121,7 +121,7 @@ class RowWindow:
                 store.write_heads(move.target, k[:, index : index + 1], v[:, index : index + 1])
 
     def add_read(self, count: int) -> None:
-        """A device has written `count` rows of text after the last one, for which there was room."""
+        """A chain has written `count` rows of text after the last one, for which there was room."""
         for slot in range(self.num_text, self.num_text + count):
             self._put(self.end, slot)
             self.end += 1

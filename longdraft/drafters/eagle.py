@@ -93,7 +93,7 @@ class EagleDraftModel:
         self._head, self._taps, self._window, self._sinks, self._drafted = head, cache.taps, window, sinks, drafted
         self.rows = RowWindow(head.kernels, layer.num_layers, layer.num_kv_heads, layer.head_dim, window, longest,
                               sinks)
-        self._unread: TappedRows | None = None  # a device may read them with the next chain; the window has their room
+        self._unread: TappedRows | None = None  # the next chain may read them; the window has their room
         self._moves: list[Move] = []  # of rows, before they are read
         self._drafts: list[int] = []  # tokens of the drafts in `rows`
         self._num_known = 0  # of the drafts, the first ones, whose rows come from states
@@ -127,7 +127,7 @@ class EagleDraftModel:
         """See `DraftModel`. Only after the text itself, and after drafted tokens with states."""
         if not self._head.shares_kernels:
             return None
-        rows, unread = self.rows, self._unread_rows(context) if self._head.kernels.is_device else None
+        rows, unread = self.rows, self._unread_rows(context)
         if unread is None:
             self._read_text(context)
         if not self._outputs:
@@ -148,7 +148,7 @@ class EagleDraftModel:
         self._unread = None
 
     def _unread_rows(self, context: Context) -> UnreadRows | None:
-        """The new rows of the text, if a device may read them: they are few and follow those that are read."""
+        """The new rows of the text, if the chain may read them: they are few and follow those that are read."""
         rows, taken = self.rows, self._taps.take()
         if taken and self._unread:
             self._read_unread(context)
@@ -160,13 +160,20 @@ class EagleDraftModel:
                 return None
             self._forget_drafts(0)
             self._unread, self._moves = taken[0], rows.room_for(count)
+            if not self._head.kernels.is_device:
+                rows.move(self._moves)
+                rows.turn_sinks(self._head.rotations)
+                self._moves = []
             self._outputs = [taken[0].states.new_empty(1, self._head.width)]
         if self._unread is None or self.rows.end + self._unread.states.shape[1] != len(context) - 1:
             return None
         rotations = self._head.rotations
-        return UnreadRows(self._tokens_after(context, self._unread), self._unread.states,
-                          rotations(range(rows.end, len(context) - 1), on_host=True),
-                          [*rows.sink_moves, *self._moves], rotations([rows.sinks_shift], on_host=True))
+        unread = UnreadRows(self._tokens_after(context, self._unread), self._unread.states,
+                            rotations(range(rows.end, len(context) - 1), on_host=True))
+        if not self._head.kernels.is_device:
+            return unread
+        return unread._replace(moves=[*rows.sink_moves, *self._moves],
+                               turn=rotations([rows.sinks_shift], on_host=True))
 
     def slot_rows(self, context: Context, path: Sequence[int], count: int) -> Tensor | None:
         """The layers' output [count, hidden] for the last token of `path` and count - 1 masks after it, for a head that
@@ -228,7 +235,7 @@ class EagleDraftModel:
             self._outputs = []
 
     def _read_unread(self, context: Context) -> None:
-        """Read the rows that no device has read."""
+        """Read the rows that no chain has read."""
         assert self._unread is not None
         run, self._unread = self._unread, None
         self.rows.move(self._moves)

@@ -85,7 +85,7 @@ class Move(NamedTuple):
     is_turned: bool = False
 
 
-MOST_UNREAD = 64  # rows of a text that a device reads in one graph with the first token after them
+MOST_UNREAD = 64  # rows of a text that are read in one call, or graph, with the first token after them
 
 
 class DraftLayers(Protocol):
@@ -125,6 +125,9 @@ class DraftLayers(Protocol):
 class ReadsUnreadRows(DraftLayers, Protocol):
     """Layers whose rows of the text have states."""
 
+    def fuse(self, states: Tensor) -> Tensor:
+        """What stands for the row before each of R rows of the text, [R, hidden], made from states [K, R, W]."""
+
     def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                   stores: Sequence[KVStore]) -> Tensor:
         """The layers' output [R, hidden] for rows of the text, of each text as many, as `next_row`.
@@ -140,15 +143,15 @@ class UnreadRows(NamedTuple):
     tokens     [T], at most `MOST_UNREAD`
     states     [K, T, W], what the layers read besides
     rotations  cos, sin [T, D / 2] float32 in the host's memory
-    moves      of rows of the stores, before; no target is another one's source
-    turn       cos, sin [1, D / 2] float32 in the host's memory, by which moves turn keys
+    moves      of rows of the stores, which a device makes before; no target is another one's source
+    turn       cos, sin [1, D / 2] float32 in the host's memory, by which moves turn keys; None: there are no moves
     """
 
     tokens: Sequence[int]
     states: Tensor
     rotations: tuple[Tensor, Tensor]
-    moves: Sequence[Move]
-    turn: tuple[Tensor, Tensor]
+    moves: Sequence[Move] = ()
+    turn: tuple[Tensor, Tensor] | None = None
 
 
 class TrainedLayers(NamedTuple):

@@ -104,7 +104,8 @@ class Chain:
                  remainder: Tensor | Sequence[Tensor] | None, states: Sequence[tuple[State, State, State]],
                  choice: Choice, position: int, width: int, within: float, banned_depth: int,
                  end: tuple[Sequence[float], Sequence[float], float], path: Sequence[int], cos: Tensor,
-                 sin: Tensor, tapped: Sequence[int], taps: Tensor | None, row: Tensor | None, count: int) -> None: ...
+                 sin: Tensor, tapped: Sequence[int], taps: Tensor | None, row: Tensor | None,
+                 unread: tuple[Sequence[int], Tensor, Tensor, Tensor] | None, count: int) -> None: ...
 
 class RemainderFit:
     nbytes: int

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
-from longdraft.kernels.chain_plan import NEVER, ChainEnd, ChainPlan, ModelLayers, Ranked, TrainedLayers
+from torch import Tensor
+
+from longdraft.kernels.chain_plan import (
+    NEVER,
+    ChainEnd,
+    ChainPlan,
+    ModelLayers,
+    Ranked,
+    ReadsUnreadRows,
+    TrainedLayers,
+)
 from longdraft.kernels.cpu.decoder import CpuDecoder
 from longdraft.kernels.cpu.store import CpuLinear, native_stores
 from longdraft.kernels.launched import HostWork, LaunchedWork
@@ -52,14 +62,23 @@ class CompiledRanker(NamedTuple):
             model = _models[layers] = _native_model(layers)
         cos, sin = (part.contiguous() for part in plan.rotations)
         tapped, taps = cache.taps or ((), None)
+        trained = plan.layers if isinstance(plan.layers, TrainedLayers) else None
+        unread = _unread(trained) if trained and trained.unread else None
         chain = _cpu.Chain(
             model=model, stores=native_stores(decoder.dtype, cache.stores, len(cache.stores)), length=cache.length,
             remainder=cache.remainder, states=cache.states, choice=self.choice,
             position=self.length + len(plan.path) - 1, width=self.width, within=self.within,
             banned_depth=self.banned_depth, end=end, path=plan.path, cos=cos, sin=sin,
-            tapped=tapped, taps=taps, row=plan.layers.row if isinstance(plan.layers, TrainedLayers) else None,
-            count=plan.num_tokens)
-        return NativeChain(decoder.kernels, chain, (layers, plan, self.choice, cos, sin))
+            tapped=tapped, taps=taps, row=trained.row if trained else None, unread=unread, count=plan.num_tokens)
+        return NativeChain(decoder.kernels, chain, (layers, plan, self.choice, cos, sin, unread))
+
+
+def _unread(trained: TrainedLayers) -> tuple[Sequence[int], Tensor, Tensor, Tensor]:
+    """The rows that are read before, as the compiled module takes them: their rows have moved already."""
+    layers, unread = cast(ReadsUnreadRows, trained.layers), trained.unread
+    assert unread is not None and not unread.moves
+    cos, sin = (part.contiguous() for part in unread.rotations)
+    return unread.tokens, layers.fuse(unread.states), cos, sin
 
 
 _models: WeakKeyDictionary[ModelLayers, _cpu.DraftModel] = WeakKeyDictionary()
@@ -93,7 +112,7 @@ def _model_layers(plan: ChainPlan) -> ModelLayers | None:
     """What computes the logits; None: something else than the layers of a decoder."""
     layers = plan.layers
     if isinstance(layers, TrainedLayers):
-        return None if layers.read or layers.unread else layers.layers.model_layers
+        return None if layers.read else layers.layers.model_layers
     return layers if isinstance(layers, ModelLayers) else None
 
 

@@ -228,7 +228,7 @@ class _Reader:
                 moves[text, : len(unread.moves)] = unread.moves
             for turn, all_turns in zip(unread.rotations, (cos, sin), strict=True):
                 all_turns.reshape(len(slots), -1)[own] = turn.numpy()
-            for place, turn in enumerate(unread.turn):
+            for place, turn in enumerate(unread.turn or ()):
                 turns.reshape(self._texts, 2, -1)[text, place] = turn[0].numpy()
         yield torch.from_numpy(staged)
         staged = staged.copy()
