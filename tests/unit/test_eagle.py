@@ -117,6 +117,15 @@ def test_a_chain_in_one_call_has_the_guesses_of_single_steps(tiny, tmp_path, sha
         assert [len(places) for places in compiled] == [5] * 4 and compiled == chains(model, head, name, False)
 
 
+def test_a_chain_in_one_call_reads_the_new_rows_of_the_text_as_well(tiny, monkeypatch):
+    model = load(tiny["mha"], "bfloat16")
+    head = load_eagle(tiny["mha"] / "eagle", model)
+    read_by_steps, forward = [], head.forward
+    monkeypatch.setattr(head, "forward", lambda *given: read_by_steps.append(1) or forward(*given))
+    chains(model, head, "paper", is_compiled=True)
+    assert len(read_by_steps) == 2, "the prompt: its sinks, and the rows after them"
+
+
 @pytest.mark.parametrize("shape", speculators_golden.SHAPES)
 def test_the_slow_head_computes_what_the_module_of_speculators_computes(shape):
     """Logits of version 0.9.0, after texts, and after forced drafts (training-time test) or of masks (P-EAGLE)."""
