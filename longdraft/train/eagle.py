@@ -121,8 +121,12 @@ class EagleModule(LayerModule):
     def inputs(self, ids: Tensor, states: Sequence[Tensor]) -> Tensor:
         """What the rows of pass 0 read [B, L - 1, taps * target's hidden + hidden] float32, for ids [B, L] and states
         [B, L, target's hidden] of each tap: the normalised states, and the embedding of the token after them."""
-        parts = [self._norm(part[:, :-1], f"fc_norm.{i}") for i, part in enumerate(states)]
-        return torch.cat([*parts, self._norm(self._base.embed(ids[:, 1:]), "layers.0.input_layernorm")], -1)
+        token = self._norm(self._base.embed(ids[:, 1:]), "layers.0.input_layernorm")
+        return torch.cat([self._joined(states)[:, :-1], token], -1)
+
+    def _joined(self, states: Sequence[Tensor]) -> Tensor:
+        """The input [B, L, taps * target's hidden] of fc."""
+        return torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in enumerate(states)], -1)
 
     @torch.no_grad()
     def become(self, fitted: LinearMap) -> None:
@@ -145,8 +149,7 @@ class EagleModule(LayerModule):
 
         states  [taps, B, L, target's hidden] float32 of the target
         """
-        parts = [self._norm(part, f"fc_norm.{i}") for i, part in enumerate(states)]
-        y = self._linear(torch.cat(parts, -1), "fc").float()
+        y = self._linear(self._joined(list(states)), "fc").float()
         keys: list[tuple[Tensor, Tensor]] = []
         outputs = []
         for s in range(passes):

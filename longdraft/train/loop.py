@@ -95,14 +95,15 @@ def make_optimizers(module: nn.Module, settings: TrainingSettings) -> list[torch
     Muon (arXiv 2502.16982) scales its steps to the size of AdamW's, so both have one learning rate. Only matrices
     decay: the weights of norms belong near one, not zero.
     """
-    parameters = dict(module.named_parameters())
     maps: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        is_map = settings.optimizer == "muon" and parameter.ndim == 2 and not _OF_TOKENS.search(name)
+        (maps if is_map else others).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
-    if settings.optimizer == "muon":
-        maps = [p for name, p in parameters.items() if p.ndim == 2 and not _OF_TOKENS.search(name)]
+    if maps:
         optimizers.append(_muon()(maps, lr=settings.learning_rate, weight_decay=settings.weight_decay,
                                   adjust_lr_fn="match_rms_adamw"))
-    others = [p for p in parameters.values() if not any(p is each for each in maps)]
     groups = [{"params": [p for p in others if p.ndim > 1], "weight_decay": settings.weight_decay},
               {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0}]
     optimizers.append(torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2)))
