@@ -102,6 +102,7 @@ def test_the_losses_compare_each_row_with_the_models_distribution_after_its_toke
         torch.testing.assert_close(gradient, task.module.weights["fc/weight"].grad, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mha", "gqa"])
 def test_a_new_head_is_the_linear_map_of_least_squares(tiny, name):
     """Row 0 attends to itself alone. Keys and values of `gqa` have half the rank of the token's part of the map."""
@@ -129,6 +130,7 @@ def test_a_new_head_is_the_linear_map_of_least_squares(tiny, name):
     assert float(rest.detach().square().mean()) < 0.9  # of rows of size one
 
 
+@pytest.mark.full
 def test_a_resumed_training_is_not_fitted_again(trained, tmp_path, monkeypatch):
     wanted = EagleSettings(**(vars(trained[2]) | dict(steps=3, own_tokens=0, warmup_steps=2)))
     job.train(wanted, tmp_path / "head", At(1, lambda: signal.raise_signal(signal.SIGTERM)))
