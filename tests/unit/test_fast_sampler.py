@@ -117,6 +117,20 @@ def test_they_agree_on_large_vocabularies(seed, size, spread, filters):
     assert compiled == obvious
 
 
+@given(size=st.integers(300, 60_000), kinds=st.integers(1, 3), kept=st.integers(1, 299), above=st.sampled_from([0, 1, -1]),
+       temperature=st.sampled_from([0.01, 0.7, 1.0, 50.0]))
+@settings(max_examples=40, deadline=None)
+def test_they_agree_where_the_cut_of_top_p_falls_between_equal_tokens(size, kinds, kept, above, temperature):
+    """The goal is a token's mass, or one ten-trillionth beside it: an estimate of the total does not decide."""
+    logits = -torch.arange(size).remainder(kinds).float()[None]
+    top_p = min(1 - 2**-50, kept / size * (1 + above * 2**-43))
+    context, root = Context([3, 4]), Tree((4,), (-1,), ("",))
+    for seed in range(4):
+        params = SamplingParams(seed=seed, temperature=temperature, top_p=top_p)
+        compiled, obvious = (Sampler(params, (), is_fast).choose(logits, root, context) for is_fast in (True, False))
+        assert compiled == obvious
+
+
 @given(seed=st.integers(0, 2**31), size=st.integers(1000, 200_000), temperature=st.sampled_from([0.0, 1.0]),
        min_p=st.sampled_from([0.001, 0.9]), num=st.integers(1, 150))
 @settings(max_examples=25, deadline=None)
