@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace longdraft {
 namespace {
@@ -197,25 +198,47 @@ int64_t Choice::best_of(const float* row, const PartOfVocabulary* part, long bes
 }
 
 void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* parents, long nodes, long position,
-                    long banned_depth, int64_t* chosen) const {
+                    long banned_depth, bool every, int64_t* chosen) const {
     std::vector<std::vector<int32_t>> paths(static_cast<size_t>(nodes));
-    std::vector<PathChange> changes;
-    for (long n = 0; n < nodes; n++) {
-        auto& path = paths[static_cast<size_t>(n)];
+    std::vector<PathChange> changes(static_cast<size_t>(nodes));
+    for (long n = 0; n < nodes; n++)
         if (parents[n] >= 0) {
-            path = paths[static_cast<size_t>(parents[n])];
-            path.push_back(tokens[n]);
+            paths[static_cast<size_t>(n)] = paths[static_cast<size_t>(parents[n])];
+            paths[static_cast<size_t>(n)].push_back(tokens[n]);
         }
-        changes.push_back(path_change(path.data(), static_cast<long>(path.size()), true));
+    std::vector<bool> is_chosen(static_cast<size_t>(nodes));
+    auto choose_after = [&](const std::vector<long>& some) {
+        for (long n : some) {
+            const auto& path = paths[static_cast<size_t>(n)];
+            changes[static_cast<size_t>(n)] = path_change(path.data(), static_cast<long>(path.size()), true);
+            is_chosen[static_cast<size_t>(n)] = true;
+        }
+        parallel(static_cast<long>(some.size()), [&](long i) {
+            const long n = some[static_cast<size_t>(i)], depth = static_cast<long>(paths[static_cast<size_t>(n)].size());
+            float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
+            long best;
+            const bool is_finite = prepare(logits + n * vocabulary_, nullptr, changes[static_cast<size_t>(n)],
+                                           depth < banned_depth, row, best);
+            chosen[n] = is_finite ? best_of(row, nullptr, best, key_of(rules_.seed, position + depth)) : -1;
+        });
+    };
+    // The first child of a node, or of those with a token; `nodes`: there is none.
+    auto child_of = [&](long node, const int64_t* token) {
+        long n = node + 1;
+        while (n < nodes && (parents[n] != node || (token && tokens[n] != *token))) n++;
+        return n;
+    };
+    std::vector<long> some(static_cast<size_t>(every ? nodes : 0));
+    std::iota(some.begin(), some.end(), 0);
+    if (every) return choose_after(some);
+    std::fill(chosen, chosen + nodes, -1);
+    for (long node = 0; node < nodes; node = child_of(node, &chosen[node])) {
+        if (is_chosen[static_cast<size_t>(node)]) continue;
+        some.clear();  // as many as threads, along the likeliest path
+        for (long next = node; next < nodes && static_cast<int>(some.size()) < threads(); next = child_of(next, nullptr))
+            some.push_back(next);
+        choose_after(some);
     }
-    parallel(nodes, [&](long n) {
-        float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
-        const long depth = static_cast<long>(paths[static_cast<size_t>(n)].size());
-        long best;
-        const bool is_finite = prepare(logits + n * vocabulary_, nullptr, changes[static_cast<size_t>(n)],
-                                       depth < banned_depth, row, best);
-        chosen[n] = is_finite ? best_of(row, nullptr, best, key_of(rules_.seed, position + depth)) : -1;
-    });
 }
 
 Choice::Guesses Choice::guesses_of(const float* logits, const PathChange& change, long position, bool is_banned, long count,

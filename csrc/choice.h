@@ -64,8 +64,9 @@ class Choice {
     //   logits [nodes, vocabulary]; tokens, parents [nodes], the root first
     //   position: of the token that follows the root
     //   banned_depth: nodes at a smaller depth must not choose banned tokens
+    //   every: false: only along the path that the choices take through the tree are they needed; others may be -1
     void choose(const float* logits, const int32_t* tokens, const int32_t* parents, long nodes, long position,
-                long banned_depth, int64_t* chosen) const;
+                long banned_depth, bool every, int64_t* chosen) const;
 
     // The up to `count` best tokens after `path` (the drafted tokens after the root) by a drafter's logits, best first.
     // Tokens whose score is more than `within` below the best score are left out. No tokens where logits are not finite.

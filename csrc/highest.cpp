@@ -21,7 +21,8 @@ constexpr long BLOCK = 1024;  // loops of so many values become vector instructi
 
 // Add 2^x to each of the sums, for x <= 0, with a relative error of 2^-21 at most. Below -126 it is 2^-126.
 void add_near_exp2(const float* x, double* sums) {
-    constexpr float TERMS[] = {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f, 1.0f};  // ln(2)^n / n!
+    constexpr float TERMS[] = {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f,
+                               1.0f};     // ln(2)^n / n!
     constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number in the lowest bits
     float shifted[BLOCK], series[BLOCK];
     uint32_t whole[BLOCK], bits[BLOCK];
@@ -54,7 +55,8 @@ struct Masses {
     std::vector<int64_t> of_bins;
     int64_t sum = 0;
 
-    Masses(double best, double by) : highest(best), divisor(by), of_bins(static_cast<size_t>(NEGLIGIBLE * BINS_PER_NAT) + 1) {}
+    Masses(double best, double by)
+        : highest(best), divisor(by), of_bins(static_cast<size_t>(NEGLIGIBLE * BINS_PER_NAT) + 1) {}
 
     size_t bin_of(const Guess& guess) const {
         return static_cast<size_t>(std::min(highest - static_cast<float>(guess.score) / divisor, NEGLIGIBLE) * BINS_PER_NAT);

@@ -325,14 +325,14 @@ NB_MODULE(_cpu, m) {
             require_ids(tokens, choice.vocabulary());
             choice.extend(tokens.data(), static_cast<long>(tokens.size())); })
         .def("choose", [](const Choice& choice, const Array& logits, const std::vector<int32_t>& tokens,
-                          const std::vector<int32_t>& parents, long position, long banned_depth) {
+                          const std::vector<int32_t>& parents, long position, long banned_depth, bool every) {
             require_order(parents.data(), static_cast<long>(parents.size()));
             require(parents.size() == tokens.size(), "a parent for each token");
             require_ids(tokens, choice.vocabulary());
             const long nodes = static_cast<long>(tokens.size());
             std::vector<int64_t> chosen(tokens.size());
             choice.choose(memory<float>("logits", logits, Type::FLOAT32, {nodes, choice.vocabulary()}), tokens.data(),
-                          parents.data(), nodes, position, banned_depth, chosen.data());
+                          parents.data(), nodes, position, banned_depth, every, chosen.data());
             return chosen; })
         .def("rank", [](const Choice& choice, const Array& logits, const std::vector<int32_t>& path, long position,
                         bool is_banned, long count, double within) {

@@ -63,7 +63,6 @@ from longdraft.speculation.abilities import HoldsMemory
 from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.speculation.routine import Routine, atomic
-from longdraft.speculation.verify import accepted_path
 
 RETRIEVAL = "retrieval"  # the source of the tokens that level 2 adds, in the statistics
 AUTO_FIRST = "auto"
@@ -310,7 +309,7 @@ class TriForceDrafter:
             result = yield ForwardRequest(model, rows, self.partial, len(tree))
             ranked = self._choose(result.logits, tree, context, path)
             choices = [each.tokens[0] if each.tokens else NO_TOKEN for each in ranked]
-            walked = accepted_path(tree, choices)
+            walked = tree.along(choices)
             self.partial.commit(walked)
             self._first_level.learn([choices[step] for step in walked])
             if choices[walked[-1]] == NO_TOKEN:

@@ -64,6 +64,13 @@ class Tree:
             node = self.parents[node]
         return path[::-1]
 
+    def along(self, choices: Sequence[int]) -> list[int]:
+        """The nodes from the root down along the choice [nodes] after each of them."""
+        path = [0]
+        while (child := self.children.get((path[-1], choices[path[-1]]))) is not None:
+            path.append(child)
+        return path
+
     def pruned(self, max_depth: int) -> Tree:
         """The tree without the nodes deeper than `max_depth`."""
         if max(self.depths) <= max_depth:

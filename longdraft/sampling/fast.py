@@ -55,11 +55,12 @@ class FastSampler:
             self._native.set_penalties(penalties)  # type: ignore[arg-type]
         self._num_seen = 0
 
-    def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
+    def choose(self, logits: Tensor, tree: Tree, context: Context, every: bool) -> list[int]:
         self._update(context)
         rows = self._rows(logits)
         assert rows.shape[0] == len(tree), "one row of logits for each node"
-        return self._native.choose(rows, tree.tokens, tree.parents, len(context), self._left(context))
+        return self._native.choose(rows, tree.tokens, tree.parents, len(context), self._left(context),
+                                   every)
 
     def ranked(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
                within: float) -> Ranked:

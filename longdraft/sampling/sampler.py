@@ -132,8 +132,10 @@ class Sampler:
         """For each of the last `count` tokens, those of the latest step, whether no banned phrase contains it."""
         return [False] * count
 
-    def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
+    def choose(self, logits: torch.Tensor, tree: Tree, context: Context, every: bool = True) -> list[int]:
         """The target's token after each node, from its logits [nodes, V] float32.
+
+        every  False: only the path along the choices is needed (`Tree.along`); other nodes may have NO_TOKEN
 
         NO_TOKEN where a row's logits are not finite. That is an error only if the text reaches the node.
         """
@@ -141,19 +143,29 @@ class Sampler:
             return self.on_device.choose(logits, tree, context)
         logits = self._biased(logits, [len(context) + depth for depth in tree.depths], self._masks(tree, context))
         if self._is_fast:
-            return self._compiled(context, logits.shape[1]).choose(logits, tree, context)
-        paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
-        rows = self._penalised(logits, context, paths)
-        sound = np.flatnonzero(np.isfinite(rows.max(axis=1))).tolist()
-        chosen = [NO_TOKEN] * len(rows)
-        if self.params.temperature == 0:
-            taken = [process.best_token(rows[node]) for node in sound]
-        else:
-            positions = [len(context) + tree.depths[node] for node in sound]
-            taken = [gumbel_argmax(self._filtered(rows[node], position), self._seed, position)
-                     for node, position in zip(sound, positions, strict=True)]
-        for node, token in zip(sound, taken, strict=True):
-            chosen[node] = token
+            return self._compiled(context, logits.shape[1]).choose(logits, tree, context, every)
+        if every:
+            return self._choices(logits, tree, context, range(len(tree)))
+        chosen, node = [NO_TOKEN] * len(tree), 0
+        while True:
+            chosen[node], = self._choices(logits[node, None], tree, context, [node])
+            child = tree.children.get((node, chosen[node]))
+            if child is None:
+                return chosen
+            node = child
+
+    def _choices(self, logits: torch.Tensor, tree: Tree, context: Context, nodes: Sequence[int]) -> list[int]:
+        """The token after each of some nodes, from their logits [N, V]."""
+        paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in nodes]
+        chosen = []
+        for row, path in zip(self._penalised(logits, context, paths), paths, strict=True):
+            position = len(context) + len(path)
+            if not math.isfinite(row.max()):
+                chosen.append(NO_TOKEN)
+            elif self.params.temperature == 0:
+                chosen.append(process.best_token(row))
+            else:
+                chosen.append(gumbel_argmax(self._filtered(row, position), self._seed, position))
         return chosen
 
     def ranked(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0,

@@ -135,7 +135,7 @@ class ThinkingSampler(Sampler):
             self._plain_tokens[phase].add(token)
         return True
 
-    def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
+    def choose(self, logits: torch.Tensor, tree: Tree, context: Context, every: bool = True) -> list[int]:
         rules, states = self.thought, self._states(tree, context)
         modes = [_mode(rules, state) for state in states]
         chosen, imposed = [0] * len(tree), set()

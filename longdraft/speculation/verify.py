@@ -1,27 +1,17 @@
 """Verification: follow the drafted tree as long as the target chooses the drafted tokens.
 
-The target's token is chosen once for each *node*. It is never chosen once for each path: taking the best of several
-independent tries for a shared prefix is what biases the published TokenSwift rule. The accepted tokens are therefore
-exactly those that plain decoding chooses, whatever the tree.
+The target's token is chosen once for each *node* that the text reaches. It is never chosen once for each path: taking
+the best of several independent tries for a shared prefix is what biases the published TokenSwift rule. The accepted
+tokens are therefore exactly those that plain decoding chooses, whatever the tree.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from longdraft.cache.full import FullCache
 from longdraft.model.transformer import Forward
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree
 from longdraft.sampling.sampler import Sampler
-
-
-def accepted_path(tree: Tree, choices: Sequence[int]) -> list[int]:
-    """Nodes from the root down along the target's own `choices` [nodes]; the root is always accepted."""
-    path = [0]
-    while (child := tree.children.get((path[-1], choices[path[-1]]))) is not None:
-        path.append(child)
-    return path
 
 
 def verify(sampler: Sampler, result: Forward, tree: Tree, context: Context,
@@ -38,6 +28,6 @@ def verify(sampler: Sampler, result: Forward, tree: Tree, context: Context,
     if sampler.on_device:
         given = None if result.source is None else (result.source, result.hidden)
         return sampler.on_device.walk(given or result.logits, tree, context, cache.place)
-    choices = sampler.choose(result.logits, tree, context)
-    path = accepted_path(tree, choices)
+    choices = sampler.choose(result.logits, tree, context, every=False)
+    path = tree.along(choices)
     return path, [choices[node] for node in path]

@@ -48,7 +48,7 @@ class IndependentSampler(Sampler):
 class PathSampler(IndependentSampler):
     """Chooses tokens so that the walk accepts the path of the published rule and adds its last sample."""
 
-    def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
+    def choose(self, logits: torch.Tensor, tree: Tree, context: Context, every: bool = True) -> list[int]:
         generator = np.random.default_rng([self.params.seed or 0, len(context)])
         best, place = best_paths(tree, _Distributions(self, logits, tree, context), generator)
         path, last = best[place]

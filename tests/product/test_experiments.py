@@ -215,7 +215,7 @@ def test_a_comparison_of_different_texts_fails(output):
 
 def test_different_texts_fail_while_measuring_too(engine, monkeypatch):
     class Forger(Sampler):
-        def choose(self, logits, tree, context):
+        def choose(self, logits, tree, context, every=True):
             return [5] * len(tree)
 
     monkeypatch.setitem(turns.SAMPLERS, "independent", Forger)

@@ -32,7 +32,6 @@ from longdraft.request.tree import Tree
 from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.step import Tally
-from longdraft.speculation.verify import accepted_path
 
 pytestmark = pytest.mark.full
 
@@ -83,7 +82,7 @@ def test_the_device_chooses_the_same_tokens_as_the_host(law, length):
         with np.errstate(all="ignore"):
             nodes, chosen = device.on_device.walk(on_it[[0, 1, 6, 2, 2]].contiguous(), truth, context,
                                                   lambda rows, at, placed=placed: placed.extend((rows, at)))
-        assert nodes == accepted_path(truth, again) and chosen == [again[node] for node in nodes]
+        assert nodes == truth.along(again) and chosen == [again[node] for node in nodes]
         count, at = len(nodes), len(context) - 1
         assert placed[0].tolist()[:count] == nodes
         assert placed[1].tolist() == [*range(at, at + count), *[-1] * (5 - count)]

@@ -23,7 +23,6 @@ from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Trie, chain, from_paths, root_only
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
-from longdraft.speculation.verify import accepted_path
 
 token = st.integers(0, 3)
 
@@ -50,7 +49,7 @@ def test_the_walk_follows_the_targets_choices(paths, text):
     choices = [text[depth] for depth in tree.depths]
     longest = max([0, *(len(p) for p in ([*path[:end]] for path in paths for end in range(len(path) + 1))
                        if p == text[: len(p)])])
-    assert [choices[node] for node in accepted_path(tree, choices)] == text[: longest + 1]
+    assert [choices[node] for node in tree.along(choices)] == text[: longest + 1]
 
 
 def test_a_token_guessed_twice_is_credited_to_the_first_source():

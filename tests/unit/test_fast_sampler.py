@@ -66,6 +66,10 @@ def test_the_compiled_sampler_agrees_with_the_python_sampler(data):
         rows = data.draw(logits(len(tree)))
         compiled, obvious = (sampler.choose(rows, tree, context) for sampler in samplers)
         assert compiled == obvious
+        for sampler in samplers:
+            chosen = sampler.choose(rows, tree, context, every=False)
+            path = tree.along(obvious)
+            assert tree.along(chosen) == path and [chosen[node] for node in path] == [obvious[node] for node in path]
         path, ahead = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=6)), data.draw(st.integers(0, 2))
         num = data.draw(st.integers(1, VOCABULARY - 6))  # leaving out the impossible ones, which are equal
         if not rows[0].unique().numel() < VOCABULARY:  # among equal logits beyond the support any may be guessed
@@ -117,8 +121,8 @@ def test_they_agree_on_large_vocabularies(seed, size, spread, filters):
     assert compiled == obvious
 
 
-@given(size=st.integers(300, 60_000), kinds=st.integers(1, 3), kept=st.integers(1, 299), above=st.sampled_from([0, 1, -1]),
-       temperature=st.sampled_from([0.01, 0.7, 1.0, 50.0]))
+@given(size=st.integers(300, 60_000), kinds=st.integers(1, 3), kept=st.integers(1, 299),
+       above=st.sampled_from([0, 1, -1]), temperature=st.sampled_from([0.01, 0.7, 1.0, 50.0]))
 @settings(max_examples=40, deadline=None)
 def test_they_agree_where_the_cut_of_top_p_falls_between_equal_tokens(size, kinds, kept, above, temperature):
     """The goal is a token's mass, or one ten-trillionth beside it: an estimate of the total does not decide."""

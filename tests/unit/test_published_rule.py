@@ -59,9 +59,8 @@ def test_the_walk_ends_where_the_rule_does():
         pick = np.random.default_rng([3, len(context)])
         laws = [rules._distribution(row.numpy(), params) for row in logits]
         path, last = best_path(tree, laws, pick)
-        from longdraft.speculation.verify import accepted_path
 
-        walked = accepted_path(fresh, choices)
+        walked = fresh.along(choices)
         assert walked == path and choices[walked[-1]] == last
         lengths.add(len(path))
     assert lengths >= {2, 3}

@@ -14,7 +14,6 @@ from longdraft.kernels.reference import ReferenceKernels
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree
-from longdraft.speculation.verify import accepted_path
 from longdraft_bench.paper import published, rules
 from longdraft_bench.systems import Engines, System
 from longdraft_bench.turns import start
@@ -105,7 +104,7 @@ def test_the_walk_follows_the_chain_that_the_rule_took():
     logits = torch.full((5, 4), -50.0)
     logits[[0, 1, 3], [1, 3, 3]] = logits[[2, 4], [0, 0]] = 50.0
     choices = rules.PathSampler(SamplingParams(seed=1)).choose(logits, tree, Context([0]))
-    assert accepted_path(tree, choices) == [0, 3, 4] and choices[4] == 0
+    assert tree.along(choices) == [0, 3, 4] and choices[4] == 0
     assert tree.sources == ("", "self", "heads", "ngram", "ngram")
 
 
