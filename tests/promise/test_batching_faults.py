@@ -55,8 +55,8 @@ def test_a_cache_that_cannot_be_allocated_ends_only_its_request(plain):
 def test_damaged_logits_end_only_their_request(plain):
     def spoil(generation: Generation) -> None:
         sampler = generation.step.sampler
-        generation.step.sampler.choose = lambda logits, tree, context: type(sampler).choose(
-            sampler, logits * float("nan"), tree, context)
+        generation.step.sampler.choose = lambda logits, tree, context, every: type(sampler).choose(
+            sampler, logits * float("nan"), tree, context, every)
 
     assert isinstance(run_beside(plain, spoil), NumericalError)
 
