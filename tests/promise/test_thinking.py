@@ -273,9 +273,9 @@ def test_the_closing_is_drafted_as_a_chain(model, expected):
 
 
 def test_trees_within_one_phase_are_chosen_for_by_a_plain_sampler(model, expected, monkeypatch):
-    mixed = []
-    monkeypatch.setattr(ThinkingSampler, "choose", lambda self, logits, tree, context, every, own=ThinkingSampler.choose: (
-        mixed.append(len(context)), own(self, logits, tree, context))[1])
+    mixed, choose = [], ThinkingSampler.choose
+    monkeypatch.setattr(ThinkingSampler, "choose", lambda self, logits, tree, context, every: (
+        mixed.append(len(context)), choose(self, logits, tree, context))[1])
     prompt = case_of("own sampling")[0]
     assert write(model, "own sampling", by_name("plain")) == expected["own sampling"]
     assert mixed[0] == len(prompt) + expected["own sampling"].index(CLOSE) - F.index(CLOSE)
