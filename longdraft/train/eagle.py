@@ -219,16 +219,16 @@ class EagleTask:
         for first in range(0, len(own), self.settings.batch_size):
             ids = as_ids(own[first : first + self.settings.batch_size], device)
             positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
-            *taps, last = self.base.states(ids, positions, (*config.tapped_ids, self.base.config.num_layers))
+            taps, last = self._states(ids, positions)
             following = functional.rms_norm(last[:, 1:], last.shape[-1:], eps=self.base.config.rms_norm_eps)
             equations.add(self.module.inputs(ids, taps).flatten(0, 1), following.flatten(0, 1))
         self.module.become(equations.solve(processes.sum))
 
     def _states(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The tapped states [taps, B, L, hidden] and the last rows, normalised [B, L, hidden]."""
+        """The tapped states [taps, B, L, hidden], and the last rows before their norm [B, L, hidden]."""
         layers = self.module.config.tapped_ids
         states = self.base.states(ids, positions, (*layers, self.base.config.num_layers))
-        return states[:-1], self.base.normed(states[-1])
+        return states[:-1], states[-1]
 
     def accumulate(self, sequences: Tokens, scale: float, first: int) -> Tensor:
         """The loss of each pass, averaged over the rows whose token, as the target would choose it, the head has."""
@@ -237,6 +237,7 @@ class EagleTask:
         most = settings.positions or self.base.config.trained_positions
         positions = offset_positions(settings.seed, settings.anchors, most, first, *ids.shape).to(self.base.device)
         states, last_rows = self._states(ids, positions)
+        last_rows = self.base.normed(last_rows)
         outputs = module(ids, positions, states, settings.passes)
         rows = [output.detach().requires_grad_() for output in outputs]
         losses = torch.zeros(settings.passes, device=self.base.device)

@@ -87,6 +87,7 @@ def test_the_losses_compare_each_row_with_the_models_distribution_after_its_toke
         task.module.zero_grad()
         places = torch.arange(len(IDS)).expand(2, -1)
         states, taught = task._states(ids, places)
+        taught = task.base.normed(taught)
         logits = task.base.logits(taught.flatten(0, 1)).view(2, len(IDS), -1)
         total = 0.0
         for s, rows in enumerate(task.module(ids, places, states, 4)):
@@ -126,7 +127,7 @@ def test_a_new_head_is_the_linear_map_of_least_squares(tiny, name):
     with torch.no_grad():
         found, = task.module(ids, torch.arange(2).expand_as(ids), states, 1)
     torch.testing.assert_close(found, wanted * fitted.size(slice(None)), atol=1e-3, rtol=1e-3)
-    rest = last_rows[:, 1:] / base.final_norm - read @ fitted.weight.T
+    rest = base.normed(last_rows)[:, 1:] / base.final_norm - read @ fitted.weight.T
     assert float(rest.detach().square().mean()) < 0.9  # of rows of size one
 
 
