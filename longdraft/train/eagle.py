@@ -221,7 +221,7 @@ class EagleTask:
             positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
             taps, last = self._states(ids, positions)
             following = functional.rms_norm(last[:, 1:], last.shape[-1:], eps=self.base.config.rms_norm_eps)
-            equations.add(self.module.inputs(ids, taps).flatten(0, 1), following.flatten(0, 1))
+            equations.add(self.module.inputs(ids, list(taps)).flatten(0, 1), following.flatten(0, 1))
         self.module.become(equations.solve(processes.sum))
 
     def _states(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
