@@ -28,7 +28,7 @@ constexpr long BLOCK_GROUPS = 16;  // groups that all rows read while they are i
 #if defined(__AVX512F__)
 constexpr int ROWS = 8, TOGETHER = 4;  // rows whose totals of all outputs the registers hold
 #elif defined(__AVX2__)
-constexpr int ROWS = 2;
+constexpr int ROWS = 4;
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int ROWS = 4;
 #else
@@ -294,8 +294,8 @@ inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, 
                     add_groups_by_unit<of>(static_cast<int>(std::min<long>(amx::ROWS, rows - r)), tile, from, to, x, r, sums + r);
 #endif
 #if defined(__AVX2__) && !defined(__AVX512F__)
-            if constexpr (unpacks_once(of))
-                for (; rows - r >= least_together(of); r += MOST_TOGETHER)
+            if constexpr (shape_of(of).bits > 4)
+                for (; rows - r > ROWS; r += MOST_TOGETHER)
                     add_groups_together<of>(std::min(MOST_TOGETHER, rows - r), tile, from, to, x, r, sums + r);
 #endif
 #if defined(__ARM_FEATURE_MATMUL_INT8)

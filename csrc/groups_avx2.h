@@ -43,20 +43,54 @@ template <Groups KIND> void unpack_eight(const uint8_t* values, __m256i* lines) 
     }
 }
 
+// Products of codes with values on their way to the sums of eight outputs: with AVX-VNNI the sums themselves, otherwise sums of
+// pairs in int16. Whole numbers, so both ways end in the same bits.
+inline __m256i add_products(__m256i partial, __m256i codes, __m256i values) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(partial, codes, values);
+#else
+    return _mm256_add_epi16(partial, _mm256_maddubs_epi16(codes, values));
+#endif
+}
+
+inline __m256i sums_of(__m256i partial) {
+#if defined(__AVXVNNI__)
+    return partial;
+#else
+    return _mm256_madd_epi16(partial, _mm256_set1_epi16(1));
+#endif
+}
+
+// Lines, of COUNT, whose products may be added up before `sums_of`.
+template <int BITS, int COUNT> constexpr int fitting() {
+#if defined(__AVXVNNI__)
+    return COUNT;
+#else
+    return std::min(COUNT, 32767 / (2 * 127 * ((1 << BITS) - 1)));
+#endif
+}
+
 // Sums of eight outputs over COUNT lines: the products of the lines' codes with values.
 template <int BITS, int COUNT> __m256i dot_eight(const __m256i* lines, const int8_t* values) {
-    constexpr int FITTING = std::min(COUNT, 32767 / (2 * 127 * ((1 << BITS) - 1)));  // pairs of products that fit in int16
+    constexpr int FITTING = fitting<BITS, COUNT>();
     __m256i sums = _mm256_setzero_si256();
     for (int first = 0; first < COUNT; first += FITTING) {
-        __m256i pairs = _mm256_setzero_si256();
-        for (int j = first; j < first + FITTING; j++)
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(lines[j], four_values(values + 4 * j)));
-        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        __m256i partial = _mm256_setzero_si256();
+        for (int j = first; j < first + FITTING; j++) partial = add_products(partial, lines[j], four_values(values + 4 * j));
+        sums = _mm256_add_epi32(sums, sums_of(partial));
     }
     return sums;
 }
 
-// The same for bytes that are 128 greater than the weight's values, which the products are made of.
+// The codes of 8 bits are 128 greater than the values. AVX-VNNI multiplies them as they are; otherwise the values are multiplied,
+// because pairs of products of codes do not fit in int16.
+#if defined(__AVXVNNI__)
+constexpr bool MULTIPLIES_BYTES = true;
+#else
+constexpr bool MULTIPLIES_BYTES = false;
+#endif
+
+// Sums of eight outputs over COUNT lines of codes of 8 bits: the products of their values with `values`.
 template <int COUNT> __m256i dot_eight_bytes(const __m256i* lines, const int8_t* values) {
     __m256i sums = _mm256_setzero_si256();
     for (int j = 0; j < COUNT; j++) {
@@ -101,46 +135,52 @@ template <Groups KIND> EightFactors eight_factors(const uint8_t* tile, long g, i
 }
 
 // What a row brings to a group, read once for all outputs.
-struct RowGroup {
+template <Groups KIND> struct RowGroup {
+    static constexpr GroupShape SHAPE = shape_of(KIND);
+    static constexpr int OFFSET = SHAPE.bits < 8 ? SHAPE.offset : MULTIPLIES_BYTES ? 128 : 0;  // of codes from values
+
     const int8_t* values;
     __m256 step, of_least;  // the step, and the step times the sum of the values
-    __m256i minus_sum;      // the sum, negated, in the lower half of each lane
-    int32_t sums[2];        // of the halves
+    __m256i minus_sum;      // the sum, negated, in the lower half of each lane; where weights have zero points
+    __m256i too_much[2];    // the offset times the sum of the group, or of each half
 
+    RowGroup() = default;
     RowGroup(const Quantised& x, long at)
-        : values(x.values + at * GROUP), step(_mm256_set1_ps(x.steps[at])), of_least(_mm256_set1_ps(x.totals[at])),
-          minus_sum(_mm256_set1_epi32(-(x.sums[2 * at] + x.sums[2 * at + 1]) & 0xffff)), sums{x.sums[2 * at], x.sums[2 * at + 1]} {}
+        : values(x.values + at * GROUP), step(_mm256_set1_ps(x.steps[at])), of_least(_mm256_set1_ps(x.totals[at])) {
+        const int32_t *halves = x.sums + 2 * at, sum = halves[0] + halves[1];
+        if constexpr (SHAPE.has_zero) minus_sum = _mm256_set1_epi32(-sum & 0xffff);
+        if constexpr (OFFSET) too_much[0] = _mm256_set1_epi32(OFFSET * (SHAPE.halves ? halves[0] : sum));
+        if constexpr (OFFSET && SHAPE.halves) too_much[1] = _mm256_set1_epi32(OFFSET * halves[1]);
+    }
 };
 
 // Add a group of eight outputs to their totals, for one row.
-//   whole, second  sums of the products with the group's values; where halves have their own scales, those of each half
+//   whole, second  sums of the products with the group's codes; where halves have their own scales, those of each half
 template <Groups KIND>
-INLINED __m256 add_sums(__m256 total, __m256i whole, __m256i second, const EightFactors& by, const RowGroup& row) {
+INLINED __m256 add_sums(__m256 total, __m256i whole, __m256i second, const EightFactors& by, const RowGroup<KIND>& row) {
     constexpr GroupShape SHAPE = shape_of(KIND);
-    constexpr int OFFSET = SHAPE.bits == 8 ? 0 : SHAPE.offset;
-    auto add = [&](__m256i product, __m256 scale) {
+    auto add = [&](__m256i product, __m256 scale, int half) {
+        if constexpr (RowGroup<KIND>::OFFSET) product = _mm256_sub_epi32(product, row.too_much[half]);
+        if constexpr (SHAPE.has_zero)  // zero points and sums of values fit in 16 bits
+            product = _mm256_add_epi32(product, _mm256_madd_epi16(by.zeros, row.minus_sum));
         total = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(product), row.step), scale, total);
     };
-    if constexpr (SHAPE.halves) {
-        add(_mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * row.sums[0])), by.scale);
-        add(_mm256_sub_epi32(second, _mm256_set1_epi32(OFFSET * row.sums[1])), by.second);
-    } else {
-        if constexpr (OFFSET) whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(OFFSET * (row.sums[0] + row.sums[1])));
-        if constexpr (SHAPE.has_zero)  // zero points and sums of values fit in 16 bits
-            whole = _mm256_add_epi32(whole, _mm256_madd_epi16(by.zeros, row.minus_sum));
-        add(whole, by.scale);
-    }
+    add(whole, by.scale, 0);
+    if constexpr (SHAPE.halves) add(second, by.second, 1);
     if constexpr (SHAPE.has_least) total = _mm256_fmadd_ps(row.of_least, by.least, total);
     return total;
 }
 
 // The same for one row and the group's lines.
-template <Groups KIND> __m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, const RowGroup& row) {
+template <Groups KIND>
+INLINED __m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, const RowGroup<KIND>& row) {
     constexpr GroupShape SHAPE = shape_of(KIND);
     constexpr int COUNT = SHAPE.halves ? LINES / 2 : LINES;
     auto dot = [&](int from) {
-        if constexpr (SHAPE.bits == 8) return dot_eight_bytes<COUNT>(lines + from, row.values + 4 * from);
-        else return dot_eight<SHAPE.bits, COUNT>(lines + from, row.values + 4 * from);
+        if constexpr (SHAPE.bits == 8 && !MULTIPLIES_BYTES)
+            return dot_eight_bytes<COUNT>(lines + from, row.values + 4 * from);
+        else
+            return dot_eight<SHAPE.bits, COUNT>(lines + from, row.values + 4 * from);
     };
     return add_sums<KIND>(total, dot(0), SHAPE.halves ? dot(LINES - COUNT) : __m256i{}, by, row);
 }
@@ -154,40 +194,57 @@ template <Groups KIND, int PARTS> INLINED void fetch_part(const uint8_t* group, 
 }
 
 // The group of so many rows from row `row` on.
-template <int COUNT, size_t... R> INLINED std::array<RowGroup, COUNT> row_groups(const Quantised& x, long row, long g, std::index_sequence<R...>) {
-    return {RowGroup(x, (row + static_cast<long>(R)) * x.groups + g)...};
+template <Groups KIND, size_t... R>
+INLINED std::array<RowGroup<KIND>, sizeof...(R)> row_groups(const Quantised& x, long row, long g, std::index_sequence<R...>) {
+    return {RowGroup<KIND>(x, (row + static_cast<long>(R)) * x.groups + g)...};
 }
 
-// One group of nibbles of a tile, added to the sums of COUNT rows. Half of the outputs take each of a row's values together:
-// read and broadcast for eight outputs alone, they would cost more than the products.
+// One group of nibbles of a tile, added to the sums of COUNT rows. Some outputs take each of a row's values together: read and
+// broadcast for eight outputs alone, they would cost more than the products. So many that the sums stay in registers.
 template <Groups KIND, int COUNT>
-INLINED void add_nibbles(const uint8_t* tile, long g, const std::array<RowGroup, COUNT>& rows, float (*sums)[COLUMNS]) {
+INLINED void add_nibbles(const uint8_t* tile, long g, const std::array<RowGroup<KIND>, COUNT>& rows, float (*sums)[COLUMNS]) {
     using E = Encoding<KIND>;
-    constexpr int SOME = EIGHTS / 2;
+    constexpr int SOME = EIGHTS / (COUNT > 2 ? 4 : 2);
     const uint8_t* group = tile + E::group(g);
     const __m256i nibble = _mm256_set1_epi8(15);
     for (int first = 0; first < EIGHTS; first += SOME) {
         const uint8_t* from = group + E::VALUES + first / 2 * E::OF_VECTOR;
-        __m256i pairs[COUNT][SOME];  // of products: at most 8 * 2 * 15 * 127, which fits in int16
+        __m256i partial[COUNT][SOME] = {};  // at most 8 * 2 * 15 * 127, which fits in int16
         fetch_part<KIND, EIGHTS / SOME>(group, first / SOME);
         UNROLLED for (int j = 0; j < LINES / 2; j++)
             UNROLLED for (int i = 0; i < SOME; i++) {
                 const __m256i both = load_bytes(from + i / 2 * E::OF_VECTOR + i % 2 * 32 + 64 * j);
                 const __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
                 UNROLLED for (int r = 0; r < COUNT; r++) {
-                    const __m256i a = _mm256_maddubs_epi16(low, four_values(rows[r].values + 4 * j));
-                    const __m256i b = _mm256_maddubs_epi16(high, four_values(rows[r].values + 4 * j + GROUP / 2));
-                    pairs[r][i] = j ? _mm256_add_epi16(pairs[r][i], _mm256_add_epi16(a, b)) : _mm256_add_epi16(a, b);
-                    asm("" : "+x"(pairs[r][i]));  // GCC would add in another order, for which there are too few registers
+                    const int8_t* values = rows[r].values + 4 * j;
+                    partial[r][i] = add_products(partial[r][i], low, four_values(values));
+                    partial[r][i] = add_products(partial[r][i], high, four_values(values + GROUP / 2));
+                    asm("" : "+x"(partial[r][i]));  // GCC would add in another order, for which there are too few registers
                 }
             }
         UNROLLED for (int i = 0; i < SOME; i++) {
             const EightFactors by = eight_factors<KIND>(tile, g, 8 * (first + i));
             UNROLLED for (int r = 0; r < COUNT; r++) {
-                const __m256i whole = _mm256_madd_epi16(pairs[r][i], _mm256_set1_epi16(1));
                 float* total = sums[r] + 8 * (first + i);
-                _mm256_storeu_ps(total, add_sums<KIND>(_mm256_loadu_ps(total), whole, __m256i{}, by, rows[r]));
+                _mm256_storeu_ps(total, add_sums<KIND>(_mm256_loadu_ps(total), sums_of(partial[r][i]), __m256i{}, by, rows[r]));
             }
+        }
+    }
+}
+
+// The same for codes of more bits and any number of rows, for each of which eight outputs at a time are unpacked once.
+template <Groups KIND>
+INLINED void add_codes(const uint8_t* tile, long g, const RowGroup<KIND>* rows, long count, float (*sums)[COLUMNS]) {
+    using E = Encoding<KIND>;
+    const uint8_t* group = tile + E::group(g);
+    for (int i = 0; i < EIGHTS; i++) {
+        fetch_part<KIND, EIGHTS>(group, i);
+        __m256i lines[LINES];
+        unpack_eight<KIND>(group + E::VALUES + i / 2 * E::OF_VECTOR + i % 2 * 32, lines);
+        const EightFactors by = eight_factors<KIND>(tile, g, 8 * i);
+        for (long r = 0; r < count; r++) {
+            float* total = sums[r] + 8 * i;
+            _mm256_storeu_ps(total, add_eight<KIND>(_mm256_loadu_ps(total), lines, by, rows[r]));
         }
     }
 }
@@ -195,92 +252,23 @@ INLINED void add_nibbles(const uint8_t* tile, long g, const std::array<RowGroup,
 // Groups [from, to) of one tile, added to the sums of COUNT rows.
 template <Groups KIND, int COUNT>
 void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, long row, float (*sums)[COLUMNS]) {
-    using E = Encoding<KIND>;
     for (long g = from; g < to; g++) {
-        const auto rows = row_groups<COUNT>(x, row, g, std::make_index_sequence<COUNT>());
-        if constexpr (E::SHAPE.bits == 4) {
-            add_nibbles<KIND, COUNT>(tile, g, rows, sums);
-            continue;
-        }
-        const uint8_t* group = tile + E::group(g);
-        for (int i = 0; i < EIGHTS; i++) {
-            fetch_part<KIND, EIGHTS>(group, i);
-            __m256i lines[LINES];
-            unpack_eight<KIND>(group + E::VALUES + i / 2 * E::OF_VECTOR + i % 2 * 32, lines);
-            const EightFactors by = eight_factors<KIND>(tile, g, 8 * i);
-            for (int r = 0; r < COUNT; r++) {
-                float* total = sums[r] + 8 * i;
-                _mm256_storeu_ps(total, add_eight<KIND>(_mm256_loadu_ps(total), lines, by, rows[r]));
-            }
-        }
+        const auto rows = row_groups<KIND>(x, row, g, std::make_index_sequence<COUNT>());
+        if constexpr (shape_of(KIND).bits == 4) add_nibbles<KIND, COUNT>(tile, g, rows, sums);
+        else add_codes<KIND>(tile, g, rows.data(), COUNT, sums);
     }
 }
 
-// Rows for which a group is unpacked once, for up to MOST_TOGETHER of them. Bytes take no unpacking.
-constexpr bool unpacks_once(Groups kind) { return shape_of(kind).bits < 8; }
-constexpr long least_together(Groups kind) { return shape_of(kind).bits == 4 ? 5 : 3; }
+// Rows that a group of more than four bits is unpacked for. Nibbles are unpacked as fast as they are read.
 constexpr long MOST_TOGETHER = 16;
 
-// A group of a tile, unpacked for several rows.
-template <Groups KIND> struct UnpackedGroup {
-    static constexpr int BITS = shape_of(KIND).bits;
-    __m256i lines[LINES][EIGHTS];
-    EightFactors by[EIGHTS];
-
-    UnpackedGroup(const uint8_t* tile, long g) {
-        using E = Encoding<KIND>;
-        for (int i = 0; i < EIGHTS; i++) {
-            __m256i own[LINES];
-            unpack_eight<KIND>(tile + E::group(g) + E::VALUES + i / 2 * E::OF_VECTOR + i % 2 * 32, own);
-            for (int j = 0; j < LINES; j++) lines[j][i] = own[j];
-            by[i] = eight_factors<KIND>(tile, g, 8 * i);
-        }
-    }
-
-    // Sums of SOME times eight outputs, from output 8 `first` on, over COUNT lines from line `from` on, as those of dot_eight. A
-    // row's values are read once for all of them.
-    template <int COUNT, int SOME> INLINED void dot(int first, int from, const int8_t* values, __m256i* sums) const {
-        constexpr int FITTING = std::min(COUNT, 32767 / (2 * 127 * ((1 << BITS) - 1)));
-        UNROLLED for (int i = 0; i < SOME; i++) sums[i] = _mm256_setzero_si256();
-        UNROLLED for (int start = from; start < from + COUNT; start += FITTING) {
-            __m256i pairs[SOME];
-            UNROLLED for (int i = 0; i < SOME; i++) pairs[i] = _mm256_setzero_si256();
-            UNROLLED for (int j = start; j < start + FITTING; j++) {
-                const __m256i x = four_values(values + 4 * j);
-                UNROLLED for (int i = 0; i < SOME; i++) {
-                    pairs[i] = _mm256_add_epi16(pairs[i], _mm256_maddubs_epi16(lines[j][first + i], x));
-                    asm("" : "+x"(pairs[i]));  // GCC would add in another order, for which there are too few registers
-                }
-            }
-            UNROLLED for (int i = 0; i < SOME; i++)
-                sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(pairs[i], _mm256_set1_epi16(1)));
-        }
-    }
-
-    // Add the group to the totals [COLUMNS] of a row.
-    void add(float* totals, const RowGroup& row) const {
-        constexpr bool HALVES = shape_of(KIND).halves;
-        constexpr int COUNT = HALVES ? LINES / 2 : LINES, SOME = BITS == 4 ? EIGHTS : EIGHTS / 2;
-        for (int first = 0; first < EIGHTS; first += SOME) {
-            __m256i whole[SOME], second[SOME] = {};
-            dot<COUNT, SOME>(first, 0, row.values, whole);
-            if constexpr (HALVES) dot<COUNT, SOME>(first, COUNT, row.values, second);
-            UNROLLED for (int i = 0; i < SOME; i++) {
-                float* total = totals + 8 * (first + i);
-                _mm256_storeu_ps(total, add_sums<KIND>(_mm256_loadu_ps(total), whole[i], second[i], by[first + i], row));
-            }
-        }
-    }
-};
-
-// Groups [from, to) of one tile, added to the sums of several rows, from row `row` on.
 template <Groups KIND>
 void add_groups_together(long rows, const uint8_t* tile, long from, long to, const Quantised& x, long row,
                          float (*sums)[COLUMNS]) {
+    RowGroup<KIND> own[MOST_TOGETHER];
     for (long g = from; g < to; g++) {
-        prefetch(tile + Encoding<KIND>::group(g), Encoding<KIND>::SHAPE.bytes);
-        const UnpackedGroup<KIND> group(tile, g);
-        for (long r = 0; r < rows; r++) group.add(sums[r], RowGroup(x, (row + r) * x.groups + g));
+        for (long r = 0; r < rows; r++) own[r] = RowGroup<KIND>(x, (row + r) * x.groups + g);
+        add_codes<KIND>(tile, g, own, rows, sums);
     }
 }
 

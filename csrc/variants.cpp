@@ -4,6 +4,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(LONGDRAFT_AVXVNNI)
+#include <cpuid.h>
+#endif
 #if defined(LONGDRAFT_ARM) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(LONGDRAFT_ARM)
@@ -18,6 +21,9 @@ VARIANT(amx)
 #endif
 #if defined(LONGDRAFT_X86)
 VARIANT(avx512bf16)
+#if defined(LONGDRAFT_AVXVNNI)
+VARIANT(avxvnni)
+#endif
 VARIANT(avx2)
 #endif
 #if defined(LONGDRAFT_ARM)
@@ -38,6 +44,14 @@ bool may_use_tiles() {
     static const bool is_granted = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
                                    syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return is_granted;
+}
+#endif
+
+#if defined(LONGDRAFT_AVXVNNI)
+// Compilers learned its name in __builtin_cpu_supports later than its instructions.
+bool has_avxvnni() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 #endif
 
@@ -73,7 +87,12 @@ std::vector<const Kernels*> runnable() {
 #endif
         found.push_back(&avx512bf16::table);
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::table);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+#if defined(LONGDRAFT_AVXVNNI)
+        if (has_avxvnni()) found.push_back(&avxvnni::table);
+#endif
+        found.push_back(&avx2::table);
+    }
 #endif
 #if defined(LONGDRAFT_ARM)
     const ArmFeatures has = arm_features();

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 _PROC, _SYS = Path("/proc"), Path("/sys")
-_X86_UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+_X86_UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx_vnni", "avx2")
 _ARM_UNITS = ("i8mm", "bf16", "asimddp")  # as Linux names them
 _MACOS_UNITS = {"i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16", "asimddp": "FEAT_DotProd"}
 

@@ -217,7 +217,7 @@ def test_token_ids_outside_the_vocabulary_and_no_threads_are_refused_by_the_comp
         lambda: penalties.hopeful([1, 8], [-1, 0], 4.0),
         lambda: _cpu.PathPenalties(**rules, vocabulary=8, breakers=[8]),
         lambda: choice.extend(ids),
-        lambda: choice.choose(logits, [1, 8], [-1, 0], 1, 0),
+        lambda: choice.choose(logits, [1, 8], [-1, 0], 1, 0, True),
         lambda: choice.rank(logits[:1], [8], 1, False, 2, 1.0),
         lambda: choice.set_penalties(_cpu.PathPenalties(**rules, vocabulary=9, breakers=[])),
         lambda: _cpu.set_threads(0),
