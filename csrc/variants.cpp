@@ -21,6 +21,7 @@ VARIANT(amx)
 #endif
 #if defined(LONGDRAFT_X86)
 VARIANT(avx512bf16)
+VARIANT(avx512vnni)
 #if defined(LONGDRAFT_AVXVNNI)
 VARIANT(avxvnni)
 #endif
@@ -81,11 +82,13 @@ std::vector<const Kernels*> runnable() {
 #if defined(LONGDRAFT_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
+        const bool has_bf16 = __builtin_cpu_supports("avx512bf16");
 #if defined(LONGDRAFT_AMX)
-        if (may_use_tiles()) found.push_back(&amx::table);
+        if (has_bf16 && may_use_tiles()) found.push_back(&amx::table);
 #endif
-        found.push_back(&avx512bf16::table);
+        if (has_bf16) found.push_back(&avx512bf16::table);
+        found.push_back(&avx512vnni::table);
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
 #if defined(LONGDRAFT_AVXVNNI)

@@ -221,8 +221,8 @@ void check_attention(const Variant& v, bool bf16, long dim, long length) {
 int main() {
     for (const Kernels* kernels : runnable()) {
         const std::string name = kernels->name;
-        const bool to_odd = name == "neon_bf16", is_avx2 = name == "avx2" || name == "avxvnni";
-        const bool is_fused = to_odd || is_avx2 || name == "neon" || name == "armv8";
+        const bool to_odd = name == "neon_bf16", is_x86 = name == "avx2" || name == "avxvnni" || name == "avx512vnni";
+        const bool is_fused = to_odd || is_x86 || name == "neon" || name == "armv8";
         const Variant variant = {*kernels, is_fused, to_odd};
 #if defined(LONGDRAFT_ARM)
         if (to_odd) {

@@ -1,7 +1,7 @@
 """Kernels of different processors that give the same bits: what AVX2 and ARM compute from one set of inputs.
 
-The hashes in golden/kernel_bits.json are those of `avx2`. `avxvnni`, `armv8` and `neon` must give them too, and so must
-`neon_bf16` where no products of bfloat16 are added up: its instructions round these sums to odd. Inputs are made from
+The hashes in golden/kernel_bits.json are those of `avx2`. `avxvnni`, `avx512vnni`, `armv8` and `neon` must give them too,
+and so must `neon_bf16` where no products of bfloat16 are added up: its instructions round these sums to odd. Inputs are made from
 whole numbers, because PyTorch's random numbers may differ between processors. Where the C library computes a number
 (logarithms, delta layers), bits are not compared.
 
@@ -27,7 +27,7 @@ from longdraft.kernels.formats.groups import GroupedWeight
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
 
 GOLDEN = Path(__file__).parent / "golden" / "kernel_bits.json"
-SAME_BITS = ("avx2", "avxvnni", "armv8", "neon")
+SAME_BITS = ("avx2", "avxvnni", "avx512vnni", "armv8", "neon")
 TO_ODD = "neon_bf16"
 DTYPES = ("float32", "bfloat16")
 
