@@ -1,9 +1,9 @@
 """Kernels of different processors that give the same bits: what AVX2 and ARM compute from one set of inputs.
 
-The hashes in golden/kernel_bits.json are those of `avx2`. `avxvnni`, `avx512vnni`, `armv8` and `neon` must give them too,
-and so must `neon_bf16` where no products of bfloat16 are added up: its instructions round these sums to odd. Inputs are made from
-whole numbers, because PyTorch's random numbers may differ between processors. Where the C library computes a number
-(logarithms, delta layers), bits are not compared.
+The hashes in golden/kernel_bits.json are those of `avx2`. `avxvnni`, `avx512vnni`, `armv8` and `neon` must give them
+too, and so must `neon_bf16` where no products of bfloat16 are added up: its instructions round these sums to odd.
+Inputs are made from whole numbers, because PyTorch's random numbers may differ between processors. Where the C library
+computes a number (logarithms, delta layers), bits are not compared.
 
     python tests/unit/test_kernel_bits.py avx2 neon_bf16    prints the hashes of these variants
 """

@@ -2,8 +2,8 @@
 
 The compiled module checks the dtype, shape and bounds of activations. Parts of weights are checked here.
 Each variant (AMX, AVX-512 with BF16 or VNNI, AVX2 with and without AVX-VNNI, portable; for ARM NEON with BF16, NEON,
-armv8) is row-invariant to the bit. Between variants, and compared with the reference, results agree within the rounding error of
-floating-point arithmetic.
+armv8) is row-invariant to the bit. Between variants, and compared with the reference, results agree within the
+rounding error of floating-point arithmetic.
 """
 
 from __future__ import annotations
