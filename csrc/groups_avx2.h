@@ -90,18 +90,32 @@ constexpr bool MULTIPLIES_BYTES = true;
 constexpr bool MULTIPLIES_BYTES = false;
 #endif
 
-// Sums of eight outputs over COUNT lines of codes of 8 bits: the products of their values with `values`.
-template <int COUNT> __m256i dot_eight_bytes(const __m256i* lines, const int8_t* values) {
-    __m256i sums = _mm256_setzero_si256();
-    for (int j = 0; j < COUNT; j++) {
-        const __m256i bytes = _mm256_xor_si256(lines[j], _mm256_set1_epi8(-128));
-        // Magnitudes of at most 128 and values with the sign moved to them: a pair of products fits in int16.
-        const __m256i x = _mm256_sign_epi8(four_values(values + 4 * j), bytes);
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), x);
-        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+// The lines of eight outputs as the products take them: codes, or the values of 8 bits and their magnitudes.
+template <Groups KIND> struct Lines {
+    static constexpr bool HAS_VALUES = shape_of(KIND).bits == 8 && !MULTIPLIES_BYTES;
+    __m256i codes[LINES], magnitudes[HAS_VALUES ? LINES : 1];
+
+    explicit Lines(const uint8_t* values) {
+        unpack_eight<KIND>(values, codes);
+        if constexpr (HAS_VALUES)
+            for (int j = 0; j < LINES; j++) {
+                codes[j] = _mm256_xor_si256(codes[j], _mm256_set1_epi8(-128));
+                magnitudes[j] = _mm256_abs_epi8(codes[j]);  // at most 128
+            }
     }
-    return sums;
-}
+
+    // Sums of eight outputs over COUNT lines from line `from` on: the products with a row's values.
+    template <int COUNT> INLINED __m256i dot(int from, const int8_t* values) const {
+        if constexpr (!HAS_VALUES) return dot_eight<shape_of(KIND).bits, COUNT>(codes + from, values + 4 * from);
+        __m256i sums = _mm256_setzero_si256();
+        for (int j = from; j < from + COUNT; j++) {
+            const __m256i signed_values = _mm256_sign_epi8(four_values(values + 4 * j), codes[j]);
+            const __m256i pairs = _mm256_maddubs_epi16(magnitudes[HAS_VALUES ? j : 0], signed_values);  // fit in int16
+            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+        return sums;
+    }
+};
 
 // What follows the sums of a group, for eight outputs.
 struct EightFactors {
@@ -173,16 +187,11 @@ INLINED __m256 add_sums(__m256 total, __m256i whole, __m256i second, const Eight
 
 // The same for one row and the group's lines.
 template <Groups KIND>
-INLINED __m256 add_eight(__m256 total, const __m256i* lines, const EightFactors& by, const RowGroup<KIND>& row) {
-    constexpr GroupShape SHAPE = shape_of(KIND);
-    constexpr int COUNT = SHAPE.halves ? LINES / 2 : LINES;
-    auto dot = [&](int from) {
-        if constexpr (SHAPE.bits == 8 && !MULTIPLIES_BYTES)
-            return dot_eight_bytes<COUNT>(lines + from, row.values + 4 * from);
-        else
-            return dot_eight<SHAPE.bits, COUNT>(lines + from, row.values + 4 * from);
-    };
-    return add_sums<KIND>(total, dot(0), SHAPE.halves ? dot(LINES - COUNT) : __m256i{}, by, row);
+INLINED __m256 add_eight(__m256 total, const Lines<KIND>& lines, const EightFactors& by, const RowGroup<KIND>& row) {
+    constexpr bool HALVES = shape_of(KIND).halves;
+    constexpr int COUNT = HALVES ? LINES / 2 : LINES;
+    const __m256i second = HALVES ? lines.template dot<COUNT>(LINES - COUNT, row.values) : __m256i{};
+    return add_sums<KIND>(total, lines.template dot<COUNT>(0, row.values), second, by, row);
 }
 
 constexpr int EIGHTS = COLUMNS / 8;
@@ -239,8 +248,7 @@ INLINED void add_codes(const uint8_t* tile, long g, const RowGroup<KIND>* rows, 
     const uint8_t* group = tile + E::group(g);
     for (int i = 0; i < EIGHTS; i++) {
         fetch_part<KIND, EIGHTS>(group, i);
-        __m256i lines[LINES];
-        unpack_eight<KIND>(group + E::VALUES + i / 2 * E::OF_VECTOR + i % 2 * 32, lines);
+        const Lines<KIND> lines(group + E::VALUES + i / 2 * E::OF_VECTOR + i % 2 * 32);
         const EightFactors by = eight_factors<KIND>(tile, g, 8 * i);
         for (long r = 0; r < count; r++) {
             float* total = sums[r] + 8 * i;
