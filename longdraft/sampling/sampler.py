@@ -4,7 +4,7 @@
 
 The noise is Gumbel noise keyed by (seed, position, token id), so the argmax is a sample of the softmax (Gumbel-max).
 T = 0 is plain argmax. The token is a deterministic function of the target's logits. Verification therefore chooses at
-every node and follows the tree while it agrees (longdraft/speculation/verify.py).
+the root, and after each child that it has chosen (longdraft/speculation/verify.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     propose   the drafter proposes a tree of tokens                   longdraft/drafters/
     forward   the target computes logits for every node of the tree   longdraft/model/transformer.py
-    choose    the sampler chooses the target's token at each node     longdraft/sampling/sampler.py
+    choose    the sampler chooses the target's token at the nodes     longdraft/sampling/sampler.py
     verify    the path of the tree along those choices is accepted    longdraft/speculation/verify.py
     commit    the cache keeps the rows of the path                    longdraft/cache/full.py
     observe   the drafter is given the accepted tokens
