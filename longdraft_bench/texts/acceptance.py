@@ -5,9 +5,9 @@
 
 The drafters write some tokens after the first N tokens of each text, for each N of `contexts`, at T = 0 and at T = 1
 with min-p 0.1. Chained heads draft as in the paper: one token of the model itself on its partial cache, one of each
-head, no n-grams (tree 1,1,...). Independent heads draft the same without the model's token; glide, EAGLE heads and
-small models draft with their defaults, of the model's own parts EAGLE and glide also without suffixes of the text. The
-mean accepted length depends on weights and prompts only, not on the load of the machine.
+head, no n-grams (tree 1,1,...). Independent heads draft the same without the model's token; glide, EAGLE heads, block
+heads and small models draft with their defaults, the first three also without suffixes of the text ("alone"). The mean
+accepted length depends on weights and prompts only, not on the load of the machine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from longdraft.engine.engine import Engine
 from longdraft.engine.loading import load
+from longdraft.parts.block_config import is_block
 from longdraft.parts.medusa import is_medusa
 from longdraft.report.table import Table
 from longdraft.report.turns import Record
@@ -43,13 +44,21 @@ class TrainedDrafter(NamedTuple):
 
 def own_parts(engine: Engine) -> dict[str, TrainedDrafter]:
     """The trained parts in the folder of a model."""
-    parts: dict[str, TrainedDrafter] = {}
-    for name, has_part in (("eagle", engine.eagle), ("glide", engine.loaded.glide)):
-        if has_part:
-            parts |= {name: TrainedDrafter(name), f"{name} alone": TrainedDrafter(name, {"suffix": False})}
+    parts = {name: TrainedDrafter(name) for name, has_part in (
+        ("eagle", engine.eagle), ("glide", engine.loaded.glide), ("block", engine.loaded.block)) if has_part}
     if engine.heads:
         parts["heads"] = TrainedDrafter("tokenswift", _chained(len(engine.heads)))
     return parts
+
+
+def with_alone(parts: Mapping[str, TrainedDrafter]) -> dict[str, TrainedDrafter]:
+    """The same, and what drafts beside suffixes of the text also without these."""
+    every: dict[str, TrainedDrafter] = {}
+    for name, part in parts.items():
+        every[name] = part
+        if part.drafter in ("eagle", "glide", "block"):
+            every[f"{name} alone"] = part._replace(options={**part.options, "suffix": False})
+    return every
 
 
 def trained_in(folder: Path) -> TrainedDrafter:
@@ -57,6 +66,8 @@ def trained_in(folder: Path) -> TrainedDrafter:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("speculators_model_type") == "eagle3":
         return TrainedDrafter("eagle", {}, str(folder), config["longdraft"]["training"]["validation_metrics"])
+    if is_block(folder):
+        return TrainedDrafter("block", {}, str(folder), config["longdraft"]["training"]["validation_metrics"])
     if "architectures" in config:  # a whole model
         training = json.loads((folder / "training.json").read_text(encoding="utf-8"))["training"]
         return TrainedDrafter("draft-model", {"model": str(folder)}, None, training["validation_metrics"])

@@ -331,7 +331,7 @@ def acceptance(
                 for name, _, folder in (each.partition("=") for each in trained or ())}
     drafters = drafters or acceptance.own_parts(load(model, drafter="auto"))
     measured: dict[str, Record] = {}
-    for name, drafter in drafters.items():
+    for name, drafter in acceptance.with_alone(drafters).items():
         measured[name] = acceptance.measure_drafter(model, drafter, text, lengths, new_tokens)
         with document("acceptance", output, is_printed=False, model=model, texts=[path.name for path in text],
                       new_tokens=new_tokens, trained=measured):

@@ -11,7 +11,8 @@ import longdraft
 from longdraft.checkpoint import hub
 
 MIB = 2**20
-CHAPTER = (Path(__file__).parents[2] / "examples" / "chapter.txt").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+CHAPTER = (ROOT / "examples" / "chapter.txt").read_text(encoding="utf-8")
 DRAFTERS = ("auto", "tokenswift", "medusa", "magicdec", "draft-model", "glide", "eagle", "triforce")
 
 pytestmark = pytest.mark.parametrize("name", hub.bundled_models())
@@ -62,3 +63,18 @@ def test_every_drafter_drafts_and_writes_the_text_of_plain_decoding(name, drafte
     assert found["sha256_tokens"] == stats("plain")["sha256_tokens"]
     if drafter != "auto":  # auto may choose plain decoding here
         assert sum(source["drafted"] for source in found["by_source"].values()) > 0
+
+
+@pytest.mark.full
+def test_the_block_head_beside_the_benchmarks_drafts_a_token_a_forward_and_more(name):
+    head = ROOT / "benchmarks" / "heads" / f"{name}-block"
+    if not head.is_dir():
+        pytest.skip("this model has none")
+    params = longdraft.SamplingParams(max_new_tokens=200, seed=3, min_p=0.1, repetition_penalty=1.2)
+    stats = {}
+    for drafter, heads in (("block", str(head)), ("plain", None)):
+        options = {"suffix": False} if heads else {}
+        engine = longdraft.load(name, drafter=drafter, heads=heads, drafter_options=options)
+        stats[drafter] = [event.stats for event in engine.generate(engine.encode(CHAPTER)[:600], params)][-1]
+    assert stats["block"]["sha256_tokens"] == stats["plain"]["sha256_tokens"]
+    assert stats["block"]["mean_accepted_length"] > 2
