@@ -27,9 +27,7 @@ constexpr int WORDS = GROUP / 8;   // 32-bit words of half of a group's bytes
 constexpr long BLOCK_GROUPS = 16;  // groups that all rows read while they are in the cache near the processor (19 KB)
 #if defined(__AVX512F__)
 constexpr int ROWS = 8, TOGETHER = 4;  // rows whose totals of all outputs the registers hold
-#elif defined(__AVX2__)
-constexpr int ROWS = 4;
-#elif defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr int ROWS = 4;
 #else
 constexpr int ROWS = 1;

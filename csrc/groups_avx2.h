@@ -45,29 +45,23 @@ template <Groups KIND> void unpack_eight(const uint8_t* values, __m256i* lines) 
 
 // Products of codes with values on their way to the sums of eight outputs: with AVX-VNNI the sums themselves, otherwise sums of
 // pairs in int16. Whole numbers, so both ways end in the same bits.
+#if defined(__AVXVNNI__)
+constexpr bool HAS_VNNI = true;
 inline __m256i add_products(__m256i partial, __m256i codes, __m256i values) {
-#if defined(__AVXVNNI__)
     return _mm256_dpbusd_avx_epi32(partial, codes, values);
+}
 #else
+constexpr bool HAS_VNNI = false;
+inline __m256i add_products(__m256i partial, __m256i codes, __m256i values) {
     return _mm256_add_epi16(partial, _mm256_maddubs_epi16(codes, values));
-#endif
 }
+#endif
 
-inline __m256i sums_of(__m256i partial) {
-#if defined(__AVXVNNI__)
-    return partial;
-#else
-    return _mm256_madd_epi16(partial, _mm256_set1_epi16(1));
-#endif
-}
+inline __m256i sums_of(__m256i partial) { return HAS_VNNI ? partial : _mm256_madd_epi16(partial, _mm256_set1_epi16(1)); }
 
 // Lines, of COUNT, whose products may be added up before `sums_of`.
 template <int BITS, int COUNT> constexpr int fitting() {
-#if defined(__AVXVNNI__)
-    return COUNT;
-#else
-    return std::min(COUNT, 32767 / (2 * 127 * ((1 << BITS) - 1)));
-#endif
+    return HAS_VNNI ? COUNT : std::min(COUNT, 32767 / (2 * 127 * ((1 << BITS) - 1)));
 }
 
 // Sums of eight outputs over COUNT lines: the products of the lines' codes with values.
@@ -82,17 +76,10 @@ template <int BITS, int COUNT> __m256i dot_eight(const __m256i* lines, const int
     return sums;
 }
 
-// The codes of 8 bits are 128 greater than the values. AVX-VNNI multiplies them as they are; otherwise the values are multiplied,
-// because pairs of products of codes do not fit in int16.
-#if defined(__AVXVNNI__)
-constexpr bool MULTIPLIES_BYTES = true;
-#else
-constexpr bool MULTIPLIES_BYTES = false;
-#endif
-
-// The lines of eight outputs as the products take them: codes, or the values of 8 bits and their magnitudes.
+// The lines of eight outputs as the products take them: codes, or without AVX-VNNI the values of 8 bits (their codes less 128) and
+// their magnitudes, because pairs of products of such codes do not fit in int16.
 template <Groups KIND> struct Lines {
-    static constexpr bool HAS_VALUES = shape_of(KIND).bits == 8 && !MULTIPLIES_BYTES;
+    static constexpr bool HAS_VALUES = shape_of(KIND).bits == 8 && !HAS_VNNI;
     __m256i codes[LINES], magnitudes[HAS_VALUES ? LINES : 1];
 
     explicit Lines(const uint8_t* values) {
@@ -151,7 +138,7 @@ template <Groups KIND> EightFactors eight_factors(const uint8_t* tile, long g, i
 // What a row brings to a group, read once for all outputs.
 template <Groups KIND> struct RowGroup {
     static constexpr GroupShape SHAPE = shape_of(KIND);
-    static constexpr int OFFSET = SHAPE.bits < 8 ? SHAPE.offset : MULTIPLIES_BYTES ? 128 : 0;  // of codes from values
+    static constexpr int OFFSET = SHAPE.bits < 8 ? SHAPE.offset : HAS_VNNI ? 128 : 0;  // of codes from values
 
     const int8_t* values;
     __m256 step, of_least;  // the step, and the step times the sum of the values

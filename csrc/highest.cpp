@@ -5,15 +5,14 @@ namespace {
 
 constexpr double NEGLIGIBLE = 32.0;  // nats below the best score at which a mass is 0
 
-// exp(score - best) * 2^44, rounded: whole numbers, whose sum is the same in every order.
-int64_t mass(float logit, double best, double divisor) {
-    const double gap = best - logit / divisor;
+// exp(-gap) * 2^44, rounded, of a score that is `gap` below the best: whole numbers, whose sum is the same in every order.
+int64_t mass(double gap) {
     return gap < NEGLIGIBLE ? static_cast<int64_t>(exact_exp(-gap) * 0x1p44 + 0.5) : 0;
 }
 
 int64_t total_mass(const float* row, long size, double best, double divisor) {
     int64_t total = 0;
-    for (long i = 0; i < size; i++) total += mass(row[i], best, divisor);
+    for (long i = 0; i < size; i++) total += mass(best - row[i] / divisor);
     return total;
 }
 
@@ -44,6 +43,7 @@ void add_near_exp2(const float* x, double* sums) {
 struct Weighed {
     Guess guess;
     int64_t mass;
+    size_t bin;
     bool operator<(const Weighed& other) const { return guess < other.guess; }
 };
 
@@ -58,13 +58,12 @@ struct Masses {
     Masses(double best, double by)
         : highest(best), divisor(by), of_bins(static_cast<size_t>(NEGLIGIBLE * BINS_PER_NAT) + 1) {}
 
-    size_t bin_of(const Guess& guess) const {
-        return static_cast<size_t>(std::min(highest - static_cast<float>(guess.score) / divisor, NEGLIGIBLE) * BINS_PER_NAT);
-    }
     void add(const Guess& guess) {
-        tokens.push_back({guess, mass(static_cast<float>(guess.score), highest, divisor)});
-        of_bins[bin_of(guess)] += tokens.back().mass;
-        sum += tokens.back().mass;
+        const double gap = highest - static_cast<float>(guess.score) / divisor;
+        const Weighed token = {guess, mass(gap), static_cast<size_t>(std::min(gap, NEGLIGIBLE) * BINS_PER_NAT)};
+        tokens.push_back(token);
+        of_bins[token.bin] += token.mass;
+        sum += token.mass;
     }
     // Begin anew with the tokens whose logit is `mark` or more.
     void add_from(float mark, const float* row, long size) {
@@ -76,7 +75,7 @@ struct Masses {
     std::vector<Weighed> in_bin(size_t bin) const {
         std::vector<Weighed> found;
         std::copy_if(tokens.begin(), tokens.end(), std::back_inserter(found),
-                     [&](const Weighed& token) { return bin_of(token.guess) == bin; });
+                     [&](const Weighed& token) { return token.bin == bin; });
         std::sort(found.begin(), found.end());
         return found;
     }
@@ -171,10 +170,10 @@ Cut cut_of(const float* row, long size, float best, long top_k, double top_p, do
     int64_t kept = 0;
     size_t bin = 0;
     while (!is_enough(kept + masses.of_bins[bin])) kept += masses.of_bins[bin++];  // all of them are enough
-    for (const auto& [guess, mass] : masses.in_bin(bin)) {
-        kept += mass;
+    for (const Weighed& token : masses.in_bin(bin)) {
+        kept += token.mass;
         if (is_enough(kept)) {
-            end_at(guess);
+            end_at(token.guess);
             break;
         }
     }
