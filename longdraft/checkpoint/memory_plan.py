@@ -1,13 +1,14 @@
 """What fits into a device's memory: weights, a draft copy, and the longest text, whose cache is reserved whole.
 
     cuda: 15.0 GiB of weights, 5.0 GiB of a copy that drafts, 2.9 GiB free: texts of at most 20,358 tokens, of 131,072
-    that the model allows. More tokens fit with LONGDRAFT_KERNELS=triton-16-fp8 (40,451), ...
+    that the model allows. More tokens fit with LONGDRAFT_KERNELS=triton-16-k8v4 (52,640), ...
 
 A tenth of the free memory is left for buffers of forwards and for graphs (`sizing.USABLE`).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,13 +17,12 @@ from longdraft.cache.full import FullCache
 from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, model_sizes, quantized_bytes
 from longdraft.errors import translate_memory_errors
 from longdraft.kernels import VARIABLE, Kernels, available
+from longdraft.kernels.cuda.cache_format import CacheFormat
 from longdraft.kernels.weights import FILE
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 
 log = logging.getLogger(__name__)
-_EIGHT_BITS = "-fp8"  # ends the names of kernels with an 8-bit cache
-_SCALE_BYTES = 4  # of a row of a head in an 8-bit cache
 
 
 class Cure(NamedTuple):
@@ -88,11 +88,14 @@ def plan(model: Transformer, draft_bytes: int = 0) -> MemoryPlan | None:
 def _alternatives(now: MemoryPlan, model: Transformer) -> Iterator[tuple[str, MemoryPlan]]:
     """Settings, and what the plan would be with them."""
     kernels, config = model.kernels, model.config
-    name = f"{kernels.name}{_EIGHT_BITS}"
-    small = None
-    if not kernels.name.endswith(_EIGHT_BITS) and name in available("cuda"):
-        small = sum(2 * heads * (dim + _SCALE_BYTES) for heads, dim in config.kv_shapes)
-        yield f"{VARIABLE}={name}", now._replace(token_bytes=small)
+    smaller = _smaller_caches(model)
+
+    def with_caches(plan: MemoryPlan) -> list[tuple[str, MemoryPlan]]:
+        found = [(f"{VARIABLE}={name}", plan._replace(token_bytes=count)) for name, count in smaller.items()]
+        fitting = [place for place, (_, each) in enumerate(found) if each.tokens == plan.limit]
+        return found[: fitting[0] + 1] if fitting else found
+
+    yield from with_caches(now)
     if now.draft_bytes:
         yield ("--drafter-option draft_weights=same",
                now._replace(free_bytes=now.free_bytes + now.draft_bytes, draft_bytes=0))
@@ -103,8 +106,18 @@ def _alternatives(now: MemoryPlan, model: Transformer) -> Iterator[tuple[str, Me
         saved += now.draft_bytes if quantize == "int4" else 0  # an int4 model drafts with its own weights
         fewer = now._replace(free_bytes=now.free_bytes + saved)
         yield f"--quantize {quantize}", fewer
-        if small and fewer.tokens < now.limit:
-            yield f"--quantize {quantize} and {VARIABLE}={name}", fewer._replace(token_bytes=small)
+        if fewer.tokens < now.limit:
+            for setting, both in with_caches(fewer)[-1:]:
+                yield f"--quantize {quantize} and {setting}", both
+
+
+def _smaller_caches(model: Transformer) -> dict[str, int]:
+    """The names of the same kernels with a smaller cache, and its bytes for each token, the largest first."""
+    kernels, names = model.kernels, available("cuda")
+    exact = functools.reduce(str.removesuffix, (each.value for each in CacheFormat), kernels.name)
+    found = {f"{exact}{each.value}": sum(heads * each.row_bytes(dim, kernels.dtype)
+                                         for heads, dim in model.config.kv_shapes) for each in CacheFormat}
+    return {name: count for name, count in found.items() if name in names and count < model.cache_bytes_per_token}
 
 
 def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:

@@ -317,7 +317,7 @@ class Kernels(HybridOperations, Protocol):
         """Commit rows [N] to positions [N], tensors on the device. A negative position skips the row."""
 
     def cache_bytes(self, head_dim: int) -> int:
-        """Of a store, for one head's key, or value, at one position."""
+        """Of a store, for one head's key and value at one position."""
 
     def free_bytes(self) -> int | None:
         """Free memory of the device; None for the CPU."""

@@ -198,7 +198,7 @@ class ReferenceKernels:
         self.keep(kv, rows[is_kept].tolist())
 
     def cache_bytes(self, head_dim: int) -> int:
-        return head_dim * torch.float32.itemsize  # stores hold float32 for every dtype
+        return 2 * head_dim * torch.float32.itemsize  # stores hold float32 for every dtype
 
     def free_bytes(self) -> int | None:
         return None

@@ -217,7 +217,7 @@ class Transformer:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return sum(2 * heads * self.kernels.cache_bytes(dim) for heads, dim in self.config.kv_shapes)
+        return sum(heads * self.kernels.cache_bytes(dim) for heads, dim in self.config.kv_shapes)
 
     def new_cache(self) -> FullCache:
         """An empty KV cache for one text."""

@@ -131,7 +131,7 @@ _DECIDED = DecidePlan(
     (4096, 53248, 102400), 1500, ("eagle 0.72", "eagle 0.80"),
     {"1.5B": (3_087_000_000, 28), "8B": (15_010_000_000, 32), "8B int4": (4_400_000_000, 32)})
 ON_DEVICE = CudaPlan(
-    "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
+    "cuda", "bfloat16", ("triton-16", "triton-16-k8v4", "triton-64"),
     {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")},
     # Whole, or as many layers as a device holds and makes in seconds: milliseconds are those of these layers
     {"qwen3.5-2b": HYBRID_SHAPES["qwen3.5-2b"],

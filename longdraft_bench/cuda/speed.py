@@ -93,7 +93,7 @@ def each_kernel(plan: CudaPlan, bench: Bench, shape: str) -> list[dict[str, Any]
         for rows in counts:
             store, attend = attention_of(chosen, (heads, kv_heads, dim), context, rows)
             us = graph_us(chosen.device, [attend], plan.repeats)
-            size = 2 * kv_heads * context * chosen.cache_bytes(dim)
+            size = kv_heads * context * chosen.cache_bytes(dim)
             found.append(_share(f"attention after {context}", rows, us, size, rate))
             del store, attend
     return found
@@ -132,7 +132,7 @@ def attention_of(chosen: CudaKernels, shape: tuple[int, int, int], context: int,
                rows: int) -> tuple[CudaStore, Callable[[], None]]:
     """A store of random keys, and the attention of a chain of rows after it."""
     heads, kv_heads, dim = shape
-    store = CudaStore(chosen.device, chosen.dtype, chosen.element, kv_heads, dim)
+    store = CudaStore(chosen.device, chosen.dtype, chosen.format, kv_heads, dim)
     store.reserve(context)
     store.reserve_drafts(rows)
     k = torch.randn(1024, kv_heads, dim, device=chosen.device).to(chosen.dtype)

@@ -111,7 +111,7 @@ class WeakKernels(ReferenceKernels):
         return WeakStore(num_kv_heads, head_dim, self)
 
     def cache_bytes(self, head_dim: int) -> int:
-        return head_dim * self.dtype.itemsize
+        return 2 * head_dim * self.dtype.itemsize
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         """Rows of a chain only, as in a prompt and in plain decoding."""

@@ -281,6 +281,34 @@ def perplexity(
         perplexity.quantization_table(filled["settings"]).show()
 
 
+def cache_formats(
+    text: Annotated[Path, typer.Option(help="A text file that the model was not trained on.")],
+    model: ModelOption = "novelist", dtype: DtypeOption = "bfloat16",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text that are read, at most.")] = 32_768,
+    threads: ThreadsOption = None, output: OutputOption = None,
+) -> None:
+    """Measure what the formats of a GPU's cache change: perplexity, and agreement with the distributions of 16 bits.
+
+    Runs on the CPU, whose cache gets rounded rows.
+    """
+    from longdraft.engine.loading import load
+    from longdraft.kernels import single_threaded_torch
+    from longdraft_bench.document import choose_kernels, document, prepare_run, status
+    from longdraft_bench.texts import perplexity
+
+    within("--tokens", tokens, 2, MAX_TOKENS)
+    prepare_run(threads, 1)
+    chosen = choose_kernels(dtype)
+    ids = perplexity.encode_file(model, text, tokens, 2, "2 or more")
+    loaded = load(model, drafter="plain", dtype=dtype).model
+    check(len(ids) <= loaded.config.max_positions, "--tokens", len(ids),
+          f"2 to {loaded.config.max_positions}, which the model allows")
+    with document("cache-formats", output, chosen, model=model, tokens=len(ids)) as filled:
+        with status("cache-formats"), single_threaded_torch(chosen):
+            filled["formats"] = perplexity.by_cache_format(loaded, ids)
+        perplexity.cache_table(filled["formats"]).show()
+
+
 def context(
     text: Annotated[list[Path], typer.Option(help="A text file that the model was not trained on; repeatable.")],
     model: ModelOption = "novelist", dtype: DtypeOption = "bfloat16",

@@ -1,7 +1,9 @@
-"""How well a model predicts a text: by quantisation (`bench perplexity`) and by position in the text (`bench context`).
+"""How well a model predicts a text: by quantisation (`bench perplexity`), by position in the text (`bench context`),
+and by the format of a device's cache (`bench cache-formats`).
 
     longdraft bench perplexity --text novel.txt --quantize "none int8"
     longdraft bench context --text novel.txt --text another.txt --edges 1024,8192,32768,65536,100000
+    longdraft bench cache-formats --text novel.txt --tokens 32768
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from longdraft.checkpoint import hub
 from longdraft.drafters.auto.calibration import random_cache
 from longdraft.errors import check
+from longdraft.kernels.cuda.cache_format import CacheFormat
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.report.table import Table
 from longdraft.system.files import read_text
@@ -87,12 +90,48 @@ def token_nats(model: Transformer, ids: Sequence[int]) -> Iterator[Tensor]:
         yield torch.nn.functional.cross_entropy(logits.double(), following, reduction="none")
 
 
+def by_cache_format(model: Transformer, ids: Sequence[int]) -> list[dict[str, Any]]:
+    """A record for each format of a device's cache: perplexity, and how near the distributions are to the exact ones.
+
+    Every token is read alone, as plain decoding does it, with its keys and values rounded after it; so its own key and
+    value are exact for itself.
+    """
+    model, exact = model.for_length(len(ids)), CacheFormat.EXACT
+    caches = {each: model.new_cache() for each in CacheFormat}
+    sums = {each: {"nats": 0.0, "divergence": 0.0, "agree": 0} for each in CacheFormat}
+    for place in range(len(ids) - 1):
+        found = {}
+        for each, cache in caches.items():
+            hidden = model.forward(chain_rows(ids[place : place + 1], place), cache).hidden
+            found[each] = model.logits(hidden)[0].float().log_softmax(-1)
+            for keys, values in zip(*cache.provisional, strict=True):
+                for rows, rounded in zip((keys, values), each.rounded(keys.float(), values.float()), strict=True):
+                    rows.copy_(rounded)
+            cache.commit([0])
+        for each, own in found.items():
+            sums[each]["nats"] -= float(own[ids[place + 1]])
+            sums[each]["divergence"] += float((found[exact].exp() * (found[exact] - own)).sum())
+            sums[each]["agree"] += int(own.argmax() == found[exact].argmax())
+    count, heads = len(ids) - 1, model.config.kv_shapes
+    return [{"cache": each.name.lower(), "perplexity": math.exp(own["nats"] / count),
+             "divergence": own["divergence"] / count, "agreement": own["agree"] / count, "predicted_tokens": count,
+             "bytes_per_token": sum(num * each.row_bytes(dim, torch.bfloat16) for num, dim in heads)}
+            for each, own in sums.items()]
+
+
 def quantization_table(records: Sequence[dict[str, Any]]) -> Table:
     return Table.of_records("Quantisation: perplexity, memory and speed", (
         ("quantize", "quantize", ""), ("nats per token", "nats_per_token", ".5f"), ("perplexity", "perplexity", ".3f"),
         ("tokens", "predicted_tokens", ","), ("bytes of weights", "weights_bytes", ","),
         ("ms a step", "step_ms", ".2f"), ("tokens/s", "tokens_per_second", ",.1f"), ("to the first", "to_first", ".2f"),
     ), records)
+
+
+def cache_table(records: Sequence[dict[str, Any]]) -> Table:
+    return Table.of_records("Formats of a device's cache, beside 16 bits", (
+        ("cache", "cache", ""), ("perplexity", "perplexity", ".4f"), ("nats of divergence", "divergence", ".5f"),
+        ("same best token", "agreement", ".4f"), ("tokens", "predicted_tokens", ","),
+        ("bytes a token", "bytes_per_token", ",")), records)
 
 
 def position_table(records: Sequence[dict[str, Any]]) -> Table:

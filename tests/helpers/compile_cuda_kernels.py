@@ -22,7 +22,7 @@ import zlib
 
 import triton
 import triton.language as tl
-from cuda_attention_forms import BF16, F32, FP8, I32, I64, UNFUSED, attention, selections
+from cuda_attention_forms import BF16, F32, I8, I32, I64, U8, UNFUSED, attention, selections
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -105,28 +105,29 @@ def kernels(shared):
                          k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, capacity="i32",
                          text_rows="i32", text_stride="i32", eps="fp32", factor="fp32")
     form = dict(HEADS=32, KV_HEADS=8, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, ROTATES=True, ROUNDS_ONCE=False,
-                IS_SCALED=False, HAS_TABLE=False, **PARTS)
+                HAS_TABLE=False, **PARTS)
     yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
-    yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8),
-           form | dict(NORMS=1, IS_SCALED=True, HAS_TABLE=True), dict(num_warps=1))
+    for values in (I8, U8):
+        yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=I8, v_store=values),
+               form | dict(NORMS=1, HAS_TABLE=True), dict(num_warps=1))
     for has_table in (False, True):
         yield (jit_rows.map_remainder_kernel,
                dict(content=BF16, function=F32, table=I64, remainder=F32, layer="i32", text_rows="i32"),
                dict(HEADS=32, DIM=128, COLUMNS=32, BLOCK=128, HAS_TABLE=has_table), {})
     strides = dict.fromkeys(("k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride", "v_head_stride"),
                             "i32")
-    for element in (tl.bfloat16, tl.float8e4nv):
-        scaled = dict(ELEMENT=element, IS_SCALED=element == tl.float8e4nv)
+    for key, value in ((tl.bfloat16, tl.bfloat16), (tl.int8, tl.int8), (tl.int8, tl.uint8)):
+        elements = dict(KEY=key, VALUE=value)
         scatter = dict(k=BF16, v=BF16, table=I64, rows=I64, targets=I64, texts=I32) | strides
         for has_texts in (False, True):
             yield (jit_kv_store.scatter_rows_kernel, scatter,
-                   dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, TARGET_STRIDE=1, **scaled), dict(num_warps=1))
+                   dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, TARGET_STRIDE=1, **elements), dict(num_warps=1))
         yield (jit_kv_store.move_rows_kernel, dict(table=I64, moves=I64, turns=F32),
-               dict(HALF=64, PADDED=64, DTYPE=tl.bfloat16, TEXTS=1, **scaled), dict(num_warps=1))
+               dict(HALF=64, PADDED=64, DTYPE=tl.bfloat16, TEXTS=1, **elements), dict(num_warps=1))
         for is_run in (False, True):
             yield (jit_kv_store.copy_rows_kernel,
                    dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32", run_start="i32"),
-                   dict(KV_HEADS=8, DIM=128, PADDED=128, BLOCK=32, IS_RUN=is_run, **scaled), {})
+                   dict(KV_HEADS=8, DIM=128, PADDED=128, BLOCK=32, IS_RUN=is_run, **elements), dict(num_warps=8))
 
 def choices_of_texts():
     rows = dict(logits=F32, entries=I64, numbers=F64, texts=I32, depths=I32)
@@ -288,9 +289,6 @@ def compile_for(architecture: int, only: list[str]) -> None:
     if only:
         forms = [next(form for form in forms if form[0].__name__ == name) for name in only]
     for kernel, types, constants, options, *allowed in forms:
-        if architecture < 89:  # where an 8-bit cache is one of bytes
-            types = {name: "*u8" if type == FP8 else type for name, type in types.items()}
-            constants = {name: tl.uint8 if value == tl.float8e4nv else value for name, value in constants.items()}
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}
@@ -305,7 +303,7 @@ def compile_for(architecture: int, only: list[str]) -> None:
         computed = products_and_reductions(done.asm["ttgir"])
         is_paired = all(computed.count(each) % 2 == 0 for each in computed)
         stack, registers = resources(done.asm["cubin"])
-        form = f"{types.get('q', types.get('out'))} {types.get('k')} {constants.get('DIM')}"
+        form = f"{types.get('q', types.get('out'))} {types.get('k')} {types.get('v')} {constants.get('DIM')}"
         print(json.dumps(dict(
             triton=triton.__version__, architecture=architecture, kernel=kernel.__name__, form=form,
             shared=done.metadata.shared, fused=fused, stack=stack, allowed=sum(allowed), registers=registers,

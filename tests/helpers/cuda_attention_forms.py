@@ -9,7 +9,7 @@ from longdraft.kernels.cuda import jit_attention, jit_key_weights
 from longdraft.kernels.cuda.attention import AttentionPlan, Splits
 from longdraft.kernels.cuda.launch import padded_size
 
-BF16, F32, I32, I64, FP8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv"
+BF16, F32, I32, I64, I8, U8 = "*bf16", "*fp32", "*i32", "*i64", "*i8", "*u8"
 SPLITS = Splits.of_heads(8)
 CUT = {name.upper(): size for name, size in SPLITS._asdict().items()}
 UNFUSED = dict(enable_fp_fusion=False)
@@ -18,32 +18,36 @@ ATTEND = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=
               capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32", cap="fp32")
 
 
-def attend(shared, dim=128, model=BF16, cache=None, stack=0, **constants):
+def attend(shared, dim=128, model=BF16, keys=None, values=None, stack=0, **constants):
     """Attention over 8 KV heads of `dim` with elements of the model and of its cache, in the tiles of its launch on a
     device of so much shared memory."""
-    plan = AttentionPlan(32, 8, dim, SPLITS, model == F32, shared)
-    cache = cache or model
+    plan = AttentionPlan(32, 8, dim, SPLITS, model == F32, shared, 64 if shared > 200 << 10 else 16)
+    keys = keys or model
     shape = dict(KV_HEADS=8, GROUP=4, DIM=dim, PADDED=padded_size(dim), LANES=plan.lanes, BLOCK=plan.block,
-                 IS_SCALED=cache == FP8, HAS_WINDOW=False, HAS_CAP=False, HAS_TABLE=False, STAGES=plan.stages)
-    return (jit_attention.attend_split_kernel, ATTEND | dict(q=model, k=cache, v=cache), shape | CUT | constants,
-            dict(num_warps=plan.warps, **UNFUSED), stack)
+                 HAS_WINDOW=False, HAS_CAP=False, HAS_TABLE=False, STAGES=plan.stages)
+    return (jit_attention.attend_split_kernel, ATTEND | dict(q=model, k=keys, v=values or keys),
+            shape | CUT | constants, dict(num_warps=plan.warps, **UNFUSED), stack)
 
 
 def attention(shared):
     """shared: bytes of shared memory that a program can have"""
     yield attend(shared)
     yield attend(shared, HAS_TABLE=True)
-    for has_table in (False, True):
-        yield attend(shared, cache=FP8, HAS_TABLE=has_table)
+    for values in (I8, U8):
+        for has_table in (False, True):
+            yield attend(shared, keys=I8, values=values, HAS_TABLE=has_table)
     for dim in (64, 80, 96, 256, 512):
         yield attend(shared, dim, stack=24 if dim == 512 else 0)  # Triton 3.4
-        yield attend(shared, dim, cache=FP8)
+        yield attend(shared, dim, keys=I8)
+        yield attend(shared, dim, keys=I8, values=U8, stack={80: 184, 96: 96}.get(dim, 0))
     yield attend(shared, 256, HAS_CAP=True, HAS_WINDOW=True)
-    yield attend(shared, 256, cache=FP8, stack=8, HAS_TABLE=True)
-    yield attend(shared, 256, cache=FP8, stack=128, HAS_TABLE=True, HAS_CAP=True, HAS_WINDOW=True)
+    for values, stack in ((I8, 8), (U8, 96)):
+        yield attend(shared, 256, keys=I8, values=values, stack=stack, HAS_TABLE=True)
+        yield attend(shared, 256, keys=I8, values=values, stack=144, HAS_TABLE=True, HAS_CAP=True, HAS_WINDOW=True)
     for dim in (80, 96, 128, 256):
         yield attend(shared, dim, F32, stack=256 if dim == 256 else 0)
-    yield attend(shared, 128, F32, FP8)
+    for values in (I8, U8):
+        yield attend(shared, 128, F32, I8, values)
     for dim, model in ((64, BF16), (80, BF16), (128, BF16), (256, BF16), (128, F32)):
         yield (jit_attention.merge_splits_kernel,
                dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32,
@@ -57,10 +61,10 @@ def selections():
     """The weights of the keys, for 8 queries."""
     lanes = dict(num_lanes="i32", length="i32")
     sums = dict(best=F32, sums=F32, shares=F32, weights="*fp16", out=F32, num_blocks="i32")
-    form = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_CAP=False)
+    form = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, HAS_CAP=False)
     keys = sums | lanes | dict(q=BF16, k=BF16, k_scale=F32, capacity="i32", factor="fp32", cap="fp32")
     yield jit_key_weights.score_keys_kernel, keys, form, UNFUSED
-    yield jit_key_weights.score_keys_kernel, keys | dict(k=FP8), form | dict(IS_SCALED=True), UNFUSED
+    yield jit_key_weights.score_keys_kernel, keys | dict(k=I8), form, UNFUSED
     yield (jit_key_weights.score_keys_kernel, keys, form | dict(DIM=256, PADDED=256, LANES=16, BLOCK=32, HAS_CAP=True),
            dict(num_warps=8))
     yield jit_key_weights.share_of_blocks_kernel, sums, dict(BLOCK=1024), UNFUSED

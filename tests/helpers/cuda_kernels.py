@@ -53,7 +53,7 @@ def fill(store: KVStore, k: torch.Tensor, v: torch.Tensor) -> None:
     The interpreter takes a millisecond for each row of the kernel that writes. Rows that are stored as they are need no
     kernel; `test_rows_are_read_kept_and_copied_as_they_were_written` tests it.
     """
-    if HAS_CUDA or not isinstance(store, CudaStore) or store.is_scaled:
+    if HAS_CUDA or not isinstance(store, CudaStore) or store.format.is_scaled:
         store.write(0, k, v)
         return
     store.reserve(len(k))

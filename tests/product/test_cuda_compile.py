@@ -31,9 +31,6 @@ UNFUSED = ("attend_split_kernel", "merge_splits_kernel", "add_and_norm_kernel", 
            "best_in_blocks_kernel")
 
 FEW_SPILLS = 16  # bytes of registers that a kernel may spill before and after Hopper
-# What more spills there: attention with heads of 256, in one form twice as much for an A100, and one copy.
-SPILLS = {("attend_split_kernel", 80): 1312, ("attend_split_kernel", 86): 672, ("attend_split_kernel", 89): 672,
-          ("attend_split_kernel", 120): 704, ("copy_rows_kernel", 120): 56}
 
 
 def release(version):
@@ -68,14 +65,14 @@ def test_every_kernel_compiles_for_hopper_and_spills_no_more_than_known(version,
     found = compiled(version, [90], tmp_path)
     expected = {*UNFUSED, "few_rows_kernel", "finish_qkv_kernel", "walk_trees_kernel", "scatter_rows_kernel"}
     assert expected <= {each["kernel"] for each in found}
-    assert {f"{q} {k} {dim}" for q, k in (("*bf16", "*bf16"), ("*bf16", "*fp8e4nv"), ("*fp32", "*fp32"))
+    assert {f"{types} {dim}" for types in ("*bf16 *bf16 *bf16", "*bf16 *i8 *i8", "*bf16 *i8 *u8", "*fp32 *fp32 *fp32")
             for dim in (80, 96, 128, 256)} <= {each["form"] for each in found}
 
     def of(name, *keys):
         return [tuple(each[key] for key in keys) for each in found if each["kernel"] == name]
 
     forms = of("attend_split_kernel", "shared", "computed")
-    assert forms[0] == forms[1] and forms[2] == forms[3], "several texts are computed another way"
+    assert all(forms[each] == forms[each + 1] for each in (0, 2, 4)), "several texts are computed another way"
     alone, together = of("map_remainder_kernel", "shared", "computed")
     assert alone == together, "maps of several texts are computed another way"
     for each in found:
@@ -85,14 +82,13 @@ def test_every_kernel_compiles_for_hopper_and_spills_no_more_than_known(version,
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", [80, 86, 89, 120])
 def test_every_kernel_fits_into_the_shared_memory_of_each_architecture(architecture, tmp_path):
-    """Consumer cards have 99 KiB for a program. Few forms of attention spill registers there, and few bytes."""
+    """Consumer cards have 99 KiB for a program."""
     found = compiled(triton.__version__, [architecture], tmp_path)
     assert len(found) > 60
     for each in found:
         name = f"{each['kernel']} ({each['form']}) for {architecture}"
         assert each["shared"] <= each["limit"], f"{name} wants {each['shared']} bytes of shared memory"
-        spills = SPILLS.get((each["kernel"], architecture), FEW_SPILLS)
-        assert each["stack"] <= spills, f"{name} spills {each['stack']} bytes of registers"
+        assert each["stack"] <= max(each["allowed"], FEW_SPILLS), f"{name} spills {each['stack']} bytes of registers"
         if each["kernel"] in UNFUSED and each["kernel"] != "attend_split_kernel":
             assert each["fused"] == 0, f"{name} has multiply-adds that round once"
 

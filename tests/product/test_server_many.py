@@ -204,7 +204,7 @@ def test_the_budget_counts_the_cache_on_a_device(tiny, monkeypatch):
     kernels, config = engine.model.kernels, engine.model.config
     monkeypatch.setattr(kernels, "dtype", torch.float16)
     monkeypatch.setattr(kernels, "is_device", True, raising=False)
-    monkeypatch.setattr(kernels, "cache_bytes", lambda head_dim: head_dim + 4, raising=False)
+    monkeypatch.setattr(kernels, "cache_bytes", lambda head_dim: 2 * (head_dim + 4), raising=False)
     each = 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4)
     assert bytes_of(engine, 1010) - bytes_of(engine, 10 + 1) == pytest.approx(1.15 * 999 * each, abs=1)
     assert bytes_of(engine, 1010) >= (1010 + LARGEST_TREE) * each

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=[NAME, NAME + "-fp8"] if HAS_CUDA else [NAME])
+@pytest.fixture(scope="module", params=[NAME, NAME + "-k8v4"] if HAS_CUDA else [NAME])
 def model(request: pytest.FixtureRequest, folder: Path) -> Transformer:
     return load(folder, request.param)
 

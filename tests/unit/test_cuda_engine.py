@@ -155,8 +155,9 @@ def test_drafters_that_lie_change_nothing(model, plain, kind):
         assert tally.accepted.total() > 0 and tally.steps < NEW
 
 
-def test_with_an_8_bit_cache_speculative_text_equals_plain_text(folders):
-    model = load(folders["model"], NAME + "-fp8")
+@pytest.mark.parametrize("cache", ["-kv8", "-k8v4"])
+def test_with_a_cache_of_fewer_bits_speculative_text_equals_plain_text(folders, cache):
+    model = load(folders["model"], NAME + cache)
     text = generate(model, PARAMS, by_name("plain"))
     drafter = liar("half true", text, LENGTH)
     assert generate(model, PARAMS, lambda given: drafter) == text
@@ -182,7 +183,7 @@ def test_a_resumed_text_equals_the_uninterrupted_text(folders, monkeypatch, tmp_
     assert remainder.tokens.tolist() == whole.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", [NAME, NAME + "-fp8"] if HAS_CUDA else [NAME])
+@pytest.mark.parametrize("name", [NAME, NAME + "-k8v4"])
 def test_texts_share_the_rows_of_whole_prompt_chunks(folders, monkeypatch, name):
     """Rows of the last, shorter chunk and of written tokens are computed by other operations, and stay out."""
     use_small_chunks(monkeypatch)
@@ -202,7 +203,7 @@ def test_the_cache_is_reserved_in_full_and_an_error_says_how_many_tokens_would_f
     assert text.step.cache.nbytes == before
     text.close()
     monkeypatch.setattr(type(engine.model.kernels), "free_bytes", lambda self: 1500 * per_token)
-    with pytest.raises(MemoryError, match=r"the cache of \d+ tokens takes .* 326 tokens would fit.*int8.*-fp8"):
+    with pytest.raises(MemoryError, match=r"the cache of \d+ tokens takes .* 326 tokens would fit.*int4 and .*-k8v4"):
         engine.generate(prompt_of(30), SamplingParams(max_new_tokens=450))
     monkeypatch.setattr(type(engine.model.kernels), "free_bytes", lambda self: 30_000)
     with pytest.raises(MemoryError, match=r"the weights take .* what would fit: .*int8"):
@@ -246,7 +247,7 @@ def test_a_bucket_of_rows_allocates_its_buffers_and_graph_once(folders):
 
 
 def test_kernel_names_that_the_device_cannot_run_are_refused(monkeypatch):
-    with pytest.raises(UsageError, match=r"allowed on cuda: auto, triton-16, triton-32, triton-64, .*-fp8, reference"):
+    with pytest.raises(UsageError, match=r"allowed on cuda: auto, triton-16, triton-32, triton-64, .*-k8v4, reference"):
         kernels.choose("cuda", "bfloat16", "amx")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UsageError, match=r"allowed here: auto, .*reference"):

@@ -219,7 +219,7 @@ def test_new_rows_of_several_texts_are_read_together_with_the_bits_of_each_alone
             zip(routines, together, strict=True)] == alone
 
 
-@pytest.mark.parametrize("name", ["triton-16", "triton-16-fp8"])
+@pytest.mark.parametrize("name", ["triton-16", "triton-16-kv8", "triton-16-k8v4"])
 def test_rows_are_moved_and_turned_as_the_host_does_it_in_stores_with_and_without_scales(name):
     """Rows that make room, and first rows that turn, in two layers; moves without a target do nothing."""
     chosen = kernels.choose(DEVICE, "float32", name)

@@ -90,7 +90,7 @@ def test_the_bytes_of_a_draft_copy_are_those_that_a_load_allocates(folder):
     assert copied == pytest.approx(held_bytes() - before - weights, rel=0.02)
 
 
-@pytest.mark.parametrize("name", [NAME, f"{NAME}-fp8"])
+@pytest.mark.parametrize("name", [NAME, f"{NAME}-kv8", f"{NAME}-k8v4"])
 def test_a_text_of_as_many_tokens_as_the_plan_says_fits_and_a_longer_one_does_not(folder, monkeypatch, name):
     engine = engine_of(folder, name=name)
     free = 60_000 * engine.model.cache_bytes_per_token
@@ -116,11 +116,11 @@ def test_with_each_cure_as_many_tokens_fit_as_the_plan_says(folder, monkeypatch)
     found = plan(engine.model, copied)
     assert f"{found.tokens:,} tokens, of {LIMIT:,}" in str(found) and found.tokens < LIMIT
     cures = {cure.setting: cure.tokens for cure in found.cures}
-    assert len(cures) == 6 and list(cures.values()) == sorted(cures.values(), reverse=True)
+    assert len(cures) == 7 and list(cures.values()) == sorted(cures.values(), reverse=True)
     for setting, tokens in cures.items():
         assert f"{setting} ({tokens:,})" in str(found) and tokens > found.tokens
         quantize = (re.findall(r"--quantize (\w+)", setting) or ["none"])[0]
-        other = engine_of(folder, quantize, name=f"{NAME}-fp8" if "fp8" in setting else NAME)
+        other = engine_of(folder, quantize, name=(re.findall(rf"{NAME}[\w-]*", setting) or [NAME])[0])
         keeps_copy = quantize != "int4" and "draft_weights" not in setting
         left = weights + copied + free - weights_of(other.model.config, other.model.kernels, quantize)
         have_free(monkeypatch, left - copied * keeps_copy)

@@ -115,7 +115,7 @@ def test_sweeps_invert_matrices_and_leave_out_equations_without_a_pivot():
     assert inverse.isfinite().all() and (inverse[0].diagonal() != 0).sum() == 1
 
 
-@pytest.mark.parametrize("name", ["triton-16", "triton-16-fp8"])
+@pytest.mark.parametrize("name", ["triton-16", "triton-16-k8v4"])
 def test_all_layers_in_one_launch_have_the_bits_of_their_own(name):
     """And of rows that are given one by one."""
     kernel = kernels("float16", name)
@@ -131,7 +131,7 @@ def test_all_layers_in_one_launch_have_the_bits_of_their_own(name):
     assert torch.equal(kernel.remainder(text.part, length - 4, first), together[:, :1])
 
 
-@pytest.mark.parametrize("name", ["triton-16", "triton-16-fp8"])
+@pytest.mark.parametrize("name", ["triton-16", "triton-16-k8v4"])
 def test_a_run_of_positions_is_copied_without_a_table(name):
     kernel = kernels("float16", name)
     text = Text(kernel, 16)

@@ -23,7 +23,7 @@ from longdraft_bench.cuda.models import small_transformer, tiny_source
 
 pytestmark = pytest.mark.full
 
-NAMES = ["triton-16", "triton-16-fp8"] if HAS_CUDA else ["triton-16"]
+NAMES = ["triton-16", "triton-16-k8v4"] if HAS_CUDA else ["triton-16"]
 TREES = [Tree((7,), (-1,), ("",)), Tree((3, 9, 4), (-1, 0, 0), ("", "a", "a")), Tree((5, 1), (-1, 0), ("", "a"))]
 LENGTHS = [300, 2, 41] if HAS_CUDA else [140, 2, 41]  # 140: more than a split
 

@@ -203,7 +203,7 @@ class CpuKernels:
         self.keep(kv, rows[targets >= 0].tolist())
 
     def cache_bytes(self, head_dim: int) -> int:
-        return head_dim * self.dtype.itemsize
+        return 2 * head_dim * self.dtype.itemsize
 
     def free_bytes(self) -> int | None:
         return None

@@ -13,8 +13,7 @@ from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 
 _SPLITS_PER_MERGE_STEP = 64  # with 32, a row of 4,096 positions needs a second step, of 33 splits
-# In one program: rows of a product on Hopper. Of float32, and of heads above 256, more do not fit in registers.
-_LANES, _FEW_LANES = 64, 16
+_FEW_LANES = 16  # in one program. Of float32, and of heads above 256, more do not fit in registers
 _SHORTEST = 128  # positions of a split: a multiple of every block
 # Positions of a split for each KV head, of a short one and of a long one, and of a long one at least: 512 programs read
 # 8,192 positions of 8 heads, and 800 further ones 100,000. Timed on an H100 (notebook/2026-11.md).
@@ -57,10 +56,11 @@ class AttentionPlan(NamedTuple):
     splits: Splits
     is_float: bool  # float32
     shared: int  # bytes of shared memory that a program can have
+    product_rows: int  # of the device's tensor cores: see `launch.product_rows`
 
     @property
     def lanes(self) -> int:
-        return _FEW_LANES if self.is_float or self.dim > 256 else _LANES
+        return _FEW_LANES if self.is_float or self.dim > 256 else self.product_rows
 
     @property
     def block(self) -> int:
@@ -147,7 +147,7 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
             work.weight_sums, work.value_sums, where if table is None else table, plan.end_splits(own), own,
             store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
             store.score_cap * math.log2(math.e), KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes,
-            BLOCK=plan.block, IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
+            BLOCK=plan.block, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
             HAS_TABLE=table is not None, STAGES=plan.stages, **sizes, num_warps=plan.warps, **chained(q.device))
         # By a launch of their own: the last program of a KV head would merge its lanes one after another.
         jit_attention.merge_splits_kernel[(rows, heads)](

@@ -46,7 +46,7 @@ class CapturedChain(CapturedLayers):
         self._x_in = self._x_in if own else self._x
         self.x, self.cos, self.sin = torch.zeros_like(self._x_in), self._cos, self._sin
         self._order = torch.tensor(_TURNED, device=ops.device)
-        self._spares = [CudaStore(ops.device, store.dtype, store.element, *store.shape) for store in stores]
+        self._spares = [store.empty_like() for store in stores]
         for spare in self._spares if texts > 1 else ():  # of padding texts
             spare.reserve_drafts(1)
 

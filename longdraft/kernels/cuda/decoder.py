@@ -136,7 +136,7 @@ class CudaDecoder:
         if texts == 1:
             return FixedForward(self, self.buffers_for(1, stores, maps_of_all(remainder), taps), None)
         first, buffers = stores[0], ForwardBuffers(self, texts, stores, remainder is not None, (), None, texts, room)
-        spare = CudaStore(self.ops.device, first.dtype, first.element, first.heads, first.dim)
+        spare = first.empty_like()
         spare.reserve_drafts(1)
         return FixedForward(self, buffers, spare)
 
@@ -196,7 +196,7 @@ class CudaDecoder:
                 buffers.where if table is None else table, buffers.rows, store.capacity, buffers.text_rows,
                 0 if table is None else table.stride(0), eps, self.geometry.query_factor, HEADS=heads,
                 KV_HEADS=kv_heads, HALF=half, PADDED=padded_size(half), ALL_PADDED=padded_size(heads * dim),
-                NORMS=norms, ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once, IS_SCALED=store.is_scaled,
+                NORMS=norms, ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once,
                 HAS_TABLE=table is not None, **parts.options(), num_warps=1, **chained(buffers.x.device))
 
     def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int) -> None:

@@ -20,8 +20,8 @@ compiled program.
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_cache_rows import codes_of, place_in_row
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
-from longdraft.kernels.cuda.jit_float8 import from_store
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -50,15 +50,16 @@ def store_of_text(entry, k, v, k_scale, v_scale):
 
 
 @triton.jit
-def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score, weight_sum, value_sum, factor,
-               cap, IS_SCALED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr):
+def block_step(queries, keys, values, key_scale, value_scale, value_middle, dim, is_seen, max_score, weight_sum,
+               value_sum, factor, cap, DIM: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr):
     """One block of an online softmax: its new maximum, sum of weights and weighted sum of values.
 
-    queries  [LANES, PADDED]; keys [PADDED, BLOCK]; values [BLOCK, PADDED]; scales [BLOCK], of 8-bit rows
+    queries  [LANES, PADDED]; keys [PADDED, BLOCK]; values [BLOCK, PADDED], as a store holds them (`jit_cache_rows`)
+    key_scale, value_scale, value_middle  [BLOCK], where the format has them
     is_seen  [LANES, BLOCK]: the keys that a lane sees, where IS_MASKED; otherwise every lane sees all
     """
-    scores = tl.dot(queries, from_store(keys, queries), input_precision="ieee") * factor
-    if IS_SCALED:
+    scores = tl.dot(queries, codes_of(keys, dim[:, None], queries, DIM), input_precision="ieee") * factor
+    if keys.dtype == tl.int8:
         scores = scores * key_scale[None, :]
     if HAS_CAP:  # cap tanh(score / cap)
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / cap))))
@@ -69,9 +70,12 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     weights = tl.exp2(scores - safe_max[:, None])
     rescale = tl.exp2(max_score - safe_max)
     weight_sum = weight_sum * rescale + tl.sum(weights, 1)
-    if IS_SCALED:
+    value_sum = value_sum * rescale[:, None]
+    if values.dtype == tl.uint8:
+        value_sum += tl.sum(weights * value_middle[None, :], 1)[:, None]
+    if keys.dtype == tl.int8:
         weights = weights * value_scale[None, :]
-    value_sum = tl.dot(weights.to(queries.dtype), from_store(values, queries), value_sum * rescale[:, None],
+    value_sum = tl.dot(weights.to(queries.dtype), codes_of(values, dim[None, :], queries, DIM), value_sum,
                        input_precision="ieee")
     return new_max, weight_sum, value_sum
 
@@ -82,12 +86,13 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
                         end_splits, num_rows, capacity, num_splits, path_stride, window, text_stride, factor, cap,
                         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
                         LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
-                        LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-                        STAGES: tl.constexpr, HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
+                        LONG: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr,
+                        HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One split for some lanes of a KV head.
 
     q                        [R, H, D]
-    k, v                     [Hkv, capacity, D], with scales [Hkv, capacity] float32 where IS_SCALED
+    k, v                     [Hkv, capacity, D], or D / 2 bytes of values (`jit_cache_rows`), with scales
+                             [Hkv, capacity] float32, or pairs of them
     path                     [R, path_stride] int32: the drafted row at each depth of a row's path
     depths                   [R] int32
     max_scores, weight_sums  [R, H, S] float32: the maximum of the scores in base 2, the sum of the weights
@@ -106,6 +111,9 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     """
     wait_for_inputs(IS_CHAINED)
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    IS_SCALED: tl.constexpr = k.dtype.element_ty == tl.int8
+    IS_PACKED: tl.constexpr = v.dtype.element_ty == tl.uint8
+    WIDTH: tl.constexpr = DIM // 2 if IS_PACKED else DIM  # of a value
     if HAS_TABLE:
         text = tl.program_id(1).to(tl.int64)
         k, v, k_scale, v_scale, capacity = store_of_text(table + text * text_stride, k, v, k_scale, v_scale)
@@ -145,6 +153,7 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     if start < stop:
         dim = tl.arange(0, PADDED)
         is_dim = dim < DIM
+        value_at = place_in_row(v, dim, DIM)
         at = (lane_row * HEADS + head).to(tl.int64)
         queries = tl.load(q + at[:, None] * DIM + dim[None, :], mask=is_lane[:, None] & is_dim[None, :], other=0.0)
         oldest = tl.zeros([LANES], tl.int32)  # position that a lane sees
@@ -163,17 +172,21 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
             slot = base + block + place
             if DIM == PADDED:
                 keys = tl.load(k + slot[None, :] * DIM + dim[:, None])
-                values = tl.load(v + slot[:, None] * DIM + dim[None, :])
+                values = tl.load(v + slot[:, None] * WIDTH + value_at[None, :])
             else:
                 keys = tl.load(k + slot[None, :] * DIM + dim[:, None], mask=is_dim[:, None], other=0.0)
-                values = tl.load(v + slot[:, None] * DIM + dim[None, :], mask=is_dim[None, :], other=0.0)
-            key_scale, value_scale = place, place
+                values = tl.load(v + slot[:, None] * WIDTH + value_at[None, :], mask=is_dim[None, :], other=0.0)
+            key_scale, value_scale, value_middle = place, place, place
+            if IS_PACKED:
+                value_scale, value_middle = tl.load(v_scale + 2 * slot), tl.load(v_scale + 2 * slot + 1)
+            elif IS_SCALED:
+                value_scale = tl.load(v_scale + slot)
             if IS_SCALED:
-                key_scale, value_scale = tl.load(k_scale + slot), tl.load(v_scale + slot)
+                key_scale = tl.load(k_scale + slot)
             is_seen = (block + place)[None, :] >= oldest[:, None]
-            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, is_seen,
-                                                          max_score, weight_sum, value_sum, factor, cap, IS_SCALED,
-                                                          HAS_WINDOW, HAS_CAP)
+            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, value_middle,
+                                                          dim, is_seen, max_score, weight_sum, value_sum, factor, cap,
+                                                          DIM, HAS_WINDOW, HAS_CAP)
         # The row's own end: the last part of the prefix, then the drafted rows of its path.
         for block in tl.range(middle, stop, BLOCK, num_stages=1):
             position = block + place
@@ -182,16 +195,20 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
             node = tl.load(path + row * path_stride + (position - length), mask=is_draft, other=0)
             slot = base + tl.where(is_draft, drafts_at + node, position)
             keys = tl.load(k + slot[None, :] * DIM + dim[:, None], mask=is_inside[None, :] & is_dim[:, None], other=0.0)
-            values = tl.load(v + slot[:, None] * DIM + dim[None, :], mask=is_inside[:, None] & is_dim[None, :],
+            values = tl.load(v + slot[:, None] * WIDTH + value_at[None, :], mask=is_inside[:, None] & is_dim[None, :],
                              other=0.0)
-            key_scale, value_scale = place, place
+            key_scale, value_scale, value_middle = place, place, place
+            if IS_PACKED:
+                value_scale = tl.load(v_scale + 2 * slot, mask=is_inside, other=0.0)
+                value_middle = tl.load(v_scale + 2 * slot + 1, mask=is_inside, other=0.0)
+            elif IS_SCALED:
+                value_scale = tl.load(v_scale + slot, mask=is_inside, other=0.0)
             if IS_SCALED:
                 key_scale = tl.load(k_scale + slot, mask=is_inside, other=0.0)
-                value_scale = tl.load(v_scale + slot, mask=is_inside, other=0.0)
             is_seen = is_inside[None, :] & (position[None, :] >= oldest[:, None])
-            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, is_seen,
-                                                          max_score, weight_sum, value_sum, factor, cap, IS_SCALED,
-                                                          True, HAS_CAP)
+            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, value_middle,
+                                                          dim, is_seen, max_score, weight_sum, value_sum, factor, cap,
+                                                          DIM, True, HAS_CAP)
         if HAS_TABLE:  # here, so that no register holds it while keys are read
             at += tl.program_id(1).to(tl.int64) * num_rows * HEADS
         state = at * num_splits + split

@@ -11,19 +11,19 @@ lane's largest score there.
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_cache_rows import codes_of
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
-from longdraft.kernels.cuda.jit_float8 import from_store
 
 
 @triton.jit(do_not_specialize=["num_lanes", "length", "capacity"])
 def score_keys_kernel(q, k, k_scale, weights, best, sums, num_lanes, length, capacity, factor, cap,
                       KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-                      LANES: tl.constexpr, BLOCK: tl.constexpr, IS_SCALED: tl.constexpr, HAS_CAP: tl.constexpr,
+                      LANES: tl.constexpr, BLOCK: tl.constexpr, HAS_CAP: tl.constexpr,
                       IS_CHAINED: tl.constexpr):
     """Grid (length / BLOCK, Hkv).
 
     q           [Q, H, D]
-    k, k_scale  [Hkv, capacity, D], with scales [Hkv, capacity] float32 where IS_SCALED
+    k, k_scale  [Hkv, capacity, D], and the scales of 8-bit keys [Hkv, capacity] float32
     weights     [Hkv, lanes, length]: exp2(score - best of the block)
     best, sums  [Hkv, lanes, blocks] float32: the largest score, the sum of the weights
     factor      log2(e) / sqrt(D); cap: of the scores, times log2(e), where HAS_CAP
@@ -39,8 +39,8 @@ def score_keys_kernel(q, k, k_scale, weights, best, sums, num_lanes, length, cap
         is_lane = lane < num_lanes
         row = lane // GROUP * (KV_HEADS * GROUP) + head * GROUP + lane % GROUP
         queries = tl.load(q + row[:, None] * DIM + dim[None, :], mask=is_lane[:, None] & is_dim[None, :], other=0.0)
-        scores = tl.dot(queries, from_store(keys, queries), input_precision="ieee") * factor
-        if IS_SCALED:
+        scores = tl.dot(queries, codes_of(keys, dim[:, None], queries, DIM), input_precision="ieee") * factor
+        if k.dtype.element_ty == tl.int8:
             scores = scores * tl.load(k_scale + slot, mask=is_inside, other=0.0)[None, :]
         if HAS_CAP:
             scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / cap))))

@@ -7,9 +7,9 @@ order, multiplies by the scale (int8 weights), adds the bias, and rounds to the 
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_cache_rows import store_row
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_few_bits import numbers_at
-from longdraft.kernels.cuda.jit_float8 import to_store
 
 
 @triton.jit
@@ -149,32 +149,12 @@ def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, PADDE
     tl.store(out + at + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def store_row(first, second, mask, at, scale_at, store, scales, HALF: tl.constexpr, half, IS_SCALED: tl.constexpr):
-    """Write one row, given as two halves, to a store. In an 8-bit store (IS_SCALED) the row gets a scale.
-
-    The scale maps the row's largest magnitude to 448, the largest number of float8 e4m3. Every step rounds once, so all
-    kernels that call this write the same bits.
-    """
-    if IS_SCALED:
-        largest = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
-        scale = tl.div_rn(largest, 448.0)
-        divisor = tl.where(scale > 0, scale, 1.0)
-        first, second = tl.div_rn(first, divisor), tl.div_rn(second, divisor)
-        if store.dtype.element_ty == tl.uint8:  # bytes have no NaN: the scale has it
-            is_nan = (first != first) | (second != second)
-            scale = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), scale)
-        tl.store(scales + scale_at, scale)
-    tl.store(store + at + half, to_store(first, store), mask=mask)
-    tl.store(store + at + HALF + half, to_store(second, store), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_rows", "capacity", "text_rows", "text_stride"])
 def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v, k_store, v_store, k_scale,
                       v_scale, table, num_rows, capacity, text_rows, text_stride, eps, factor,
                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
                       ALL_PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-                      NORMS: tl.constexpr, ROTATES: tl.constexpr, ROUNDS_ONCE: tl.constexpr, IS_SCALED: tl.constexpr,
+                      NORMS: tl.constexpr, ROTATES: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
                       HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Turn the QKV product into queries, keys and values: norms, rotation, and writes to the store.
 
@@ -263,11 +243,11 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
         if is_key:
             tl.store(k + at, first.to(k.dtype.element_ty), mask=mask)
             tl.store(k + at + HALF, second.to(k.dtype.element_ty), mask=mask)
-            store_row(first, second, mask, slot * DIM, slot, k_store, k_scale, HALF, half, IS_SCALED)
+            store_row(first, second, mask, slot, k_store, k_scale, HALF, half)
         else:
             tl.store(v + at, first.to(v.dtype.element_ty), mask=mask)
             tl.store(v + at + HALF, second.to(v.dtype.element_ty), mask=mask)
-            store_row(first, second, mask, slot * DIM, slot, v_store, v_scale, HALF, half, IS_SCALED)
+            store_row(first, second, mask, slot, v_store, v_scale, HALF, half)
 
 
 @triton.jit(do_not_specialize=["layer", "text_rows"])

@@ -1,8 +1,8 @@
 """`CudaKernels`: the interface of a set of kernels, implemented in Triton.
 
 The names are triton-16, triton-32 and triton-64. The number is how many rows a program multiplies at a time, whether
-the forward has that many or not: 16 costs least for up to 16 rows, 64 for a tree of many. With the suffix -fp8 the
-cache holds 8-bit floating-point numbers. Each set is row-invariant; between sets, logits differ in their last bits.
+the forward has that many or not: 16 costs least for up to 16 rows, 64 for a tree of many. A suffix names the format of
+the cache (`cache_format`). Each set is row-invariant; between sets, logits differ in their last bits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import Splits
+from longdraft.kernels.cuda.cache_format import CacheFormat
 from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
 from longdraft.kernels.cuda.few_bits import CudaFewBits, CudaStacked
-from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
+from longdraft.kernels.cuda.kv_store import CudaStore, copy_rows, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.cuda.linear import CudaLinear
@@ -35,9 +36,8 @@ from longdraft.kernels.weights import Geometry, LayerWeights, Linear, QuantisedW
 
 log = logging.getLogger(__name__)
 _TILES = (16, 32, 64)
-_PREFIX, _FP8_SUFFIX = "triton-", "-fp8"
-NAMES = tuple(f"{_PREFIX}{tile}{suffix}" for suffix in ("", _FP8_SUFFIX) for tile in _TILES)
-
+_NAMED = {f"triton-{tile}{format.value}": (tile, format) for format in CacheFormat for tile in _TILES}
+NAMES = tuple(_NAMED)
 
 
 class CudaKernels(CudaOperations):
@@ -48,12 +48,11 @@ class CudaKernels(CudaOperations):
     def __init__(self, device: str, dtype: str, name: str = NAMES[0], splits: Splits | None = None) -> None:
         """`splits` replaces the default cut of positions: tests use short splits. ValueError for an unknown name."""
         require(name in NAMES, f"a name of {', '.join(NAMES)}", name)
-        tile = int(name.removesuffix(_FP8_SUFFIX).removeprefix(_PREFIX))
+        tile, self.format = _NAMED[name]
         super().__init__(device, FLOAT_DTYPES[dtype], tile, splits)
         self.name = name
         self.is_row_invariant = True
         self._partial_attentions = PartialAttentions(self)
-        self.element = FP8 if name.endswith(_FP8_SUFFIX) else self.dtype
 
     def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *,
              quantize: str = "none") -> CudaLinear:
@@ -82,7 +81,7 @@ class CudaKernels(CudaOperations):
         return table.rows(ids)
 
     def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
-        return CudaStore(self.device, self.dtype, self.element, num_kv_heads, head_dim, score_cap)
+        return CudaStore(self.device, self.dtype, self.format, num_kv_heads, head_dim, score_cap)
 
     def new_state(self, weights: DeltaWeights) -> DeltaState:
         return self.deltas.new_state(weights)
@@ -134,8 +133,7 @@ class CudaKernels(CudaOperations):
             scatter_rows(own.k[None], own.v[None], [store], rows, targets)
 
     def cache_bytes(self, head_dim: int) -> int:
-        scale = 4 if self.element == FP8 else 0
-        return head_dim * self.element.itemsize + scale
+        return self.format.row_bytes(head_dim, self.dtype)
 
     def free_bytes(self) -> int | None:
         if self.device.type != "cuda":

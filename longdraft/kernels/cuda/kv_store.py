@@ -3,7 +3,7 @@
     slots   [ 0 .. room ): one per position of the text | [ room .. capacity ): drafted rows ]
 
 Drafted rows have slots of their own. A forward with a length shorter than the text (glide's layer runs one over the
-target's store) therefore overwrites no committed row. In an 8-bit store, each row of a head has its own float32 scale.
+target's store) therefore overwrites no committed row. Formats of fewer bits have scales for each row of a head.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_key_weights, jit_kv_store
+from longdraft.kernels.cuda.cache_format import CacheFormat
 from longdraft.kernels.cuda.launch import (
     TRITON_DTYPES,
     UNFUSED,
     ceil_div,
     chained,
-    has_float8,
     on_device,
     padded_size,
     require,
@@ -30,7 +30,6 @@ from longdraft.kernels.cuda.launch import (
 )
 from longdraft.kernels.interface import KVStore, Positions
 
-FP8 = torch.float8_e4m3fn
 _MIN_ROOM, _MIN_DRAFT_SLOTS = 256, 128
 _LONG_ROOM, _LONG_DRAFT_SLOTS = 8192, 1024  # a long store must not be moved for a large tree
 _ROWS_PER_COPY_PROGRAM = 32
@@ -41,18 +40,17 @@ class CudaStore:
     """See :class:`longdraft.kernels.interface.KVStore`. Growing moves the store: `reserve` the full length beforehand.
 
     dtype    of the rows that are written and read
-    element  dtype in memory: `dtype`, or float8_e4m3fn, whose bits are in bytes where the device does not convert them
+    format   how they are kept: see `jit_cache_rows`
     score_cap  see `Kernels.new_store`
     serial   changes with each allocation. CUDA graphs and address tables are valid for one serial only
     addresses  where keys, values and their scales are, and the number of slots, as `jit_kv_store` reads them
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, element: torch.dtype, num_kv_heads: int,
-                 head_dim: int, score_cap: float = 0.0) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, format: CacheFormat, num_kv_heads: int, head_dim: int,
+                 score_cap: float = 0.0) -> None:
         require(head_dim % 2 == 0, "an even head_dim", head_dim)
-        self._device, self.dtype, self.element = device, dtype, element
+        self._device, self.dtype, self.format = device, dtype, format
         self.heads, self.dim, self.score_cap = num_kv_heads, head_dim, score_cap
-        self.is_scaled = element == FP8
         self.room = self.num_drafts = self._appended = 0
         self.tables: dict[tuple[int, ...], Tensor] = {}  # see `address_table`
         self.k, self.v, self.k_scale, self.v_scale = self._empty(0)
@@ -71,12 +69,22 @@ class CudaStore:
         return [*(part.data_ptr() for part in (self.k, self.v, self.k_scale, self.v_scale)), self.capacity]
 
     def _empty(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys and values [Hkv, slots, D] and their scales [Hkv, slots]; unread [1, 1] without 8 bits."""
-        shape = (self.heads, slots, self.dim)
-        held = torch.uint8 if self.is_scaled and not has_float8(self._device) else self.element
-        k, v = (torch.zeros(shape, dtype=held, device=self._device) for _ in range(2))
-        scales = shape[:2] if self.is_scaled else (1, 1)
-        return k, v, torch.zeros(scales, device=self._device), torch.zeros(scales, device=self._device)
+        """Keys and values [Hkv, slots, D], and their scales [Hkv, slots]. Values of 4 bits: bytes [Hkv, slots, D / 2],
+        with scales and middles [Hkv, slots, 2]. The exact format has scales [1, 1] that nothing reads."""
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+        keys, rows = (torch.int8 if self.format.is_scaled else self.dtype), (self.heads, slots)
+        scales = rows if self.format.is_scaled else (1, 1)
+        if self.format.is_packed:
+            values, value_scales = zeros(torch.uint8, *rows, self.dim // 2), zeros(torch.float32, *rows, 2)
+        else:
+            values, value_scales = zeros(keys, *rows, self.dim), zeros(torch.float32, *scales)
+        return zeros(keys, *rows, self.dim), values, zeros(torch.float32, *scales), value_scales
+
+    def empty_like(self) -> CudaStore:
+        """A store of the same form."""
+        return CudaStore(self._device, self.dtype, self.format, self.heads, self.dim, self.score_cap)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,12 +124,29 @@ class CudaStore:
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.to(self._device)
         heads = torch.arange(self.heads, device=self._device)[:, None]
-        # As bytes, because PyTorch cannot index float8 tensors.
-        k, v = (part.view(torch.uint8)[heads, positions].view(self.element) for part in (self.k, self.v))
-        if not self.is_scaled:
+        return self._numbers([part[heads, positions] for part in self._parts])
+
+    def read_range(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [Hkv, end - first, D] of positions first .. end - 1, in `dtype`."""
+        return self._numbers([part[:, first:end] for part in self._parts])
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        """Keys and values, and their scales in a format that has them."""
+        return (self.k, self.v, self.k_scale, self.v_scale) if self.format.is_scaled else (self.k, self.v)
+
+    def _numbers(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values in `dtype` from the same rows of all parts."""
+        k, v, *scales = parts
+        if not scales:
             return k, v
-        scales = self.k_scale[heads, positions][..., None], self.v_scale[heads, positions][..., None]
-        return (k.float() * scales[0]).to(self.dtype), (v.float() * scales[1]).to(self.dtype)
+        if self.format.is_packed:
+            half, middle = scales[1].unbind(-1)
+            values = (2.0 * torch.cat([v & 15, v >> 4], -1) - 15.0) * half[..., None] + middle[..., None]
+        else:
+            values = v * scales[1][..., None]
+        keys = k * scales[0][..., None]
+        return keys.to(self.dtype), values.to(self.dtype)
 
     def weights(self, queries: Tensor, length: int) -> Tensor:
         queries = queries.to(self._device, self.dtype).contiguous()
@@ -135,18 +160,16 @@ class CudaStore:
         other, = cuda_stores([source])
         at, self._appended = self._appended, self._appended + count
         self.reserve(self._appended)
-        for mine, theirs in zip((self.k, self.v, *((self.k_scale, self.v_scale) if self.is_scaled else ())),
-                                (other.k, other.v, other.k_scale, other.v_scale), strict=False):
+        for mine, theirs in zip(self._parts, other._parts, strict=True):
             mine[:, at : self._appended] = theirs[:, first : first + count]
 
     def bytes_of(self, count: int) -> int:
         slots = max(_MIN_ROOM, ceil_div(count, 64) * 64) + _MIN_DRAFT_SLOTS
-        return 2 * self.heads * slots * (self.dim * self.element.itemsize + 4 * self.is_scaled)
+        return self.heads * slots * self.format.row_bytes(self.dim, self.dtype)
 
     @property
     def nbytes(self) -> int:
-        scales = self.k_scale.nbytes + self.v_scale.nbytes if self.is_scaled else 0
-        return self.k.nbytes + self.v.nbytes + scales
+        return sum(part.nbytes for part in self._parts)
 
 
 def cuda_stores(stores: Sequence[KVStore]) -> list[CudaStore]:
@@ -181,7 +204,7 @@ def _summed_weights(store: CudaStore, q: Tensor, length: int) -> Tensor:
             q, store.k, store.k_scale, weights, best, sums, num_lanes, length, store.capacity,
             math.log2(math.e) / math.sqrt(store.dim), store.score_cap * math.log2(math.e), KV_HEADS=store.heads,
             GROUP=q.shape[1] // store.heads, DIM=store.dim, PADDED=padded_size(store.dim), LANES=lanes, BLOCK=block,
-            IS_SCALED=store.is_scaled, HAS_CAP=store.score_cap > 0, num_warps=8 if store.dim > 128 else 4,
+            HAS_CAP=store.score_cap > 0, num_warps=8 if store.dim > 128 else 4,
             **chained(device))
         jit_key_weights.share_of_blocks_kernel[(store.heads * num_lanes,)](best, sums, shares, num_blocks, BLOCK=1024,
                                                                           **chained(device))
@@ -220,7 +243,7 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
         jit_kv_store.scatter_rows_kernel[(len(rows), first.heads, len(stores))](
             k, v, table, rows, targets, rows if shared is None else shared.texts, k.stride(0), v.stride(0),
             k.stride(1), v.stride(1), k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half),
-            ELEMENT=triton_dtype(first.k), IS_SCALED=first.is_scaled, HAS_TEXTS=shared is not None,
+            KEY=triton_dtype(first.k), VALUE=triton_dtype(first.v), HAS_TEXTS=shared is not None,
             TARGET_STRIDE=targets.stride(0), num_warps=1, **UNFUSED)
 
 
@@ -233,7 +256,7 @@ def move_rows(stores: Sequence[CudaStore], moves: Tensor, turns: Tensor, tables:
     with on_device(first.k.device):
         jit_kv_store.move_rows_kernel[(moves.shape[1], first.heads, len(moves) * len(stores))](
             address_table(stores) if tables is None else tables, moves, turns, HALF=half, PADDED=padded_size(half),
-            ELEMENT=triton_dtype(first.k), DTYPE=TRITON_DTYPES[first.dtype], IS_SCALED=first.is_scaled,
+            KEY=triton_dtype(first.k), VALUE=triton_dtype(first.v), DTYPE=TRITON_DTYPES[first.dtype],
             TEXTS=len(moves), num_warps=1, **UNFUSED)
 
 
@@ -241,8 +264,8 @@ def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positi
     """Copy the rows at positions [L, Hkv, N] of each source to start, start + 1, ... of its target, bit for bit."""
     first, is_run = sources[0], isinstance(positions, range)
     count = len(positions) if isinstance(positions, range) else positions.shape[-1]
-    require(all(s.element == first.element and s.dim == first.dim for s in (*sources, *targets)), "stores of one shape",
-            [(s.dim, s.element) for s in (*sources, *targets)])
+    require(all(s.format is first.format and s.dim == first.dim for s in (*sources, *targets)), "stores of one shape",
+            [(s.dim, s.format) for s in (*sources, *targets)])
     for store in targets:
         store.reserve(start + count)
     if not count:
@@ -254,5 +277,5 @@ def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positi
     with on_device(first.k.device):
         jit_kv_store.copy_rows_kernel[grid](
             table, address_table(targets), listed, count, start, run_start, KV_HEADS=first.heads, DIM=first.dim,
-            PADDED=padded_size(first.dim), BLOCK=_ROWS_PER_COPY_PROGRAM, ELEMENT=triton_dtype(first.k),
-            IS_SCALED=first.is_scaled, IS_RUN=is_run, **UNFUSED)
+            PADDED=padded_size(first.dim), BLOCK=_ROWS_PER_COPY_PROGRAM, KEY=triton_dtype(first.k),
+            VALUE=triton_dtype(first.v), IS_RUN=is_run, num_warps=8, **UNFUSED)

@@ -15,8 +15,8 @@ from torch import Tensor
 UNFUSED = {"enable_fp_fusion": False}
 ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
 TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
-                  torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv,
-                  torch.int8: triton.language.int8, torch.uint8: triton.language.uint8}
+                 torch.bfloat16: triton.language.bfloat16, torch.int8: triton.language.int8,
+                 torch.uint8: triton.language.uint8}
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -93,10 +93,14 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def has_float8(device: torch.device) -> bool:
-    """Whether the device converts numbers of 8 bits (float8 e4m3). Others are given their bits (`jit_float8`)."""
-    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
-    return not is_old and torch.version.hip is None  # AMD's have another form
+def product_rows(device: torch.device) -> int:
+    """Rows of one product of the tensor cores: 64 of Hopper and of large Blackwell devices, 16 of all other cards.
+
+    With 64 rows, attention does 64 operations for each byte of a 16-bit cache that it reads, and 128 of an 8-bit one,
+    however many rows there are. An RTX 3060 does 70 while its memory delivers a byte.
+    """
+    is_large = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return 64 if is_large else 16
 
 
 def padded_size(size: int, minimum: int = 16) -> int:

@@ -283,8 +283,7 @@ class _Buffers:
                                  rooms)
         self.layers = LayerRows(part, self._places)
         self.readers: dict[NewRows, _Reader] = {}  # few, because their sizes are powers of two
-        self._spares = [CudaStore(device, store.dtype, store.element, store.heads, store.dim)
-                        for store in part.stores[:num]]
+        self._spares = [store.empty_like() for store in part.stores[:num]]
         for spare in self._spares:  # of padding texts
             spare.reserve_drafts(1)
 

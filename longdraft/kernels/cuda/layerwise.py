@@ -103,7 +103,7 @@ class CudaLayerwiseDecoder:
         size, num, room = shared_sizes(texts, stores)
         size = size if self._can_pad else kv.k.shape[1]
         taps = kv.taps.layers if kv.taps else ()
-        key = num, size, room, taps, kv.remainder is not None, stores[0][0].element
+        key = num, size, room, taps, kv.remainder is not None, stores[0][0].format
         buffers = self._shared_buffers.get(key, lambda: self._new_buffers(rows, kv, num * size, num, room))
         return self._run(buffers, rows, texts, parents)
 

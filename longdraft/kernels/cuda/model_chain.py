@@ -116,7 +116,7 @@ class ModelChains(Chains[TextChain, _Buffers]):
             layers = tuple(store.serial for store in stores[0]), decoder.chain_key(remainder), taps
         else:
             room = padded_size(max(store.room for own in stores for store in own))
-            layers = stores[0][0].element, room, remainder is not None
+            layers = stores[0][0].format, room, remainder is not None
         return self._buffers.get(_Shape(rows, layers),
                                  lambda: _Buffers(decoder, head, rows, stores[0], remainder, room, taps))
 

@@ -21,6 +21,7 @@ from longdraft.kernels.cuda.launch import (
     indexed,
     on_device,
     padded_size,
+    product_rows,
     require,
     shared_bytes,
 )
@@ -52,7 +53,8 @@ class CudaOperations:
 
     def attention_plan(self, heads: int, kv_heads: int, dim: int) -> AttentionPlan:
         splits = self.splits or Splits.of_heads(kv_heads)
-        return AttentionPlan(heads, kv_heads, dim, splits, self.dtype == torch.float32, shared_bytes(self.device))
+        return AttentionPlan(heads, kv_heads, dim, splits, self.dtype == torch.float32, shared_bytes(self.device),
+                             product_rows(self.device))
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CudaLinear)

@@ -97,13 +97,13 @@ def _flash_attention(attend: Attend, q: Tensor, store: CudaStore, length: int) -
     rows, heads, dim = q.shape
     end, group = length + rows, heads // store.heads
     queries = q.view(rows, store.heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, group, T, D]
-    k, v = (part.repeat_interleave(group, 0)[None] for part in _read_range(store, length, end))
+    k, v = (part.repeat_interleave(group, 0)[None] for part in store.read_range(length, end))
     output, lse = attend(queries.reshape(1, heads, rows, dim), k, v, True)
     lse = lse.reshape(heads, rows)
     if length:
         output, together = output.float(), queries.reshape(1, store.heads, group * rows, dim)
     for start in range(0, length, _PIECE):
-        k, v = (part[None] for part in _read_range(store, start, min(start + _PIECE, length)))
+        k, v = (part[None] for part in store.read_range(start, min(start + _PIECE, length)))
         earlier, earlier_lse = attend(together, k, v, False)
         earlier_lse = earlier_lse.reshape(heads, rows)
         share = torch.sigmoid(earlier_lse - lse)[..., None]  # of the piece
@@ -124,7 +124,7 @@ def _explicit_attention(q: Tensor, store: CudaStore, length: int, window: int) -
         own = torch.arange(length + start, end, device=q.device)[:, None]
         position = torch.arange(first, end, device=q.device)[None]
         hidden = (position > own) | (position <= own - window) if window else position > own
-        for head, (k, v) in enumerate(zip(*(part.float() for part in _read_range(store, first, end)), strict=True)):
+        for head, (k, v) in enumerate(zip(*(part.float() for part in store.read_range(first, end)), strict=True)):
             places = slice(head * group, (head + 1) * group)
             scores = torch.einsum("tgd,sd->tgs", some[:, places].float(), k) / math.sqrt(dim)
             if store.score_cap:
@@ -173,7 +173,7 @@ def _masked_attention(q: Tensor, store: CudaStore, length: int, window: int) -> 
     rows, heads, _ = q.shape
     end = length + rows
     first = max(0, length + 1 - window) if window else 0
-    k, v = (part.repeat_interleave(heads // store.heads, 0)[None] for part in _read_range(store, first, end))
+    k, v = (part.repeat_interleave(heads // store.heads, 0)[None] for part in store.read_range(first, end))
     queries = q.transpose(0, 1)[None]
     if not window:
         output = functional.scaled_dot_product_attention(queries, k, v, causal_lower_right(rows, end))
@@ -183,15 +183,6 @@ def _masked_attention(q: Tensor, store: CudaStore, length: int, window: int) -> 
         seen = (position <= own) & (position > own - window)
         output = functional.scaled_dot_product_attention(queries, k, v, seen)
     return output[0].transpose(0, 1).contiguous()
-
-
-def _read_range(store: CudaStore, first: int, end: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [Hkv, end - first, D] of positions first .. end - 1, in the model's dtype."""
-    k, v = (part.view(store.element)[:, first:end] for part in (store.k, store.v))
-    if store.is_scaled:
-        k, v = ((part.float() * scale[:, first:end, None]).to(store.dtype)
-                for part, scale in ((k, store.k_scale), (v, store.v_scale)))
-    return k, v
 
 
 def prefill(ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry, x: Tensor, cos: Tensor,

@@ -139,13 +139,13 @@ class SharedForwards:
         embedding, taps = Embedding(rows.table, rows.factor), texts[0].taps.layers if texts[0].taps else ()
         size, num, room = shared_sizes(texts, stores)
         has_remainder = any(kv.remainder is not None for kv in texts)
-        key = num, size, room, taps, id(rows.table), stores[0][0].element, has_remainder
+        key = num, size, room, taps, id(rows.table), stores[0][0].format, has_remainder
         return self._buffers.get(key, lambda: ForwardBuffers(decoder, num * size, stores[0], has_remainder, taps,
                                                              embedding, num, room))
 
     def _spare_store(self, like: CudaStore) -> CudaStore:
-        if self._spare is None or self._spare.element != like.element:
-            self._spare = CudaStore(like.k.device, like.dtype, like.element, like.heads, like.dim)
+        if self._spare is None or self._spare.format is not like.format:
+            self._spare = like.empty_like()
             self._spare.reserve_drafts(_MAX_ROWS)
         return self._spare
 
