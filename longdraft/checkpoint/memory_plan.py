@@ -3,7 +3,8 @@
     cuda: 15.0 GiB of weights, 5.0 GiB of a copy that drafts, 2.9 GiB free: texts of at most 20,358 tokens, of 131,072
     that the model allows. More tokens fit with LONGDRAFT_KERNELS=triton-16-k8v4 (52,640), ...
 
-A tenth of the free memory is left for buffers of forwards and for graphs (`sizing.USABLE`).
+A tenth of the free memory is left for buffers of forwards and for graphs (`sizing.USABLE`), and at least what a chunk
+of a prompt takes (`sizing.prompt_bytes`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from longdraft.cache.full import FullCache
-from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, model_sizes, quantized_bytes
+from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, model_sizes, prompt_bytes, quantized_bytes
 from longdraft.errors import translate_memory_errors
 from longdraft.kernels import VARIABLE, Kernels, available
 from longdraft.kernels.cuda.cache_format import CacheFormat
@@ -41,6 +42,7 @@ class MemoryPlan(NamedTuple):
     weights_bytes  of the model; draft_bytes: of the copy that drafts
     free_bytes     that nothing has
     token_bytes    of the cache, for each token
+    prompt_bytes   that a chunk of a prompt takes at most beside the cache
     limit          tokens that the model allows
     cures          most tokens first; none where the whole limit fits
     """
@@ -50,13 +52,15 @@ class MemoryPlan(NamedTuple):
     draft_bytes: int
     free_bytes: int
     token_bytes: int
+    prompt_bytes: int
     limit: int
     cures: tuple[Cure, ...] = ()
 
     @property
     def tokens(self) -> int:
         """Of the longest text that fits, prompt and new ones together."""
-        return fitting_tokens(self.free_bytes, self.token_bytes, self.limit)
+        rows = _fitting_rows(self.free_bytes, self.token_bytes, self.prompt_bytes)
+        return max(0, min(self.limit, rows - LARGEST_TREE))
 
     def __str__(self) -> str:
         copy = f", {_gib(self.draft_bytes)} of a copy that drafts" if self.draft_bytes else ""
@@ -65,9 +69,13 @@ class MemoryPlan(NamedTuple):
                 f"at most {self.tokens:,} tokens, of {self.limit:,} that the model allows{more}")
 
 
-def fitting_tokens(free_bytes: int, token_bytes: int, limit: int) -> int:
-    """Tokens whose cache fits, with the rows of the largest tree beside them."""
-    return max(0, min(limit, int(free_bytes * USABLE) // token_bytes - LARGEST_TREE))
+def _fitting_rows(free_bytes: int, token_bytes: int, prompt: int) -> int:
+    """Rows of the largest cache that fits; those of the largest tree are among them."""
+    return min(int(free_bytes * USABLE), free_bytes - prompt) // token_bytes
+
+
+def _prompt_of(model: Transformer) -> int:
+    return prompt_bytes(model.config, model.kernels.dtype.itemsize, unpacks=model.weights.quantize != "none")
 
 
 def plan(model: Transformer, draft_bytes: int = 0) -> MemoryPlan | None:
@@ -77,7 +85,7 @@ def plan(model: Transformer, draft_bytes: int = 0) -> MemoryPlan | None:
         return None
     quantize = model.weights.quantize
     weights = model.weights.nbytes if quantize in (FILE, "int4") else weights_of(model.config, kernels, quantize)
-    now = MemoryPlan(str(kernels.device), weights, draft_bytes, free, model.cache_bytes_per_token,
+    now = MemoryPlan(str(kernels.device), weights, draft_bytes, free, model.cache_bytes_per_token, _prompt_of(model),
                      model.config.max_positions)
     if now.tokens == now.limit:
         return now
@@ -104,7 +112,8 @@ def _alternatives(now: MemoryPlan, model: Transformer) -> Iterator[tuple[str, Me
     for quantize in ("int8", "int4"):
         saved = now.weights_bytes - weights_of(config, kernels, quantize)
         saved += now.draft_bytes if quantize == "int4" else 0  # an int4 model drafts with its own weights
-        fewer = now._replace(free_bytes=now.free_bytes + saved)
+        fewer = now._replace(free_bytes=now.free_bytes + saved,
+                             prompt_bytes=prompt_bytes(config, kernels.dtype.itemsize, unpacks=True))
         yield f"--quantize {quantize}", fewer
         if fewer.tokens < now.limit:
             for setting, both in with_caches(fewer)[-1:]:
@@ -123,7 +132,7 @@ def _smaller_caches(model: Transformer) -> dict[str, int]:
 def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:
     """Reserve the whole cache of a text of `length` tokens. MemoryError, naming what would fit, if there is no room."""
     free, wanted = model.kernels.free_bytes(), length + LARGEST_TREE
-    fits = free is None or int(free * USABLE) // model.cache_bytes_per_token >= wanted
+    fits = free is None or _fitting_rows(free, model.cache_bytes_per_token, _prompt_of(model)) >= wanted
     if not fits and (now := plan(model)):
         raise MemoryError(f"the cache of {length} tokens takes {_gib(wanted * now.token_bytes)}, and "
                           f"{_gib(now.free_bytes)} of {now.device} are free; {now.tokens} tokens would fit, prompt and "

@@ -17,10 +17,11 @@ from longdraft.checkpoint import gpt_oss
 from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.checkpoint.gguf.types import DEVICE_BYTES, KEPT_BYTES
-from longdraft.checkpoint.tensor_names import layer_shapes, outer_shapes
+from longdraft.checkpoint.tensor_names import layer_shapes, linears_of, outer_shapes
 from longdraft.checkpoint.tensor_source import TensorSource
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels
+from longdraft.kernels.interface import DEVICE_CHUNK, DEVICE_PIECE, REPORTED_ROWS
 from longdraft.kernels.weights import FILE
 from longdraft.model.config import ModelConfig
 
@@ -162,6 +163,30 @@ def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool =
         layers += prod(config.input_table)
     tables = 1 if config.is_tied or is_draft_copy else 2
     return int(layers + tables * config.vocab_size * (config.hidden_size + 4))
+
+
+def prompt_bytes(config: ModelConfig, dtype_bytes: int, *, unpacks: bool) -> int:
+    """Upper bound of what a device holds at a time, beside weights and cache, while it reads a chunk of a prompt.
+
+    unpacks  one matrix at a time is expanded to the model's dtype, for the library's product
+    """
+    rows, hidden, held, most = DEVICE_CHUNK, config.hidden_size, 0, 0
+    for spec in set(config.layers):
+        linears = [(sum(sum(segments) for _, segments in each.parts), each.columns)
+                   for each in linears_of(spec, hidden).values()]
+        # Products and the activation after gate and up, of half their width.
+        part = rows * 3 * max(outputs for outputs, _ in linears) // 2 * dtype_bytes
+        if attention := spec.attention:
+            queries, pairs = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+            held = max(held, 3 * queries + 4 * pairs)  # before and after the rotation; the output
+            # Queries in another order, repeated keys and values; outputs of two pieces and their sum, in float32.
+            pieces = rows * queries * (3 * dtype_bytes + 12) + 2 * DEVICE_PIECE * pairs * (dtype_bytes + 4)
+            part = max(part, pieces)
+        matrix = max(outputs * columns for outputs, columns in linears) * dtype_bytes if unpacks else 0
+        most = max(most, part + matrix)
+    new_rows = sum(2 * heads * dim for heads, dim in config.kv_shapes)
+    reported = REPORTED_ROWS * sum(3 * layer.num_heads * layer.head_dim for layer in config.kv_attention)
+    return (rows * (6 * hidden + new_rows + held) + reported) * dtype_bytes + most
 
 
 def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int, files: TensorSource) -> None:

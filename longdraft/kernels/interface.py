@@ -25,6 +25,8 @@ from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, Q
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
 REPORTED_ROWS = 128  # last rows of a chunk of a prompt whose attention is reported
+DEVICE_CHUNK = 2048  # rows of a prompt that a device reads at a time; its texts depend on it
+DEVICE_PIECE = 16384  # positions before such a chunk that one attention reads
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

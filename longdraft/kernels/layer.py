@@ -131,7 +131,8 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
             kv = kv._replace(remainder=_of_sinks(layer.sinks, len(kv.k), dim))
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
-    attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)
+    attended = outputs[0] if len(outputs) == 1 else AttentionOutput(*map(torch.cat, zip(*outputs, strict=True)))
+    attended = attended._replace(content=content)
     output = attended.output.flatten(1)
     if layer.is_gated:
         output = ops.gate(output, qkv.flatten(1)[:, end * dim :])
@@ -263,7 +264,9 @@ class LayerwiseDecoder:
                                       None if index else source)
             x = layer_end(self._ops, x, layer, self._geometry, given[:, index * width : (index + 1) * width])
             if layer.source is None:
-                outputs.append(AttentionOutput(*(part[-(self._reported or 0) :] for part in output)))
+                if self._reported is not None:  # copies, because views would hold the other rows of all layers
+                    output = AttentionOutput(*(part[-self._reported :].clone() for part in output))
+                outputs.append(output)
         self._tap(len(self._layers), x, texts)
         return x, AttentionOutput(*(_stacked(part) for part in zip(*outputs, strict=True)))
 

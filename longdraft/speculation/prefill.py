@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from longdraft.kernels.interface import DEVICE_CHUNK
 from longdraft.model.transformer import ForwardRequest, chain_rows
 from longdraft.parallel import SingleProcess
 from longdraft.speculation.abilities import ReadsPrompt
 from longdraft.speculation.drafter import Verified
-from longdraft.speculation.reuse import DEVICE_CHUNK, DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
+from longdraft.speculation.reuse import DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
 from longdraft.speculation.routine import Routine
 from longdraft.speculation.step import Step
 

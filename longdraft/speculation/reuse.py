@@ -19,14 +19,13 @@ from typing import Any
 from longdraft.cache.full import FullCache
 from longdraft.cache.prefix import Ids, Lease, Match, PrefixTree, Reading
 from longdraft.cache.states import KEPT_BEFORE
-from longdraft.kernels.interface import REPORTED_ROWS, STORE_BLOCK
+from longdraft.kernels.interface import DEVICE_CHUNK, REPORTED_ROWS, STORE_BLOCK
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import SingleProcess
 from longdraft.request.context import Context
 from longdraft.speculation.routine import Routine
 
 PREFILL_CHUNK = 512  # prompt tokens in one forward on the CPU; the text does not depend on it
-DEVICE_CHUNK = 2048  # the same on a device, where the text does
 DRAFTER_ROWS = REPORTED_ROWS  # last rows of the prefill, which drafters are given
 _LEAST_GAIN = 256  # rows that are worth waiting for
 _MAX_IDLE = 4  # rounds of a batch without progress of the text that is waited for

@@ -21,12 +21,12 @@ from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.interface import DEVICE_CHUNK
 from longdraft.model.transformer import Transformer, chain_rows, tree_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import chain
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.reuse import DEVICE_CHUNK
 from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft_bench.cuda.models import Bench, device_ms, switched, synchronise

@@ -22,6 +22,7 @@ from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import liar, prompt_of
 from helpers.generation import by_name
 from longdraft import kernels
+from longdraft.checkpoint import memory_plan
 from longdraft.errors import UsageError
 from longdraft.kernels import noise
 from longdraft.model.transformer import Transformer, chain_rows
@@ -203,6 +204,7 @@ def test_the_cache_is_reserved_in_full_and_an_error_says_how_many_tokens_would_f
     assert text.step.cache.nbytes == before
     text.close()
     monkeypatch.setattr(type(engine.model.kernels), "free_bytes", lambda self: 1500 * per_token)
+    monkeypatch.setattr(memory_plan, "prompt_bytes", lambda *given, **options: 0)
     with pytest.raises(MemoryError, match=r"the cache of \d+ tokens takes .* 326 tokens would fit.*int4 and .*-k8v4"):
         engine.generate(prompt_of(30), SamplingParams(max_new_tokens=450))
     monkeypatch.setattr(type(engine.model.kernels), "free_bytes", lambda self: 30_000)

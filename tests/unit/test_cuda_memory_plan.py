@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import weakref
 
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
@@ -16,10 +18,12 @@ import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.gguf_files import convert
-from longdraft.checkpoint import memory_plan
+from longdraft.checkpoint import memory_plan, sizing
 from longdraft.checkpoint.memory_plan import plan, weights_of
 from longdraft.checkpoint.sizing import LARGEST_TREE, USABLE, kept_sizes, quantized_bytes
+from longdraft.kernels.cuda import prefill
 from longdraft.kernels.cuda.kernels import CudaKernels
+from longdraft.model.transformer import chain_rows
 from longdraft.request.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.full
@@ -37,6 +41,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name, rows in (("DEVICE_CHUNK", 16), ("DEVICE_PIECE", 64)):  # of prompts, so that little memory is enough
+        monkeypatch.setattr(sizing, name, rows)
 
 
 def held_bytes() -> int:
@@ -88,6 +94,47 @@ def test_the_bytes_of_a_draft_copy_are_those_that_a_load_allocates(folder):
     engine = engine_of(folder, drafter="magicdec", drafter_options={"draft_weights": "int4"})
     copied = quantized_bytes(engine.model.config, "int4", is_draft_copy=True, is_on_device=True)
     assert copied == pytest.approx(held_bytes() - before - weights, rel=0.02)
+
+
+class Peak(TorchDispatchMode):
+    """The largest number of bytes that new tensors hold at a time. Triton's interpreter leaves cycles, which are
+    collected before each operation that takes much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if any(name in str(operation) for name in ("mm", "flash", "stack", "cat", "clone")):
+            gc.collect()
+        found = operation(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        for each in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(each, torch.Tensor) and (place := each.untyped_storage().data_ptr()) not in given:
+                if place not in self._live:
+                    weakref.finalize(each.untyped_storage(), self._live.pop, place, None)
+                self._live[place] = each.untyped_storage().nbytes()
+                self.bytes = max(self.bytes, sum(self._live.values()))
+        return found
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="a device's library takes memory of its own")
+@pytest.mark.parametrize("quantize, name", [("none", NAME), ("int8", NAME), ("int4", NAME), ("none", f"{NAME}-k8v4")])
+def test_a_chunk_of_a_prompt_takes_no_more_than_the_plan_leaves_for_it(folder, monkeypatch, quantize, name):
+    """Chunks of 160 rows, whose earlier positions are read in pieces of as many."""
+    for module in (sizing, prefill):
+        monkeypatch.setattr(module, "DEVICE_PIECE", 160)
+    monkeypatch.setattr(sizing, "DEVICE_CHUNK", 160)
+    model = engine_of(folder, quantize, name).model
+    cache, ids = model.new_cache(), [7 * place % 600 for place in range(320)]
+    cache.reserve(320)
+    model.forward(chain_rows(ids[:160], 0), cache, is_prompt=True)
+    cache.commit(range(160))
+    with Peak() as peak:
+        model.forward(chain_rows(ids[160:], 160), cache, is_prompt=True)
+    bound = sizing.prompt_bytes(model.config, 4, unpacks=quantize != "none")
+    assert 0.7 * bound <= peak.bytes <= bound
 
 
 @pytest.mark.parametrize("name", [NAME, f"{NAME}-kv8", f"{NAME}-k8v4"])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.cache.prefix import Lease, PrefixTree, common_prefix
-from longdraft.kernels.interface import STORE_BLOCK
-from longdraft.speculation.reuse import DEVICE_CHUNK, shareable_rows
+from longdraft.kernels.interface import DEVICE_CHUNK, STORE_BLOCK
+from longdraft.speculation.reuse import shareable_rows
 
 HEADS, DIM = 2, 8
 

@@ -204,8 +204,10 @@ class CudaLinear:
         """PyTorch's product for many rows x [R, K]: [R, N]. Faster, but its bits depend on the number of rows."""
         if self.scale is None:
             return functional.linear(x, self.weight, None if self.bias is None else self.bias.to(self.dtype))
-        sums = functional.linear(x, self.weight.to(self.dtype)).float() * self.scale
-        return (sums if self.bias is None else sums + self.bias).to(self.dtype)
+        product = functional.linear(x, self.weight.to(self.dtype))
+        if self.bias is None:
+            return torch.mul(product, self.scale, out=product)  # in float32, without memory for it
+        return (product * self.scale + self.bias).to(self.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -27,12 +27,11 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import KV, REPORTED_ROWS, LayersKV
+from longdraft.kernels.interface import DEVICE_PIECE, KV, REPORTED_ROWS, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 _EXPLICIT_ROWS = 128  # whose scores are in memory at a time
-_PIECE = 16384  # positions before a chunk that one attention reads
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
@@ -102,8 +101,8 @@ def _flash_attention(attend: Attend, q: Tensor, store: CudaStore, length: int) -
     lse = lse.reshape(heads, rows)
     if length:
         output, together = output.float(), queries.reshape(1, store.heads, group * rows, dim)
-    for start in range(0, length, _PIECE):
-        k, v = (part[None] for part in store.read_range(start, min(start + _PIECE, length)))
+    for start in range(0, length, DEVICE_PIECE):
+        k, v = (part[None] for part in store.read_range(start, min(start + DEVICE_PIECE, length)))
         earlier, earlier_lse = attend(together, k, v, False)
         earlier_lse = earlier_lse.reshape(heads, rows)
         share = torch.sigmoid(earlier_lse - lse)[..., None]  # of the piece
