@@ -39,7 +39,7 @@ def attention(shared):
     for dim in (64, 80, 96, 256, 512):
         yield attend(shared, dim, stack=24 if dim == 512 else 0)  # Triton 3.4
         yield attend(shared, dim, keys=I8)
-        yield attend(shared, dim, keys=I8, values=U8, stack={80: 184, 96: 96}.get(dim, 0))
+        yield attend(shared, dim, keys=I8, values=U8, stack={80: 120, 96: 72}.get(dim, 0))
     yield attend(shared, 256, HAS_CAP=True, HAS_WINDOW=True)
     for values, stack in ((I8, 8), (U8, 96)):
         yield attend(shared, 256, keys=I8, values=values, stack=stack, HAS_TABLE=True)

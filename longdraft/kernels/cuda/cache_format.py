@@ -15,7 +15,8 @@ class CacheFormat(enum.Enum):
 
     EXACT  rows in the model's dtype
     KV8    8 bits: a number is a whole number of -127 to 127 times its row's scale
-    K8V4   keys as in KV8; a value has 4 bits, of its row's scale and middle
+    K8V4   keys as in KV8; a value has 4 bits: a whole number of 0 to 15 times its row's scale, and
+           the row's least number
     """
 
     EXACT = ""
@@ -55,4 +56,4 @@ def _of_4_bits(rows: Tensor) -> Tensor:
     least, largest = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     scale = (largest - least) / 15
     codes = ((rows - least) / scale.masked_fill(scale == 0, 1)).round()
-    return (2 * codes - 15) * (scale / 2) + (least / 2 + largest / 2)
+    return codes * scale + least

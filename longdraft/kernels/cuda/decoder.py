@@ -6,10 +6,8 @@ changes only the time, by little, and few graphs serve all numbers of rows.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
@@ -30,8 +28,8 @@ from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_de
 from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.model_chain import MAX_HEADS, ModelChains
 from longdraft.kernels.cuda.operations import MAP_BLOCK, MAP_COLUMNS, CudaOperations
-from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.cuda.shared_forward import SharedForwards, TextResults, can_share
+from longdraft.kernels.cuda.prefill import prefill
+from longdraft.kernels.cuda.shared_forward import SharedForwards, TextResults, can_share, in_groups
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
@@ -74,14 +72,8 @@ class CudaDecoder:
             return self._forward_text(rows, texts[0], parents)
         if isinstance(rows, TokenRows) and can_share(texts):
             return self._shared.run(self, rows, texts, parents)
-        results, start = [], 0
-        for kv in texts:
-            own = slice(start, start + kv.k.shape[1])
-            results.append(self._forward_text(rows.cut(own), kv, parents[own]))
-            start = own.stop
-        attended = (with_all_rows(output, len(hidden)) for hidden, output in results)
-        outputs = (torch.cat(part, 1) for part in zip(*attended, strict=True))
-        return torch.cat([hidden for hidden, _ in results]), AttentionOutput(*outputs)
+        return in_groups(lambda rows, text, parents: self._forward_text(rows, text[0], parents), rows, texts, parents,
+                         1)
 
     def _forward_text(self, inputs: TokenRows | EmbeddedRows, kv: LayersKV,
                       parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -115,18 +107,13 @@ class CudaDecoder:
         serials = tuple(store.serial for store in stores)
         place = None if remainder is None else remainder.data_ptr()
         key = (bucket, place, taps, serials, None if embedding is None else id(embedding.table))
-        if bucket not in BUCKETS:
-            return ForwardBuffers(self, bucket, stores, remainder is not None, taps, embedding, remainder=remainder)
 
         def make() -> ForwardBuffers:
-            weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
             return ForwardBuffers(self, bucket, stores, remainder is not None, taps, embedding, remainder=remainder)
 
-        return self._buffers.get(key, make)
-
-    def drop_buffers(self, key: Key) -> None:
-        """Free the buffers of `key` and their graph."""
-        self._buffers.drop(key)
+        if bucket not in BUCKETS:
+            return make()
+        return self._buffers.get(key, make, stores[0])  # no later cache has the serials of one that is freed
 
     drafts_chains = True
 
@@ -240,9 +227,3 @@ def has_fixed_launches(layer: LayerWeights, geometry: Geometry) -> bool:
              layer.heads, layer.beside, layer.extra, layer.source, layer.attention_conv, layer.mlp_conv)
     is_usual = layer.is_causal and not layer.is_gated and layer.scalar == 1
     return is_usual and not geometry.has_gelu and geometry.num_ropes == 1 and all(part is None for part in parts)
-
-
-def _drop_buffers(decoder: weakref.ref[CudaDecoder], key: Key) -> None:
-    """Runs when a cache is freed: no later cache has its serials."""
-    if found := decoder():
-        found.drop_buffers(key)

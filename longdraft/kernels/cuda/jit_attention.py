@@ -50,12 +50,12 @@ def store_of_text(entry, k, v, k_scale, v_scale):
 
 
 @triton.jit
-def block_step(queries, keys, values, key_scale, value_scale, value_middle, dim, is_seen, max_score, weight_sum,
+def block_step(queries, keys, values, key_scale, value_scale, value_least, dim, is_seen, max_score, weight_sum,
                value_sum, factor, cap, DIM: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr):
     """One block of an online softmax: its new maximum, sum of weights and weighted sum of values.
 
     queries  [LANES, PADDED]; keys [PADDED, BLOCK]; values [BLOCK, PADDED], as a store holds them (`jit_cache_rows`)
-    key_scale, value_scale, value_middle  [BLOCK], where the format has them
+    key_scale, value_scale, value_least  [BLOCK], where the format has them
     is_seen  [LANES, BLOCK]: the keys that a lane sees, where IS_MASKED; otherwise every lane sees all
     """
     scores = tl.dot(queries, codes_of(keys, dim[:, None], queries, DIM), input_precision="ieee") * factor
@@ -72,7 +72,7 @@ def block_step(queries, keys, values, key_scale, value_scale, value_middle, dim,
     weight_sum = weight_sum * rescale + tl.sum(weights, 1)
     value_sum = value_sum * rescale[:, None]
     if values.dtype == tl.uint8:
-        value_sum += tl.sum(weights * value_middle[None, :], 1)[:, None]
+        value_sum += tl.sum(weights * value_least[None, :], 1)[:, None]
     if keys.dtype == tl.int8:
         weights = weights * value_scale[None, :]
     value_sum = tl.dot(weights.to(queries.dtype), codes_of(values, dim[None, :], queries, DIM), value_sum,
@@ -176,15 +176,15 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
             else:
                 keys = tl.load(k + slot[None, :] * DIM + dim[:, None], mask=is_dim[:, None], other=0.0)
                 values = tl.load(v + slot[:, None] * WIDTH + value_at[None, :], mask=is_dim[None, :], other=0.0)
-            key_scale, value_scale, value_middle = place, place, place
+            key_scale, value_scale, value_least = place, place, place
             if IS_PACKED:
-                value_scale, value_middle = tl.load(v_scale + 2 * slot), tl.load(v_scale + 2 * slot + 1)
+                value_scale, value_least = tl.load(v_scale + 2 * slot), tl.load(v_scale + 2 * slot + 1)
             elif IS_SCALED:
                 value_scale = tl.load(v_scale + slot)
             if IS_SCALED:
                 key_scale = tl.load(k_scale + slot)
             is_seen = (block + place)[None, :] >= oldest[:, None]
-            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, value_middle,
+            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, value_least,
                                                           dim, is_seen, max_score, weight_sum, value_sum, factor, cap,
                                                           DIM, HAS_WINDOW, HAS_CAP)
         # The row's own end: the last part of the prefix, then the drafted rows of its path.
@@ -197,16 +197,16 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
             keys = tl.load(k + slot[None, :] * DIM + dim[:, None], mask=is_inside[None, :] & is_dim[:, None], other=0.0)
             values = tl.load(v + slot[:, None] * WIDTH + value_at[None, :], mask=is_inside[:, None] & is_dim[None, :],
                              other=0.0)
-            key_scale, value_scale, value_middle = place, place, place
+            key_scale, value_scale, value_least = place, place, place
             if IS_PACKED:
                 value_scale = tl.load(v_scale + 2 * slot, mask=is_inside, other=0.0)
-                value_middle = tl.load(v_scale + 2 * slot + 1, mask=is_inside, other=0.0)
+                value_least = tl.load(v_scale + 2 * slot + 1, mask=is_inside, other=0.0)
             elif IS_SCALED:
                 value_scale = tl.load(v_scale + slot, mask=is_inside, other=0.0)
             if IS_SCALED:
                 key_scale = tl.load(k_scale + slot, mask=is_inside, other=0.0)
             is_seen = is_inside[None, :] & (position[None, :] >= oldest[:, None])
-            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, value_middle,
+            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, value_least,
                                                           dim, is_seen, max_score, weight_sum, value_sum, factor, cap,
                                                           DIM, True, HAS_CAP)
         if HAS_TABLE:  # here, so that no register holds it while keys are read

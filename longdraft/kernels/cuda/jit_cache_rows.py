@@ -1,8 +1,8 @@
 """Rows of keys and values in the formats of a cache (`cache_format`), which the type of a store's elements names:
 
     int8     a number is scale * code; the row's largest magnitude has the code 127
-    uint8    two numbers of 4 bits: half * (2 * code - 15) + middle. A byte holds a number of the row's first half and
-             below it, in the upper bits, one of its second half. The row's least number has the code 0, its largest 15
+    uint8    two numbers of 4 bits: scale * code + least. A byte holds a number of the row's first half and, in its
+             upper bits, one of the second half. The row's least number has the code 0, its largest 15
     others   the numbers
 """
 
@@ -28,7 +28,7 @@ def codes_of(elements, dim, like, DIM: tl.constexpr):
     the dtype of the tensor `like`. All codes are exact there."""
     if elements.dtype == tl.uint8:
         code = (elements >> tl.where(dim < DIM // 2, 0, 4).to(tl.uint8)) & 15
-        return (code.to(tl.int8) * 2 - 15).to(like.dtype)
+        return code.to(tl.int8).to(like.dtype)
     else:
         return elements.to(like.dtype)
 
@@ -55,8 +55,8 @@ def store_row(first, second, mask, slot, store, scales, HALF: tl.constexpr, half
         scale = tl.div_rn(largest - least, 15.0)
         divisor = tl.where(scale > 0, scale, 1.0)
         low, high = _rounded(tl.div_rn(first - least, divisor)), _rounded(tl.div_rn(second - least, divisor))
-        tl.store(scales + 2 * slot, _nan_unless_finite(scale * 0.5, first, second))
-        tl.store(scales + 2 * slot + 1, least * 0.5 + largest * 0.5)
+        tl.store(scales + 2 * slot, _nan_unless_finite(scale, first, second))
+        tl.store(scales + 2 * slot + 1, least)
         tl.store(at, (low | high << 4).to(tl.uint8), mask=mask)
     else:
         tl.store(at, first.to(store.dtype.element_ty), mask=mask)

@@ -70,7 +70,7 @@ class CudaStore:
 
     def _empty(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values [Hkv, slots, D], and their scales [Hkv, slots]. Values of 4 bits: bytes [Hkv, slots, D / 2],
-        with scales and middles [Hkv, slots, 2]. The exact format has scales [1, 1] that nothing reads."""
+        with scales and least numbers [Hkv, slots, 2]. The exact format has scales [1, 1] that nothing reads."""
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
@@ -141,8 +141,8 @@ class CudaStore:
         if not scales:
             return k, v
         if self.format.is_packed:
-            half, middle = scales[1].unbind(-1)
-            values = (2.0 * torch.cat([v & 15, v >> 4], -1) - 15.0) * half[..., None] + middle[..., None]
+            scale, least = scales[1].unbind(-1)
+            values = torch.cat([v & 15, v >> 4], -1) * scale[..., None] + least[..., None]
         else:
             values = v * scales[1][..., None]
         keys = k * scales[0][..., None]

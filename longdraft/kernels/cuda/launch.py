@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -34,9 +35,13 @@ class RecentlyUsed(Generic[Key, Value]):
         self._limit, self._dropped = limit, dropped
         self._held: dict[Key, Value] = {}
 
-    def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of `key`, which `make` makes if it is missing."""
-        value = self._held.pop(key) if key in self._held else make()
+    def get(self, key: Key, make: Callable[[], Value], owner: object = None) -> Value:
+        """The value of `key`, which `make` makes if it is missing. It is dropped when the `owner` is freed."""
+        value = self._held.pop(key, None)
+        if value is None:
+            value = make()
+            if owner is not None:
+                weakref.finalize(owner, _drop, weakref.ref(self), key).atexit = False
         self._held[key] = value
         while len(self._held) > self._limit:
             self.drop(next(iter(self._held)))
@@ -49,6 +54,11 @@ class RecentlyUsed(Generic[Key, Value]):
 
     def __len__(self) -> int:
         return len(self._held)
+
+
+def _drop(kept: weakref.ref[RecentlyUsed[Key, Value]], key: Key) -> None:
+    if found := kept():
+        found.drop(key)
 
 
 def chained(device: torch.device) -> dict[str, bool]:

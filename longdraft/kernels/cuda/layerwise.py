@@ -9,11 +9,9 @@ which only some have a remainder are launched by the host, kernel by kernel.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
@@ -27,7 +25,7 @@ from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.model_chain import MAX_HEADS, ModelChains
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.cuda.prefill import prefill, with_all_rows
+from longdraft.kernels.cuda.prefill import prefill
 from longdraft.kernels.cuda.shared_forward import (
     MAX_SHARED,
     bucket_of,
@@ -73,14 +71,8 @@ class CudaLayerwiseDecoder:
             return self._few_rows.forward(x, cos, sin, texts, parents)
         if len(texts) == 1:
             return prefill(self.ops, self._layers, self.geometry, x, cos, sin, texts[0], parents)
-        results, start = [], 0
-        for kv in texts:
-            own = slice(start, start + kv.k.shape[1])
-            results.append(self.forward(x[own], cos[own], sin[own], [kv], parents[own]))
-            start = own.stop
-        attended = (with_all_rows(output, len(hidden)) for hidden, output in results)
-        outputs = (torch.cat(part, 1) for part in zip(*attended, strict=True))
-        return torch.cat([hidden for hidden, _ in results]), AttentionOutput(*outputs)
+        return in_groups(lambda rows, text, parents: self.forward(*rows, text, parents), EmbeddedRows(x, cos, sin),
+                         texts, parents, 1)
 
     def _replayed(self, rows: EmbeddedRows, texts: Sequence[LayersKV],
                   parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -90,11 +82,8 @@ class CudaLayerwiseDecoder:
         taps = kv.taps.layers if kv.taps else ()
         key = bucket, taps, kv.remainder is not None, tuple(store.serial for store in stores)
 
-        def make() -> CapturedLayers:
-            weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
-            return self._new_buffers(rows, kv, bucket)
-
-        return self._run(self._buffers.get(key, make), rows, texts, parents)
+        buffers = self._buffers.get(key, lambda: self._new_buffers(rows, kv, bucket), stores[0])
+        return self._run(buffers, rows, texts, parents)
 
     def _shared(self, rows: EmbeddedRows, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -132,13 +121,3 @@ class CudaLayerwiseDecoder:
     def model_chains(self, weights: DraftWeights, has_remainder: bool) -> ModelChains:
         """Texts with a remainder and texts without one do not share a graph: the remainder contains the sinks."""
         return self._chains.get((id(weights.head), has_remainder), lambda: ModelChains(weights))
-
-    def drop_buffers(self, key: object) -> None:
-        """Free the buffers of `key` and their graph."""
-        self._buffers.drop(key)
-
-
-def _drop_buffers(decoder: weakref.ref[CudaLayerwiseDecoder], key: object) -> None:
-    """Runs when a cache is freed: no later cache has its serials."""
-    if found := decoder():
-        found.drop_buffers(key)

@@ -24,13 +24,14 @@ from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.cuda.prefill import with_all_rows
 from longdraft.kernels.interface import LayersKV, TokenRows
 from longdraft.kernels.switches import is_on
 
 SHARES_FORWARDS = is_on("SHARES_FORWARDS")  # False: texts run one after another
 _MAX_ROWS = BUCKETS[-1]
 MAX_SHARED = 8  # numbers of texts and rows whose buffers are kept
-Rows = TypeVar("Rows", TokenRows, EmbeddedRows)
+Rows = TypeVar("Rows", TokenRows, EmbeddedRows, TokenRows | EmbeddedRows)
 
 
 class TextResults(NamedTuple):
@@ -84,9 +85,9 @@ def bucket_of(texts: Sequence[LayersKV]) -> int:
 
 
 def in_groups(run: Callable[[Rows, Sequence[LayersKV], Tensor], tuple[Tensor, AttentionOutput]], rows: Rows,
-              texts: Sequence[LayersKV], parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-    """Run texts together, as many at a time as fit into a forward. See `Decoder.forward`."""
-    at_once = _MAX_ROWS // bucket_of(texts)
+              texts: Sequence[LayersKV], parents: Tensor, at_once: int = 0) -> tuple[Tensor, AttentionOutput]:
+    """Run texts together, at_once at a time; 0: as many as fit into a forward. See `Decoder.forward`."""
+    at_once = at_once or _MAX_ROWS // bucket_of(texts)
     ends = [0, *accumulate(kv.k.shape[1] for kv in texts)]
     results = []
     for first in range(0, len(texts), at_once):
@@ -95,8 +96,9 @@ def in_groups(run: Callable[[Rows, Sequence[LayersKV], Tensor], tuple[Tensor, At
         results.append(run(rows.cut(own), some, parents[own]))
     if len(results) == 1:
         return results[0]
-    hidden, outputs = zip(*results, strict=True)
-    return torch.cat(hidden), AttentionOutput(*(torch.cat(part, 1) for part in zip(*outputs, strict=True)))
+    attended = (with_all_rows(output, len(hidden)) for hidden, output in results)
+    outputs = (torch.cat(part, 1) for part in zip(*attended, strict=True))
+    return torch.cat([hidden for hidden, _ in results]), AttentionOutput(*outputs)
 
 
 def stores_of(texts: Sequence[LayersKV]) -> list[list[CudaStore]]:
