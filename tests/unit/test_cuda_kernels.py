@@ -166,7 +166,7 @@ def test_layers_agree_with_the_reference_and_are_row_invariant(dtype, family, ha
 @pytest.mark.parametrize("dtype, family, piece", [("float16", "llama", 16), ("float32", "olmo2", 16384)])
 def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, piece, monkeypatch):
     """The positions before the chunk are read in one piece or in three, the last one shorter."""
-    monkeypatch.setattr(prefill, "_PIECE", piece)
+    monkeypatch.setattr(prefill, "DEVICE_PIECE", piece)
     geometry, norms, bias = FAMILIES[family]
     _, kv_heads, dim = geometry[:3]
     reported = prefill.REPORTED_ROWS

@@ -3,6 +3,7 @@
 The `jit_*` modules hold the Triton kernels, the other modules launch them. Each module imports only modules above it:
 
     launch  graph_cache           sizes, launch options, argument checks; captured CUDA graphs
+    cache_format                  of keys and values: their bits
     linear  kv_store              weights; keys and values
     few_bits                      weights of 4 to 8 bits in groups
     attention                     of the rows of trees
@@ -19,5 +20,6 @@ The `jit_*` modules hold the Triton kernels, the other modules launch them. Each
     row_invariance                tests a decoder on the device at hand
     kernels                       `CudaKernels`, the implementation of `longdraft.kernels.interface.Kernels`
 
-Import these modules only where a CUDA device is used: PyTorch installs Triton only in its CUDA builds.
+Import these modules, but for `cache_format`, only where a CUDA device is used: PyTorch installs Triton only in its
+CUDA builds.
 """
