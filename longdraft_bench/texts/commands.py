@@ -284,6 +284,7 @@ def perplexity(
 def cache_formats(
     text: Annotated[Path, typer.Option(help="A text file that the model was not trained on.")],
     model: ModelOption = "novelist", dtype: DtypeOption = "bfloat16",
+    quantize: Annotated[str, typer.Option(help="auto, none, int8, int4 or file: format of the weights.")] = "auto",
     tokens: Annotated[int, typer.Option(help="Tokens of the text that are read, at most.")] = 32_768,
     threads: ThreadsOption = None, output: OutputOption = None,
 ) -> None:
@@ -300,10 +301,10 @@ def cache_formats(
     prepare_run(threads, 1)
     chosen = choose_kernels(dtype)
     ids = perplexity.encode_file(model, text, tokens, 2, "2 or more")
-    loaded = load(model, drafter="plain", dtype=dtype).model
+    loaded = load(model, drafter="plain", dtype=dtype, quantize=quantize).model
     check(len(ids) <= loaded.config.max_positions, "--tokens", len(ids),
           f"2 to {loaded.config.max_positions}, which the model allows")
-    with document("cache-formats", output, chosen, model=model, tokens=len(ids)) as filled:
+    with document("cache-formats", output, chosen, model=model, quantize=quantize, tokens=len(ids)) as filled:
         with status("cache-formats"), single_threaded_torch(chosen):
             filled["formats"] = perplexity.by_cache_format(loaded, ids)
         perplexity.cache_table(filled["formats"]).show()

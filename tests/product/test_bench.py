@@ -46,7 +46,7 @@ def assert_sane(value: object, name: str = "") -> None:
             assert_sane(inner, name)
     elif isinstance(value, float):
         assert math.isfinite(value)
-        may_be_zero = name in ("rest_ms", "other_ms", "load_average") or hasattr(SamplingParams, name)
+        may_be_zero = name in ("rest_ms", "other_ms", "load_average", "divergence") or hasattr(SamplingParams, name)
         assert value > 0 or may_be_zero, name
 
 
@@ -335,6 +335,19 @@ def test_bench_length_writes_the_same_text_with_each_drafter(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
     assert run(command) == 2
     assert "is not UTF-8 text (byte 3)" in capsys.readouterr().err
+
+
+def test_bench_cache_formats_compares_distributions_with_those_of_an_exact_cache(tiny, tmp_path, capfd):
+    (tmp_path / "novel.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 9)
+    report, out = bench(capfd, tmp_path, "cache-formats", "--text", str(tmp_path / "novel.txt"), "--model",
+                        str(tiny["mha"]), "--tokens", "120", "--dtype", "float32")
+    exact, eight, four = report["formats"]
+    assert exact["divergence"] == 0 and exact["agreement"] == 1
+    assert 0 < eight["divergence"] < four["divergence"] < 0.1
+    assert eight["perplexity"] != exact["perplexity"] == pytest.approx(four["perplexity"], rel=0.1)
+    assert [each["bytes_per_token"] for each in (exact, eight, four)] == [
+        2 * 4 * count for count in (2 * 2 * 12, 2 * (12 + 4), 12 + 4 + 6 + 8)], "of 2 layers and 4 heads of 12"
+    assert "beside 16 bits" in out
 
 
 def test_bench_context_reports_the_nats_per_token_of_a_single_forward(tiny, tmp_path, capsys):
