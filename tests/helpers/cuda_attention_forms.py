@@ -41,9 +41,9 @@ def attention(shared):
         yield attend(shared, dim, keys=I8)
         yield attend(shared, dim, keys=I8, values=U8, stack={80: 120, 96: 72}.get(dim, 0))
     yield attend(shared, 256, HAS_CAP=True, HAS_WINDOW=True)
-    for values, stack in ((I8, 8), (U8, 96)):
+    for values, stack, capped in ((I8, 8, 128), (U8, 88, 136)):
         yield attend(shared, 256, keys=I8, values=values, stack=stack, HAS_TABLE=True)
-        yield attend(shared, 256, keys=I8, values=values, stack=144, HAS_TABLE=True, HAS_CAP=True, HAS_WINDOW=True)
+        yield attend(shared, 256, keys=I8, values=values, stack=capped, HAS_TABLE=True, HAS_CAP=True, HAS_WINDOW=True)
     for dim in (80, 96, 128, 256):
         yield attend(shared, dim, F32, stack=256 if dim == 256 else 0)
     for values in (I8, U8):
