@@ -156,8 +156,9 @@ class DeviceSampler:
                ) -> TextDraft:
         from longdraft.kernels.cuda.chain_rows import TextDraft
 
-        fresh = context.slice(self._held.length, len(context))
-        return TextDraft(self._held, fresh, path, places, num, self._left(context) - len(path) - ahead, within, ())
+        held = self._held
+        return TextDraft(held, held.length, context.slice(held.length, len(context)), path, places, num,
+                         self._left(context) - len(path) - ahead, within, ())
 
     def ranker(self, context: Context, width: int, within: float) -> Ranker:
         """What ranks the guesses of chains, and of heads, on the device."""

@@ -1,13 +1,14 @@
 """Mean accepted length with trained parts, by the length of the text; `longdraft bench acceptance`.
 
     longdraft bench acceptance paper=DIR ours=DIR glide=DIR --text a.txt --text b.txt --output heads.json
-    longdraft bench acceptance --model novelist --text a.txt --output parts.json
+    longdraft bench acceptance --model novelist --text a.txt --repetition-penalty 1.2 --output parts.json
 
 The drafters write some tokens after the first N tokens of each text, for each N of `contexts`, at T = 0 and at T = 1
-with min-p 0.1. Chained heads draft as in the paper: one token of the model itself on its partial cache, one of each
-head, no n-grams (tree 1,1,...). Independent heads draft the same without the model's token; glide, EAGLE heads, block
-heads and small models draft with their defaults, the first three also without suffixes of the text ("alone"). The mean
-accepted length depends on weights and prompts only, not on the load of the machine.
+with min-p 0.1, without a penalty or with one within 1,024 tokens. Chained heads draft as in the paper: one token of the
+model itself on its partial cache, one of each head, no n-grams (tree 1,1,...). Independent heads draft the same without
+the model's token; glide, EAGLE heads, block heads and small models draft with their defaults, the first three also
+without suffixes of the text ("alone"). The mean accepted length depends on weights and prompts only, not on the load of
+the machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from longdraft.engine.engine import Engine
 from longdraft.engine.loading import load
+from longdraft.errors import check
 from longdraft.parts.block_config import is_block
 from longdraft.parts.medusa import is_medusa
 from longdraft.report.table import Table
@@ -94,13 +96,18 @@ def accepted(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Mapping
 
 
 def measure_drafter(model: str, trained: TrainedDrafter, texts: Sequence[Path], contexts: Sequence[int],
-                    new_tokens: int) -> Record:
-    """The record of one drafter: its mean accepted length by temperature and context."""
+                    new_tokens: int, penalty: float) -> Record:
+    """The record of one drafter: its mean accepted length by temperature and context.
+
+    penalty  the repetition penalty, within 1,024 tokens; 1: none
+    """
     engine = load(model, drafter=trained.drafter, drafter_options=dict(trained.options), heads=trained.heads)
     encoded = [engine.encode(path.read_text(encoding="utf-8")) for path in texts]
+    shortest = min(map(len, encoded))
+    check(max(contexts) <= shortest, "--contexts", max(contexts), f"up to {shortest}, the tokens of the shortest text")
     lengths = {f"T={sampling['temperature']:g}": [
-        accepted(engine, [ids[:context] for ids in encoded], sampling, new_tokens) for context in contexts]
-        for sampling in SAMPLING}
+        accepted(engine, [ids[:context] for ids in encoded], {**sampling, "repetition_penalty": penalty}, new_tokens)
+        for context in contexts] for sampling in SAMPLING}
     options = {key: value for key, value in trained.options.items() if key != "model"}  # a path of this machine
     return {"drafter": trained.drafter, "options": options, "losses": list(trained.losses), "contexts": list(contexts),
             "mean_accepted_length": lengths}

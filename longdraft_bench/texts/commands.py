@@ -349,6 +349,7 @@ def acceptance(
     model: ModelOption = "novelist",
     contexts: ContextsOption = "1024,8192,32768",
     new_tokens: Annotated[int, typer.Option(help="Tokens to write after each prompt.")] = 300,
+    repetition_penalty: Annotated[float, typer.Option(help="Penalty within 1,024 tokens; 1: none.")] = 1.0,
 ) -> None:
     """Measure the mean accepted length of trained drafters by context, at T = 0 and at T = 1 with min-p 0.1."""
     from longdraft.engine.loading import load
@@ -361,9 +362,9 @@ def acceptance(
     drafters = drafters or acceptance.own_parts(load(model, drafter="auto"))
     measured: dict[str, Record] = {}
     for name, drafter in acceptance.with_alone(drafters).items():
-        measured[name] = acceptance.measure_drafter(model, drafter, text, lengths, new_tokens)
+        measured[name] = acceptance.measure_drafter(model, drafter, text, lengths, new_tokens, repetition_penalty)
         with document("acceptance", output, is_printed=False, model=model, texts=[path.name for path in text],
-                      new_tokens=new_tokens, trained=measured):
+                      new_tokens=new_tokens, repetition_penalty=repetition_penalty, trained=measured):
             pass
     acceptance.table(measured).show()
 

@@ -350,6 +350,20 @@ def test_bench_cache_formats_compares_distributions_with_those_of_an_exact_cache
     assert "beside 16 bits" in out
 
 
+def test_bench_acceptance_reports_the_tokens_of_each_forward(tmp_path, capfd):
+    text = str(Path(__file__).parents[2] / "examples" / "chapter.txt")
+    given = ["acceptance", "--text", text, "--contexts", "64", "--new-tokens", "16", "--repetition-penalty", "1.2"]
+    report, _ = bench(capfd, tmp_path, *given)
+    assert report["repetition_penalty"] == 1.2
+    trained = report["trained"]
+    assert trained.keys() == {"eagle", "eagle alone", "glide", "glide alone", "heads"}
+    for record in trained.values():
+        assert all(1 <= each <= 16 for lengths in record["mean_accepted_length"].values() for each in lengths)
+    given[4] = "100000"
+    assert run(["bench", *given, "--output", str(tmp_path / "none.json")]) == 2
+    assert "--contexts is 100000; allowed: up to" in capfd.readouterr().err
+
+
 def test_bench_context_reports_the_nats_per_token_of_a_single_forward(tiny, tmp_path, capsys):
     text = "It was a dark and stormy night; the rain fell in torrents. " * 12
     for name in ("one.txt", "other.txt"):

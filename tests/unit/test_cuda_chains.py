@@ -221,20 +221,35 @@ def test_logits_that_are_not_finite_end_the_chain_of_their_own_text_only(model):
     assert damaged[0] == [Ranked([], math.inf)] and sound[0] == expected
 
 
-def test_where_the_launch_for_all_fails_each_text_launches_its_own(model, monkeypatch, caplog):
+@pytest.mark.parametrize("written", [[11, 12, 13], [11, 12, 13] * 7])
+@pytest.mark.parametrize("failing", ["all", "second of two graphs"])
+def test_where_the_launch_for_all_fails_each_text_launches_its_own(model, failing, written, monkeypatch, caplog):
+    """Tokens that the failed launch uploaded are not appended again."""
     texts, alone = ([Text(case, model, model) for case in CASES[:2]] for _ in range(2))
+    for text in alone:
+        text.state(finished(text.drafts()))
+    drafted_together(texts)
+    for text in (*texts, *alone):
+        text.accept(written)
     expected = [text.state(finished(text.drafts())) for text in alone]
 
-    launch = ModelChains.launch
+    name, launched_parts = ("launch", []) if failing == "all" else ("_launch", [])
+    launch = getattr(ModelChains, name)
 
-    def fail(self: ModelChains, chains: Any) -> list[torch.Tensor]:
-        if len(chains) > 1:
+    def fail(self: ModelChains, chains: Any) -> Any:
+        launched_parts.append(len(chains))
+        if failing == "all" and len(chains) > 1 or failing != "all" and len(launched_parts) == 2:
             raise MemoryError("no memory for the chains")
         return launch(self, chains)
 
-    monkeypatch.setattr(ModelChains, "launch", fail)
+    monkeypatch.setattr(chain_rows, "MAX_TEXTS", 64 if failing == "all" else 1)
+    monkeypatch.setattr(ModelChains, name, fail)
     assert drafted_together(texts) == expected
+    assert launched_parts == ([2, 1, 1] if failing == "all" else [1, 1, 1, 1])
     assert "drafts of 2 texts cannot be launched together: no memory for the chains" in caplog.text
+    for text in texts:
+        held, length = text.sampler.on_device._held, len(text.context)
+        assert held.length == length and held.tokens[:length].tolist() == text.context.slice(0, length).tolist()
 
 
 def test_work_that_fails_alone_is_an_error_of_its_own_text(model):

@@ -65,7 +65,7 @@ class TextDraft(NamedTuple):
     """What a text's chain is drafted by, besides what computes its logits.
 
     text       of the request; with other texts: whose rules `text_rows.can_share`
-    fresh      the request's tokens that `text` does not hold yet
+    fresh      the request's tokens from position `start` on, which `text` did not hold when the draft was made
     path       drafted tokens after the text, which the chain continues
     places     tokens of the chain
     width      guesses at each place at most
@@ -75,6 +75,7 @@ class TextDraft(NamedTuple):
     """
 
     text: DeviceText
+    start: int
     fresh: NDArray[np.int32]
     path: Sequence[int]
     places: int
@@ -82,6 +83,11 @@ class TextDraft(NamedTuple):
     required: int
     within: float
     rotations: tuple[Tensor, ...]
+
+    @property
+    def end(self) -> int:
+        """Tokens of the request. A launch that failed after it had uploaded some of them is tried again."""
+        return self.start + len(self.fresh)
 
     @property
     def new_tokens(self) -> list[int]:
@@ -95,9 +101,9 @@ class TextDraft(NamedTuple):
         if len(self.fresh) + len(self.path) <= MAX_FRESH:
             self.text.make_room(len(self.fresh) + len(self.path) + MAX_CHAIN)
             return self
-        self.text.extend(self.fresh, self.text.length)
+        self.text.extend(self.fresh, self.start)
         self.text.place(self.path)
-        return self._replace(fresh=self.fresh[:0])
+        return self._replace(start=self.end, fresh=self.fresh[:0])
 
 
 class RowsShape(NamedTuple):
@@ -155,7 +161,7 @@ class ChainRows:
         entries[:] = empty_entry()
         entries[:, 0], entries[:, 1] = self._padding.data_ptr(), 1
         for text, draft in enumerate(drafts):
-            tokens, length = draft.new_tokens, draft.text.length + len(draft.fresh) + len(draft.path)
+            tokens, length = draft.new_tokens, draft.end + len(draft.path)
             fresh[text, : len(tokens)] = tokens
             entries[text] = entry_of(draft.text, draft.required, length, len(tokens))
             entries[text, 4:7] = 0, draft.places, draft.width
@@ -280,7 +286,7 @@ class Chains(ABC, Generic[Part, Buffers]):
             graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(parts), needs))
             self._end(buffers, parts)
         for draft in drafts:
-            draft.text.has_appended(len(draft.fresh))
+            draft.text.length = draft.end
         return self._outcome(buffers)
 
     def _most_texts(self, parts: Sequence[Part]) -> int:

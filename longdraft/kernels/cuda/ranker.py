@@ -198,8 +198,8 @@ class DeviceRanker(NamedTuple):
 
     def _draft_of(self, plan: ChainPlan) -> TextDraft:
         drafted, held = plan.path[1:], self.drafts.held
-        return TextDraft(held, self.text.slice(held.length, len(self.text)), drafted, plan.num_tokens, self.width,
-                         self.required - len(drafted), self.within, plan.rotations)
+        return TextDraft(held, held.length, self.text.slice(held.length, len(self.text)), drafted, plan.num_tokens,
+                         self.width, self.required - len(drafted), self.within, plan.rotations)
 
 
 def _until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
