@@ -233,12 +233,12 @@ def test_where_the_launch_for_all_fails_each_text_launches_its_own(model, failin
         text.accept(written)
     expected = [text.state(finished(text.drafts())) for text in alone]
 
-    name, launched_parts = ("launch", []) if failing == "all" else ("_launch", [])
+    name, launched_parts = "launch" if failing == "all" else "_launch", list[int]()
     launch = getattr(ModelChains, name)
 
     def fail(self: ModelChains, chains: Any) -> Any:
         launched_parts.append(len(chains))
-        if failing == "all" and len(chains) > 1 or failing != "all" and len(launched_parts) == 2:
+        if len(chains) > 1 if failing == "all" else len(launched_parts) == 2:
             raise MemoryError("no memory for the chains")
         return launch(self, chains)
 

@@ -185,3 +185,17 @@ def test_a_record_repeats_operations_and_not_python():
     assert len(made) == 1 and made[0].tolist() == [7, 2, 2, 1, 1, 1]
     with pytest.raises(AssertionError, match="waits for the device"):
         graphs.run("another", lambda: given.sum().item())
+
+
+@pytest.mark.parametrize("reason, captures", [(torch.OutOfMemoryError("full"), 1), (RuntimeError("old driver"), 2)])
+def test_only_a_capture_that_the_driver_refuses_ends_the_chaining_of_kernels(reason, captures, monkeypatch):
+    """Of this device, for the life of the process. Memory may be free again later."""
+    stopped, tried = list[object](), list[object]()
+    monkeypatch.setattr(graph_cache, "stop_chaining", lambda device: not stopped.append(device))
+    graphs = GraphCache(torch.device("cuda"))
+    monkeypatch.setattr(graphs, "_captured", lambda work: (tried.append(work), (None, reason))[1])
+    ran = list[int]()
+    for _ in range(2):
+        graphs.run("layers", lambda: ran.append(1))
+    assert len(tried) == captures and len(stopped) == captures - 1
+    assert len(ran) == 2, "kernel by kernel, without another try"

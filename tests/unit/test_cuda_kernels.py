@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 from helpers.attention import parents_of
 from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, fill, kernels, reference, rows_of
-from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
+from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights, Taps
 from longdraft.kernels.cuda import linear, prefill
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.kernels import CudaKernels
@@ -243,6 +243,22 @@ def test_nothing_keeps_the_cache_of_a_finished_request_alive():
         del store
         gc.collect()
         assert gone() is None and not decoder._buffers
+
+
+@pytest.mark.full
+def test_a_partial_cache_is_freed_when_its_request_ends():
+    """What it gives rows has buffers for each partial cache (`Kernels.remainder`)."""
+    kernel = kernels("float16")
+    store = kernel.new_store(1, 16)
+    store.write(0, rows_of(20, 1, 16, seed=1), rows_of(20, 1, 16, seed=2))
+    q = rows_of(1, 3, 2, 16, seed=3, dtype=kernel.dtype)
+    kernel.remainder([store], 20, AttentionOutput(q, q, rows_of(1, 3, 2, seed=4), q))
+    held = kernel._partial_attentions._held
+    assert len(held) == 1
+    gone = weakref.ref(store)
+    del store
+    gc.collect()
+    assert gone() is None and not held
 
 
 def test_the_row_invariance_check_names_the_operation_that_is_wrong(monkeypatch):

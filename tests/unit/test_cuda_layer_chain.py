@@ -5,6 +5,8 @@ Without a device in Triton's interpreter (see helpers.cuda_kernels).
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -312,3 +314,7 @@ def test_chains_of_several_texts_are_those_that_each_drafts_alone(folder, dialec
         assert found == expected and waits == [1]
     assert launches == [1, 1, 1, 3, 1, 1, 1, 3, 1, 1, 2], "each text by itself, then one launch for all"
     assert [key[2] for key in keys] == [0, 4, 1, 0, 4, 1, 0, 1, 1] and len({key[1] for key in keys}) == 2
+    stores = [weakref.ref(store) for text in together for store in text.draft_model.rows.stores]
+    del together, routines, alone
+    gc.collect()
+    assert not any(store() for store in stores), "shared graphs keep no stores of texts that have ended"

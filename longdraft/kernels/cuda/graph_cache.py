@@ -77,10 +77,13 @@ class GraphCache:
     def _capture(self, work: Callable[[], None]) -> Any:
         """The graph of `work`, which is run once or twice; None if it cannot be captured, with kernels that are chained
         or not."""
-        graph = self._captured(work)
-        return self._captured(work) if graph is None and stop_chaining(self._device) else graph
+        graph, reason = self._captured(work)
+        if reason is None or isinstance(reason, torch.OutOfMemoryError) or not stop_chaining(self._device):
+            return graph
+        return self._captured(work)[0]
 
-    def _captured(self, work: Callable[[], None]) -> Any:
+    def _captured(self, work: Callable[[], None]) -> tuple[Any, BaseException | None]:
+        """The graph, or why there is none."""
         with torch.cuda.device(self._device), without_collection():
             work()  # compiles kernels that are not compiled yet, which is not allowed during a capture
             torch.cuda.synchronize()
@@ -93,12 +96,13 @@ class GraphCache:
                     finally:
                         graph.capture_end()
             except RuntimeError as error:
-                self.failures.append(f"{error.__context__ or error}"[:500])
+                reason = error.__context__ or error  # of the work; or what the end of the capture says
+                self.failures.append(f"{reason}"[:500])
                 log.warning("a CUDA graph cannot be captured, so its kernels are launched one by one: %s",
                             self.failures[-1])
-                return None
+                return None, reason
             torch.cuda.current_stream().wait_stream(stream)
-        return graph
+        return graph, None
 
     def drop(self, key: Hashable) -> None:
         """Free the graph of `key`, if there is one, at the next `run`."""
@@ -116,7 +120,7 @@ class GraphCache:
     def drop_owned(self, serial: int) -> None:
         """Free the graphs of an owner, as `drop` does."""
         self._owners.discard(serial)
-        for key in [key for key in self._graphs if isinstance(key, tuple) and key[1:2] == (serial,)]:
+        for key in [key for key in list(self._graphs) if isinstance(key, tuple) and key[1:2] == (serial,)]:
             self.drop(key)
 
 

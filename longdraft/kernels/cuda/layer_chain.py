@@ -281,11 +281,11 @@ class _Buffers:
         self.where = where
         self._places = RowPlaces(where, read, where.view(-1, 2)[:, 1], tables.view(num, texts, 5) if rooms else None,
                                  rooms)
-        self.layers = LayerRows(part, self._places)
         self.readers: dict[NewRows, _Reader] = {}  # few, because their sizes are powers of two
         self._spares = [store.empty_like() for store in part.stores[:num]]
         for spare in self._spares:  # of padding texts
             spare.reserve_drafts(1)
+        self.layers = LayerRows(self._without_stores(part), self._places)
 
     def inputs(self, parts: Sequence[TextLayers]) -> tuple[Tensor, Tensor, Callable[[], object]]:
         """What `load` gets."""
@@ -301,12 +301,16 @@ class _Buffers:
                 tables[:, text] = [store.addresses for store in part.stores]
         return torch.from_numpy(staged), self.rows.inputs([part.draft for part in parts]), self._rows_of(parts)
 
+    def _without_stores(self, part: TextLayers) -> TextLayers:
+        """The part, whose stores are freed when its text ends. Graphs of several texts read those of the tables."""
+        return part._replace(stores=self._spares) if self._spares else part
+
     def _rows_of(self, parts: Sequence[TextLayers]) -> Callable[[], object]:
         """What loads the rows from which the chains begin, or those that are read before."""
         if (size := NewRows.of(parts)) is None:
             return partial(torch.cat, [part.row for part in parts], out=self.layers.row[: len(parts)])
         if size not in self.readers:
-            self.readers[size] = _Reader(size, parts, self._places)
+            self.readers[size] = _Reader(size, [self._without_stores(part) for part in parts], self._places)
         reader = self.readers[size]
         return partial(reader.load, reader.inputs(parts), parts)
 

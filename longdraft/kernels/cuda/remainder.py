@@ -41,13 +41,17 @@ _TILE, _COLUMNS, _BLOCK = 32, 32, 16  # of the sums; of the maps; inputs that a 
 
 
 class PartialAttention:
-    """The attention of up to `rows` rows to one partial cache, that holds them at its end; all layers at a time."""
+    """The attention of up to `rows` rows to one partial cache, that holds them at its end; all layers at a time.
+
+    It holds no reference to the cache, which is freed when its request ends.
+    """
 
     def __init__(self, ops: CudaOperations, stores: Sequence[CudaStore], heads: int, rows: int) -> None:
         layers, dim, device = len(stores), stores[0].dim, ops.device
         for store in stores:
             store.reserve_drafts(BUCKETS[-1])  # padding rows have slots, too
-        self.bucket, self._stores, self._plan = rows, stores, ops.attention_plan(heads, stores[0].heads, dim)
+        self.bucket, self._plan = rows, ops.attention_plan(heads, stores[0].heads, dim)
+        self._form = stores[0].empty_like()
         self._room, self._table = min(store.room for store in stores), address_table(stores)
         self._work = AttentionWorkspace(self._plan, layers * rows, self._room, device, layers)
         self._work.set_tree(torch.arange(-1, rows - 1, dtype=torch.int32, device=device).repeat(layers))
@@ -83,7 +87,7 @@ class PartialAttention:
             jit_remainder.gather_queries_kernel[(rows, ceil_div(width, _GATHERED), layers)](
                 self.numbers, self.rows, self._queries, rows, WIDTH=width, BLOCK=_GATHERED,
                 **chained(self._queries.device))
-        tree_attention(self._plan, self._work, self._queries.flatten(0, 1), self._stores[0], self._where, self._room, 0,
+        tree_attention(self._plan, self._work, self._queries.flatten(0, 1), self._form, self._where, self._room, 0,
                        None, self.output.flatten(0, 1), self.lse.flatten(0, 1), self._table)
 
 
@@ -116,7 +120,7 @@ class PartialAttentions:
         rows, heads = whole.queries.shape[1:3]
         bucket = _bucket_of(rows)
         key = (bucket, heads, tuple(store.serial for store in stores))
-        held = self._held.get(key, lambda: PartialAttention(self._ops, stores, heads, bucket))
+        held = self._held.get(key, lambda: PartialAttention(self._ops, stores, heads, bucket), stores[0])
         held.load(AttentionRows.all(whole), length)
         if bucket in BUCKETS:
             self._ops.graphs.run(held, held.launch)
