@@ -51,6 +51,12 @@ class WorkerError(LongdraftError):
     """A worker or rank has ended or cannot continue, and no other process can replace it."""
 
 
+def missing_extra(user: str, packages: str, extra: str, name: str | None = None, verb: str = "needs") -> UsageError:
+    """The error of `user`, which cannot work without `packages` of an extra of longdraft."""
+    return UsageError(f"{user} {verb} {packages}; install the extra '{extra}': pip install -e '.[{extra}]' in "
+                      f"longdraft's folder, or pip install 'FILE.whl[{extra}]' with its wheel", name)
+
+
 def check(condition: bool, name: str, value: object, allowed: str, cure: str = "") -> None:
     """Raise :class:`UsageError` with the value, the allowed range and the cure unless `condition` is true."""
     if not condition:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
-from longdraft.errors import OutputError, UsageError
+from longdraft.errors import OutputError, UsageError, missing_extra
 from longdraft.request.openai_body import parse_json
 from longdraft.system.files import append_synced, open_locked, sync_file, sync_folder, write_synced
 
@@ -121,7 +121,7 @@ def parquet_library() -> tuple[ModuleType, ModuleType]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise UsageError("Parquet needs pyarrow; pip install 'longdraft[ray]', or use .jsonl") from error
+        raise missing_extra("Parquet, unlike .jsonl,", "pyarrow", "ray") from error
     return pyarrow, parquet
 
 

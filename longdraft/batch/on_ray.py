@@ -36,7 +36,7 @@ from longdraft.batch.requests import BatchRequest, RowProgress
 from longdraft.batch.worker import BatchJob, BatchWorker, num_written
 from longdraft.checkpoint import config_file, fingerprint, hub
 from longdraft.checkpoint.tensor_files import TensorFiles
-from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError, WorkerError
+from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError, WorkerError, missing_extra
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
 
@@ -85,7 +85,7 @@ def _library() -> ModuleType:
         import_module("ray.data")
         return import_module("ray")
     except ImportError as error:
-        raise UsageError(f"--ray needs {error.name}; pip install 'longdraft[ray]'") from error
+        raise missing_extra("--ray", str(error.name), "ray") from error
 
 
 def _connect(ray: ModuleType, address: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from longdraft.cli.options import RUNNING, OptionValues, engine_options, option, with_option_groups
-from longdraft.errors import UsageError
+from longdraft.errors import missing_extra
 from longdraft.server.settings import LOGGING, SERVE_OPTIONS, MiB, ServerSettings, cache_budget
 
 
@@ -22,7 +22,7 @@ def serve(
     try:
         from longdraft.server import logs, run
     except ImportError as error:
-        raise UsageError(f"`longdraft serve` needs {error.name}; pip install 'longdraft[serve]'") from error
+        raise missing_extra("`longdraft serve`", str(error.name), "serve") from error
 
     run.require_usable(ServerSettings.from_options(serving, loading["model"]))  # fail before the model is loaded
     logs.configure_logging(serving["log_format"], serving["log_level"])

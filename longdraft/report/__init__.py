@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from longdraft.errors import UsageError
+from longdraft.errors import missing_extra
 
 PACKAGES = ("matplotlib", "pandas", "tabulate")  # of the extra `bench`, which figures and tables are made with
 
@@ -16,4 +16,4 @@ def require_packages(option: str, packages: tuple[str, ...] = PACKAGES) -> None:
     """Raise UsageError before any work if a package that `option` needs is not installed."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise UsageError(f"{option} needs {' and '.join(missing)}; install with: pip install 'longdraft[bench]'")
+        raise missing_extra(option, " and ".join(missing), "bench")

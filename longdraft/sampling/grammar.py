@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.errors import UsageError
+from longdraft.errors import UsageError, missing_extra
 from longdraft.request.context import Context
 from longdraft.request.structured import Structure
 from longdraft.request.tree import Tree
@@ -63,8 +63,7 @@ def version() -> str:
     try:
         import llguidance
     except ImportError as error:
-        raise UsageError("structured output needs llguidance; install it with: pip install 'longdraft[structured]'",
-                         "structured_outputs") from error
+        raise missing_extra("structured output", "llguidance", "structured", name="structured_outputs") from error
     return str(llguidance.__version__)
 
 

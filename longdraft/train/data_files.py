@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.errors import UsageError
+from longdraft.errors import UsageError, missing_extra
 from longdraft.system.files import lone_surrogate
 from longdraft.train.settings import HUB, is_hub_data
 
@@ -137,7 +137,7 @@ def _pyarrow(what: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise UsageError(f"{what} need {error.name}; pip install 'longdraft[train]'") from error
+        raise missing_extra(what, str(error.name), "train", verb="need") from error
     return pyarrow
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from longdraft.checkpoint.config_file import read_config
 from longdraft.checkpoint.tensor_files import TensorFiles, dump_json
-from longdraft.errors import ModelError, UsageError
+from longdraft.errors import ModelError, missing_extra
 from longdraft.model.config import ModelConfig
 from longdraft.system import processor
 from longdraft.train.checkpoint import write_tensors
@@ -202,7 +202,7 @@ def pretrained(folder: Path, dtype: torch.dtype, device: torch.device, *, shard:
             options |= _gguf_options(folder)
             folder = folder.parent
     except ImportError as error:
-        raise UsageError(f"training needs {error.name}; pip install 'longdraft[train]'") from error
+        raise missing_extra("training", str(error.name), "train") from error
 
     logging.disable_progress_bar()
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longdraft.errors import UsageError
+from longdraft.errors import UsageError, missing_extra
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -83,5 +83,5 @@ def _state(*, is_cpu: bool) -> PartialState:
     try:
         from accelerate import PartialState
     except ImportError as error:
-        raise UsageError(f"training needs {error.name}; pip install 'longdraft[train]'") from error
+        raise missing_extra("training", str(error.name), "train") from error
     return PartialState(cpu=is_cpu, timeout=_TIMEOUT)

@@ -206,7 +206,7 @@ def test_a_usage_error_prints_one_line_and_exits_with_status_2(mistake, capfd):
 def test_a_plot_without_matplotlib_is_refused_before_the_measurement(capfd, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert run(["bench", "roofline", "--plot", "plot.png"]) == 2
-    assert "pip install 'longdraft[bench]'" in capfd.readouterr().err
+    assert "pip install -e '.[bench]'" in capfd.readouterr().err
 
 
 def test_interleaved_calls_every_function_in_each_round():

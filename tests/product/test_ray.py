@@ -33,7 +33,7 @@ from longdraft.batch.run import run
 from longdraft.batch.worker import BatchJob, BatchWorker
 from longdraft.errors import ModelError, UsageError
 
-ray = pytest.importorskip("ray", reason="needs ray; pip install 'longdraft[ray]'")
+ray = pytest.importorskip("ray", reason="needs ray; pip install '.[ray]'")
 
 pytestmark = pytest.mark.full
 

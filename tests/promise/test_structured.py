@@ -394,7 +394,7 @@ def test_an_error_of_the_engine_is_shown_instead_of_a_mismatch(engine):
 
 def test_without_llguidance_the_line_says_what_to_install(engine, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(UsageError, match=r"pip install 'longdraft\[structured\]'"):
+    with pytest.raises(UsageError, match=r"pip install -e '\.\[structured\]'"):
         engine.generate("It was", params_of())
 
 
