@@ -225,7 +225,8 @@ def text_record(request: BatchRequest, text: str, answer: WholeAnswer, stats: Ma
                                      "system_fingerprint": fingerprint})
     number = hashlib.blake2b(f"{fingerprint} {request.key}".encode(), digest_size=12).hexdigest()
     calls = "function_call" if request.tools and request.tools.is_legacy else "tool_calls"
-    reason = "length" if stats["finish_reason"] == "length" else calls if answer.calls else "stop"
+    end = stats["finish_reason"]
+    reason = end if end in ("length", "loop") else calls if answer.calls else "stop"
     choice: OutputRecord = {"index": 0, "logprobs": None, "finish_reason": reason}
     choice |= {"message": chat_message(answer, request.tools)} if request.kind == "chat" else {"text": text}
     name, prefix = ("chat.completion", "chatcmpl") if request.kind == "chat" else ("text_completion", "cmpl")

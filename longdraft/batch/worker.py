@@ -24,7 +24,6 @@ from longdraft.journal.format import journal_exists, read_journal
 from longdraft.journal.writer import is_being_written, remove_journal
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.text.stream import TextStream
 from longdraft.text.tools.model_tools import ModelTools
 from longdraft.text.tools.reader import WholeAnswer, put_together
 
@@ -68,11 +67,11 @@ class BatchJob:
 
 @dataclass
 class _RunningRow:
-    """A row that is being written, and its text so far."""
+    """A row that is being written, and the text that each token has added so far."""
 
     request: BatchRequest
     generation: Generation
-    text: list[str] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
 
 
 class BatchWorker(AbstractContextManager["BatchWorker"]):
@@ -169,24 +168,22 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
                 return _failed(row.request, "out_of_memory", f"out of memory: {event.error}; a lower --batch-size or a "
                                                              "shorter context needs less")
             raise event.error
-        row.text.append(event.text)
+        row.pieces += event.pieces
         tokens, resumed = len(row.generation.tokens), row.generation.num_resumed
         if event.stats is None:
             return RowProgress(row.request.key, tokens, resumed)
-        text = "".join(row.text)
-        answer = self._answer(row.request, row.generation, text)
-        record = text_record(row.request, text, answer, event.stats, self._job.model, self._fingerprint)
+        text = "".join(row.pieces)
+        record = text_record(row.request, text, self._answer(row, text), event.stats, self._job.model,
+                             self._fingerprint)
         return RowProgress(row.request.key, tokens, resumed, record)
 
-    def _answer(self, request: BatchRequest, generation: Generation, text: str) -> WholeAnswer:
+    def _answer(self, row: _RunningRow, text: str) -> WholeAnswer:
         """The parts of a row's text. Only those of OpenAI's chats are apart."""
-        if request.kind != "chat":
+        if row.request.kind != "chat":
             return WholeAnswer("", text, [])
-        tokens = generation.tokens.tolist()
-        stream = TextStream(self._engine.tokenizer, generation.params, self._engine.model.config.eos_token_ids)
-        pieces = stream.push(tokens).pieces
-        answers = self._tools.answers(request.tools)
-        return put_together(answers.whole(generation.prompt, tokens, pieces, generation.params.seed))
+        answers, generation = self._tools.answers(row.request.tools), row.generation
+        return put_together(answers.whole(generation.prompt, generation.tokens.tolist(), row.pieces,
+                                          generation.params.seed))
 
     @cached_property
     def _tools(self) -> ModelTools:

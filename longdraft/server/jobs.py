@@ -100,13 +100,14 @@ class News(NamedTuple):
 class GenerationJob:
     """One text of a request: what to write, and how far it is.
 
-    The first group of fields is fixed. The engine thread alone changes the second one, except `cancelled`.
+    The first group of fields is fixed, but for `journal`. The engine thread changes the others, and the thread that
+    begins the job does so while `beginning` is not done. Any thread sets `cancelled`, and ends a job that still waits.
 
     id             the request's id, with a number where the request has several texts
     index          number of the text within its request
     events         receives the text's events, then its end
-    start          creates the generation, in the engine thread; takes `on_prefill` and `cache_salt` as Engine.generate
-                   does
+    start          creates the generation, in the engine thread or in that of `begins_apart`; takes `on_prefill` and
+                   `cache_salt` as Engine.generate does
     num_bytes      upper bound of the memory for caches, which the scheduler reserves
     title          end of the prompt, for lists of texts
     journal        folder of the journal, if the text has one

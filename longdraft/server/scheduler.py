@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -229,7 +229,8 @@ class Scheduler:
     def _round(self) -> None:
         """Remove cancelled jobs, begin new ones, run one forward for all, and deliver the events."""
         for job in list(self._running):
-            if job.beginning is not None and not job.beginning.done():
+            if job.beginning is not None and not job.beginning.done() and not (
+                    job.cancelled is not None and job.beginning.cancel()):
                 continue
             if job.cancelled is not None:
                 self._stop(job, job.cancelled)
@@ -237,7 +238,7 @@ class Scheduler:
                 self._begin(job)
         if self._running and not self._batch:
             time.sleep(_PAUSE_S)
-        by_number = {job.number: job for job in self._running}
+        by_number = {job.number: job for job in self._running if job.number >= 0}
         try:
             events = self._batch.step(self._awake(by_number)) if self._batch else []
         except Exception as error:  # not the failure of one text, but a bug: no job can continue
@@ -288,6 +289,8 @@ class Scheduler:
     def _start_apart(self, job: GenerationJob) -> Generation:
         """Begin a text in a thread of its own, which rests after that: texts that are being written come first."""
         time.sleep(max(0.0, self._resuming_rests_until - time.monotonic()))
+        if job.cancelled is not None:
+            raise job.cancelled
         began = time.monotonic()
         try:
             return self._start(job)
@@ -385,8 +388,10 @@ class Scheduler:
         self._end(job, "failed", error)
 
     def _close(self, job: GenerationJob) -> None:
-        """Free the generation, with its caches."""
+        """Free the generation, with its caches; one that is still beginning, as soon as it has begun."""
         generation, job.generation = job.generation, None
+        if job.beginning is not None and not (job.beginning.done() or job.beginning.cancel()):
+            job.beginning.add_done_callback(partial(_close_begun, job))
         try:
             if job.number in self._batch:
                 self._batch.remove(job.number)
@@ -415,3 +420,10 @@ class Scheduler:
     def _cache_bytes(self) -> float:
         generations = [job.generation for job in list(self._running)]
         return float(sum(generation.step.cache.nbytes for generation in generations if generation is not None))
+
+
+def _close_begun(job: GenerationJob, beginning: Future[Generation]) -> None:
+    """Close the generation of a job that has ended before it had begun."""
+    job.generation = None
+    if beginning.exception() is None:
+        beginning.result().close()

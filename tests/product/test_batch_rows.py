@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 import longdraft
 from helpers.jobs import ROWS, put, records, write_row
+from helpers.thinkers import make_thinker
 from longdraft.batch import job_files, work_folder
 from longdraft.batch.job_files import _line
 from longdraft.batch.local import in_process
-from longdraft.batch.requests import key_of, parse
+from longdraft.batch.requests import key_of, parse, text_record
 from longdraft.batch.run import run
 from longdraft.batch.worker import BatchJob, BatchWorker
+from longdraft.text.tools.reader import WholeAnswer
 
 
 @pytest.mark.parametrize("row, complaint", [
@@ -133,3 +135,32 @@ def test_an_invalid_row_becomes_an_error_record_and_valid_rows_are_written(job, 
     assert "context limit" in found["long"]["error"]["message"] and found["far"]["error"]["code"] == "invalid_request"
     assert "is that of line 1 too" in found["line 6"]["error"]["message"]
     assert not job.work_folder.exists()
+
+
+def test_a_stop_text_in_a_thought_that_is_not_searched_ends_no_row(tmp_path):
+    """The record has the whole thought, and the answer behind it."""
+    folder = make_thinker(tmp_path / "model")
+    engine = longdraft.load(str(folder), drafter="plain", threads=1)
+    prompt, settings = engine.chat("Hello"), {"thinking_budget": 20, "ignore_eos": True, "stop_in_thinking": False}
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60, "seed": 5, "longdraft": settings}
+    params = engine.params(max_new_tokens=60, seed=5, **settings)
+    text = "".join(event.text for event in engine.generate(prompt, engine.loaded.completed(params, prompt)))
+    thought, _, answer = text.partition("</think>")
+    stop = thought[3:5]
+    assert stop not in answer
+    rows = put(tmp_path / "in.jsonl", [
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {**body, "stop": [stop]}}])
+    job = BatchJob(tmp_path / "work", {"model": str(folder), "drafter": "plain", "threads": 1}, {}, 0, "thinker")
+    assert run(rows, tmp_path / "out.jsonl", job, in_process).failed == 0
+    (record,) = records(tmp_path / "out.jsonl")
+    choice = record["response"]["body"]["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning_content"].startswith(thought.rstrip())
+    assert choice["message"]["content"] == answer.lstrip()
+
+
+def test_a_text_that_ends_in_a_loop_says_so():
+    request = parse({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}, 1, "tiny")
+    stats = {"finish_reason": "loop", "seed": 1, "sha256_tokens": "", "prompt_tokens": 1, "new_tokens": 9}
+    record = text_record(request, "la la", WholeAnswer("", "la la", []), stats, "tiny", "fp")
+    assert record["response"]["body"]["choices"][0]["finish_reason"] == "loop"

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,9 +21,11 @@ import torch
 from helpers import serving
 from longdraft import kernels
 from longdraft.checkpoint.sizing import LARGEST_TREE
+from longdraft.engine.generation import Generation
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.server import scheduler
-from longdraft.server.jobs import EventQueue
+from longdraft.server.jobs import EventQueue, GenerationJob
+from longdraft.server.metrics import ServerMetrics
 from longdraft.server.prepare import Preparer
 from longdraft.server.scheduler import Scheduler
 from longdraft.server.schemas import CompletionRequest
@@ -62,6 +65,53 @@ def test_a_text_whose_own_work_is_long_rests_while_others_are_written_and_is_the
     with ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(ask, range(4)))
     assert texts == [serving.written(engine, "The ship", seed=i, max_new_tokens=30) for i in range(4)]
+
+
+@pytest.fixture
+def running(engine):
+    """A scheduler whose texts begin apart when they are let, and how many have begun."""
+    loop = asyncio.new_event_loop()
+    scheduler = Scheduler(engine, ServerSettings(memory_bytes=1 << 30), ServerMetrics("tiny"))
+    begun, lets_begin = list[str](), threading.Event()
+
+    def start(name, **options):
+        begun.append(name)
+        assert lets_begin.wait(30)
+        return engine.generate("The ship", params)
+
+    params = SamplingParams(max_new_tokens=5, seed=1)
+    jobs = [GenerationJob(name, 0, EventQueue(loop), partial(start, name), params, 2, 1 << 20, begins_apart=True)
+            for name in "abc"]
+    scheduler.start()
+    scheduler.submit(jobs)
+    serving.wait_for(lambda: begun == ["a"])
+    yield SimpleNamespace(scheduler=scheduler, jobs=jobs, begun=begun, lets_begin=lets_begin)
+    lets_begin.set()
+    scheduler.close()
+    loop.close()
+
+
+def test_a_text_that_is_cancelled_before_it_begins_never_begins(running):
+    for job in running.jobs:
+        running.scheduler.cancel(job)
+    serving.wait_for(lambda: [job.state for job in running.jobs[1:]] == ["cancelled"] * 2)
+    running.lets_begin.set()
+    serving.wait_for(lambda: running.scheduler.num_jobs == 0)
+    assert running.begun == ["a"] and running.jobs[0].generation is None
+
+
+def test_a_text_that_fails_while_it_begins_is_closed_when_it_has_begun(running, engine, monkeypatch):
+    """As by a bug in a round; it holds its journal and its caches until then."""
+    closed = list[object]()
+    monkeypatch.setattr(Generation, "close", lambda self: closed.append(self))
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_begin", lambda self, job: 1 / 0)
+        patch.setattr(Scheduler, "_round", lambda self: 1 / 0)
+        serving.wait_for(lambda: all(job.state == "failed" for job in running.jobs))
+    assert not closed
+    running.lets_begin.set()
+    serving.wait_for(lambda: len(closed) == 1)
+    assert running.begun == ["a"] and all(job.generation is None for job in running.jobs)
 
 
 def batch_of(own_seconds):
