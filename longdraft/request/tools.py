@@ -184,6 +184,16 @@ def closed_schema(schema: Any) -> Any:
     return closed
 
 
+def parsed_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None for what is not the JSON of one, such as those of a call that was
+    cut."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 _MEMBERS = (("function_call", Mapping, "an object"), ("tool_call_id", str, "a text"), ("tool_calls", list, "a list"))
 
 
@@ -241,12 +251,7 @@ def _call(given: Any, place: str, is_lenient: bool) -> dict[str, Any]:
 
 
 def _arguments(given: Any, place: str, is_lenient: bool) -> dict[str, Any]:
-    value = given
-    if isinstance(given, str):
-        try:
-            value = json.loads(given or "{}")
-        except (ValueError, RecursionError):
-            value = None
+    value = parsed_arguments(given or "{}") if isinstance(given, str) else given
     if isinstance(value, Mapping) and is_shallow(value, MAX_SCHEMA_DEPTH):
         return dict(value)
     if is_lenient:

@@ -17,7 +17,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from longdraft.request.events import Event, TokenLogprob
-from longdraft.request.tools import ToolRequest
+from longdraft.request.tools import ToolRequest, parsed_arguments
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
 from longdraft.text.tokenizer import Tokenizer
@@ -73,6 +73,7 @@ class Choice:
     reader: ToolReader | None
     parts: list[Part] = field(default_factory=list)  # of a whole reply
     num_calls: int = 0  # so far
+    arguments: list[str] = field(default_factory=list)  # of the latest call, so far
     sends_reasoning: bool = True
     calls_reason: str = "tool_calls"  # the reason for the end of an answer with calls
     end: str | None = None  # why the text ended, by longdraft's name
@@ -86,6 +87,11 @@ class Choice:
     def answer(self) -> WholeAnswer:
         """The whole answer, of the parts that were collected."""
         return put_together(self.parts)
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether the latest call is not complete."""
+        return self.num_calls > 0 and parsed_arguments("".join(self.arguments)) is None
 
     @classmethod
     def of(cls, options: ResponseOptions, job: GenerationJob) -> Choice:
@@ -103,10 +109,14 @@ class Choice:
             parts = self.reader.read(events, is_end=reason is not None)
         if not self.sends_reasoning:
             parts = [part for part in parts if part.kind != "thought"]
-        self.num_calls += sum(part.kind == "call" for part in parts)
+        for part in parts:
+            if part.kind == "call":
+                self.num_calls, self.arguments = self.num_calls + 1, []
+            elif part.kind == "arguments":
+                self.arguments.append(part.text)
         if reason:
             self.end, self.finish_reason = reason, _FINISH_REASONS[reason]
-            if self.num_calls and self.finish_reason == "stop":
+            if self.num_calls and self.finish_reason == "stop" and not self.has_cut_call:
                 self.finish_reason = self.calls_reason
         self.stats = events[-1].stats
         return parts

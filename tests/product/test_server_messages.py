@@ -86,6 +86,15 @@ def test_a_stop_text_is_named(post):
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", stop)
 
 
+@pytest.mark.parametrize("changes, reason, sequence", [
+    ({"stop_sequences": ['"city"']}, "stop_sequence", '"city"'), ({"max_tokens": 12}, "max_tokens", None)])
+def test_a_call_that_is_cut_is_left_out(post, changes, reason, sequence):
+    changes = {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 150} | changes
+    whole, last = message(post, **changes), events(post("/v1/messages", BODY | changes | {"stream": True}))[-2]["delta"]
+    assert whole["content"] == []
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence) == tuple(last.values())
+
+
 def test_more_tokens_than_the_context_has_room_for_are_fewer(post, engine):
     reply = post("/v1/messages", BODY | {"max_tokens": 10**6, "stop_sequences": ["e"]})
     assert reply.status_code == 200, reply.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -10,6 +11,11 @@ import jsonschema
 import pytest
 
 from helpers import serving
+from longdraft.request.events import Event
+from longdraft.server.doors.ollama import OllamaReply
+from longdraft.server.jobs import GenerationJob
+from longdraft.server.replies import ResponseOptions
+from longdraft.text.tools.reader import Part
 
 pytest.importorskip("llguidance")
 
@@ -78,6 +84,20 @@ def test_calls_come_whole_and_results_belong_to_them_by_name(post):
     for line in lines[:-1]:
         for each in line["message"].get("tool_calls", ()):
             jsonschema.validate(each["function"]["arguments"], CITY)
+
+
+def test_a_call_that_is_cut_is_left_out(engine):
+    parts = [Part("call", "get_weather", "c"), Part("arguments", '{"city": "Rom"}'), Part("call", "get_weather", "d"),
+             Part("arguments", '{"city": ')]
+    options = ResponseOptions("chat.completion", "x", 1, True,
+                              new_reader=lambda seed: SimpleNamespace(read=lambda events, is_end: parts))
+    end = Event((1,), "", finish_reason="length")
+    whole, streamed = (OllamaReply(options, "novelist", engine.tokenizer, [GenerationJob(
+        "x", 0, None, lambda: None, engine.params(), 1, 0)]) for _ in range(2))
+    whole.add(whole._job, [end])
+    lines = [json.loads(line) for line in (*whole.whole(), *streamed.news(streamed._job, [end]), *streamed.end())]
+    calls = [[call["function"]["arguments"] for call in line["message"].get("tool_calls", ())] for line in lines]
+    assert calls == [[{"city": "Rom"}], [{"city": "Rom"}], []] and lines[0]["done_reason"] == "length"
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -108,6 +108,19 @@ def test_an_answer_that_is_cut_within_a_call_says_length(post):
     assert cut["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("stop", ['"unit"', "\n", "{", "}"])
+def test_a_call_that_a_stop_text_cuts_is_none(post, stop):
+    changes = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}, "stop": [stop]}
+    cut = message(post, **changes)
+    last = serving.events(chat(post, **changes, stream=True).text)[-1]["choices"][0]
+    assert cut["finish_reason"] == last["finish_reason"] == "stop" and not cut["content"]
+
+
+def test_a_call_that_is_complete_before_a_stop_text_is_one(post, required):
+    whole = message(post, tool_choice="required", stop=["</tool_call>"])
+    assert whole["tool_calls"] == required["tool_calls"] and whole["finish_reason"] == "tool_calls"
+
+
 def test_the_next_turn_reuses_the_rows_of_the_call(engine, post, required):
     """The bundled model has no tool tokens: its form is the generic one."""
     turns = [*HELLO, {name: required[name] for name in ("role", "content", "tool_calls")},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -184,14 +183,6 @@ class StopSearch:
     def stop(self) -> str | None:
         """The stop text; None where the text has none."""
         return next((stop for stop in self._stops if StopText((stop,)).push(self._tail)[1]), None)
-
-
-def loaded_arguments(text: str) -> Any:
-    """The arguments of a call as an object; {} for a fragment."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {}
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from longdraft.request.events import Event
+from longdraft.request.tools import parsed_arguments
 from longdraft.server.body_types import AnyObject, Name, StopString, StrictModel
 from longdraft.server.doors.blocks import (
     StopSearch,
@@ -22,7 +23,6 @@ from longdraft.server.doors.blocks import (
     effort_of,
     is_object,
     left_out,
-    loaded_arguments,
     named_event,
     objects,
     refused,
@@ -194,7 +194,7 @@ class MessagesReply(TextReply):
         yield as_json(self._message(self._blocks(), reason, sequence))
 
     def _blocks(self) -> list[dict[str, Any]]:
-        """The blocks of a whole answer, in their order."""
+        """The blocks of a whole answer, in their order. A call that was cut is left out."""
         blocks: list[dict[str, Any]] = []
         groups: list[list[Part]] = []
         for part in self._choice.parts:
@@ -206,9 +206,10 @@ class MessagesReply(TextReply):
         for group in groups:
             answer = put_together(group)
             if answer.calls:
-                call = answer.calls[0]
-                blocks.append({"type": "tool_use", "id": call.id, "name": call.name,
-                               "input": loaded_arguments(call.arguments)})
+                call, = answer.calls
+                arguments = parsed_arguments(call.arguments)
+                if arguments is not None:
+                    blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
             elif answer.reasoning:
                 blocks.append({"type": "thinking", "thinking": "" if self._hides else answer.reasoning,
                                "signature": self._signature(answer.reasoning)})
@@ -273,7 +274,7 @@ class MessagesReply(TextReply):
         if choice.finish_reason in ("length", "loop"):
             is_full = self._options.prompt_tokens + job.num_tokens >= self._limit > 0
             return "model_context_window_exceeded" if is_full else "max_tokens", None
-        if choice.num_calls:
+        if choice.finish_reason == choice.calls_reason:
             return "tool_use", None
         if choice.end == "stop" and (stop := self._stops.stop) is not None:
             return "stop_sequence", stop

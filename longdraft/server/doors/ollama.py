@@ -1,6 +1,7 @@
 """Ollama's API: `/api/chat` and `/api/generate`, and what its clients read before them.
 
-A stream is one JSON object a line. A call of a function comes whole, with its arguments as an object.
+A stream is one JSON object a line. A call of a function comes whole, with its arguments as an object. One that was
+cut is left out.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.engine.engine import Engine
 from longdraft.request.events import Event
+from longdraft.request.tools import parsed_arguments
 from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text
 from longdraft.server.doors.blocks import (
     SettingNames,
     TextReply,
     effort_of,
     is_object,
-    loaded_arguments,
     objects,
     refused,
     template_options,
@@ -176,7 +177,7 @@ class OllamaReply(TextReply):
 
     def _end_call(self) -> Iterator[bytes]:
         call, self._call = self._call, None
-        if call is not None:
+        if call is not None and parsed_arguments(call.arguments) is not None:
             yield self._line(self._content("", "", [call]))
 
     def end(self) -> Iterator[bytes]:
@@ -194,8 +195,9 @@ class OllamaReply(TextReply):
         thinking = {"thinking": thought} if thought else {}
         if not self._is_chat:
             return {"response": text, **thinking}
-        functions = [{"function": {"index": index, "name": call.name, "arguments": loaded_arguments(call.arguments)}}
-                     for index, call in enumerate(calls)]
+        functions = [{"function": {"index": index, "name": call.name, "arguments": arguments}}
+                     for index, call in enumerate(calls)
+                     if (arguments := parsed_arguments(call.arguments)) is not None]
         message = {"role": "assistant", "content": text, **thinking}
         return {"message": message | ({"tool_calls": functions} if functions else {})}
 
