@@ -20,6 +20,7 @@ from typing import Any
 
 from longdraft.errors import JournalError, OutputError, UsageError
 from longdraft.journal.writer import remove_journal
+from longdraft.system.files import sync_folder, write_synced
 
 _JOB, ENGINE = "job.json", "engine.json"
 _JOURNALS, _ATTEMPTS = "journals", "attempts"
@@ -78,9 +79,10 @@ def write_once(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # journals have prompts
     partial = path.with_suffix(f".{uuid.uuid4().hex}")
     try:
-        partial.write_text(json.dumps(content), encoding="utf-8")
+        write_synced(partial, json.dumps(content).encode(), os.O_TRUNC)
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)  # atomic: the file is whole from the start, and never replaced
+        sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
     return _read(path)

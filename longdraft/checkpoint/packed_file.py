@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from longdraft.system.files import sync_file
 log = logging.getLogger(__name__)
 _PARTS = ("tiles", "scale", "bias", "order")
 _CHECKSUM = "sha256"
+_ABANDONED_S = 3600.0  # after its last write, an incomplete file has no process
 
 
 class PackedFile:
@@ -111,9 +113,11 @@ class PackedFile:
         return linear
 
     def _remove_outdated(self) -> None:
-        name = self.path.stem.rsplit("-", 1)[0]
-        for other in self.path.parent.glob(f"{name}-*.safetensors"):
-            if other != self.path:
+        """Remove the files of other weights of this model, and what a process that was killed has left."""
+        name, long_ago = self.path.stem.rsplit("-", 1)[0], time.time() - _ABANDONED_S
+        for other in self.path.parent.glob(f"{name}-*"):
+            is_abandoned = other.suffix[1:].isdigit() and other.stat().st_mtime < long_ago
+            if (other.suffix == ".safetensors" and other != self.path) or is_abandoned:
                 other.unlink(missing_ok=True)
 
 

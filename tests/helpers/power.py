@@ -98,6 +98,10 @@ class Disk:
         os.replace(old, new)
         self.operations.append(Operation("rename", number, str(new), str(old)))
 
+    def link(self, old: Any, new: Any) -> None:
+        os.link(old, new)
+        self.operations.append(Operation("create", self._files[os.stat(old).st_ino], str(new)))
+
     def _number(self, file: int) -> int:
         return self._files[os.fstat(file).st_ino]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.power import Disk, after_power_cut, power_cuts
-from longdraft.batch import job_files
+from longdraft.batch import job_files, work_folder
 from longdraft.batch.job_files import RecordFile
 from longdraft.journal import snapshot
 from longdraft.journal.snapshot import Block, BlockJob, SnapshotWriter, read_block, read_index
@@ -65,6 +65,17 @@ def test_a_record_that_was_added_survives_any_power_cut_and_the_job_goes_on(reco
         assert sorted(line["id"] for line in lines) == list("abcd")
         assert all(line in (GOOD[line["id"]], BAD) for line in lines)
     assert torn > 10  # the power cuts did damage records
+
+
+def test_a_job_that_a_power_cut_has_interrupted_at_its_beginning_can_be_continued(tmp_path):
+    """Its description is whole, or not there."""
+    disk, life, left = Disk(), tmp_path / "life" / "job.json", tmp_path / "left"
+    with disk.under(files, work_folder):
+        disk.confirm(work_folder.write_once(life, GOOD["a"]))
+    left.mkdir()
+    for confirmed, found in power_cuts(disk.operations):
+        put(left, found)
+        assert work_folder.write_once(left / "job.json", GOOD["b"]) in ([GOOD["a"]] if confirmed else GOOD.values())
 
 
 def test_the_disk_of_these_tests_loses_what_was_not_synced(records_life):

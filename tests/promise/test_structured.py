@@ -379,7 +379,7 @@ def test_a_grammar_without_any_text_is_refused(engine, structure, message):
 
 
 def test_the_schema_true_allows_every_value(engine):
-    json.loads(text_of(engine.generate("It was", params_of(("json", "true"), max_new_tokens=300, seed=4))) or "0")
+    json.loads(text_of(engine.generate("It was", params_of(("json", "true"), max_new_tokens=300, seed=4))))
 
 
 def test_an_error_of_the_engine_is_shown_instead_of_a_mismatch(engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -119,10 +120,14 @@ def test_files_of_other_layouts_are_removed_and_those_of_other_models_stay(tiny,
     file, = folder.iterdir()
     outdated = file.with_name(file.name.rsplit("-", 1)[0] + "-0123456789abcdef.safetensors")
     file.rename(outdated)
+    abandoned, written = outdated.with_suffix(".123"), outdated.with_suffix(".124")  # by processes
+    for partial, age in ((abandoned, 7200), (written, 60)):
+        partial.write_bytes(b"x")
+        os.utime(partial, (time.time() - age,) * 2)
     text_of(tiny["mha"], folder)
-    assert outdated.exists()
+    assert outdated.exists() and abandoned.exists()
     text_of(tiny["gqa"], folder)
-    assert file.exists() and not outdated.exists()
+    assert file.exists() and written.exists() and not outdated.exists() and not abandoned.exists()
 
 
 def test_a_full_disk_and_a_folder_that_cannot_be_written_cost_one_line(tiny, folder, caplog, monkeypatch, tmp_path):

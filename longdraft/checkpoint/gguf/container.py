@@ -13,6 +13,7 @@ import math
 import mmap
 import re
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -231,8 +232,8 @@ class Gguf:
             self.files = _parts(path, first, count)
             first, self.path = self.files[0], self.files[0].path
         self._first = first
-        names = [name for file in self.files for name in file.tensors]
-        if twice := next((name for name in names if names.count(name) > 1), None) if len(self.files) > 1 else None:
+        names = Counter(name for file in self.files for name in file.tensors)
+        if twice := next((name for name, count in names.items() if count > 1), None):
             raise ModelError(f"{self.path}: the tensor {twice!r} is in two parts of the split file")
         ollama.translate(first.values, [file.tensors for file in self.files], first.array)
 
