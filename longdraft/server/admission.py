@@ -36,6 +36,7 @@ _BODIES = 8  # largest bodies that may be in memory together
 _MAX_UNKNOWN = 1000  # names of unknown parameters in the log
 _DISCONNECT_POLL_S = 0.25  # how often to check that a waiting client is still connected
 _JSON_TYPES = ("json", "+json")
+_OF_BROWSERS = ("origin", "referer", "sec-fetch-site")  # headers, of which each POST of a web page has one at least
 
 Model = TypeVar("Model", bound=StrictModel)
 T = TypeVar("T")
@@ -159,9 +160,10 @@ class Admission:
         self._require_room(int(declared), body)
         try:
             await self._read(request, body)
-            _require_json(request)
+            if body.content:
+                _require_json(request)
             return await (threads or self._threads_for(len(body.content))).run(
-                request, lambda: work(parse_body(model, body.content, self._on_unknown)))
+                request, lambda: work(parse_body(model, body.content or b"{}", self._on_unknown)))
         finally:
             self._num_bytes -= len(body.content)
             self._num_large -= body.is_large
@@ -224,7 +226,10 @@ def _overloaded(metrics: ServerMetrics, message: str) -> ApiError:
 
 
 def _require_json(request: Request) -> None:
-    """Other types are refused: a web page could send them to this server without the browser's permission."""
+    """Browsers send no other types: a web page could send them to this server without the browser's permission. Other
+    clients, such as curl, name any type."""
+    if not any(name in request.headers for name in _OF_BROWSERS):
+        return
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type.startswith("application/") and media_type.endswith(_JSON_TYPES)):
         raise ApiError(400, "the body is not JSON; send Content-Type: application/json", code="invalid_json")

@@ -71,6 +71,19 @@ def test_request_ids_are_returned_and_logs_contain_no_text(server, caplog):
     assert "secret" not in str(fields) + caplog.text
 
 
+def test_clients_that_are_no_browsers_may_name_any_type(server):
+    """curl names the type of forms, and LiteLLM none, to Ollama's API. A form of a foreign page names one, too."""
+    paths = {"/api/generate": {"model": "novelist", "options": {"num_predict": 1}, "prompt": "a", "raw": True},
+             "/api/v1/generate": {"prompt": "a", "max_length": 1}, "/completion": {"prompt": "a", "n_predict": 1},
+             "/v1/completions": {"prompt": "a", "max_tokens": 1}}
+    for path, body in paths.items():
+        for kind in ({}, {"Content-Type": "application/x-www-form-urlencoded"}, {"Content-Type": "text/plain"}):
+            for browser, status in (({}, 200), ({"Origin": server.url}, 400), ({"Origin": "null"}, 403),
+                                    ({"Sec-Fetch-Site": "cross-site"}, 400), ({"Referer": "https://evil.net"}, 400)):
+                reply = httpx.post(server.url + path, content=json.dumps(body), headers=kind | browser, timeout=60)
+                assert reply.status_code == status, (path, kind, browser, reply.text)
+
+
 def test_the_files_of_the_page_are_in_the_log_at_level_debug_only(server, caplog):
     with caplog.at_level("INFO", logger="longdraft.server"):
         assert httpx.get(server.url + "/page/page.js").status_code == 200

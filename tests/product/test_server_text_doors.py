@@ -144,9 +144,11 @@ def test_a_running_text_of_kobold_is_read_and_ended_by_its_key(server, post):
     shown = so_far("KCPP1")
     assert so_far().startswith(shown) and so_far("KCPP2") == ""
     assert httpx.get(server.url + "/api/extra/generate/check").json()["results"][0]["text"].startswith(shown)
+    assert httpx.post(server.url + "/api/extra/generate/check").json()["results"][0]["text"].startswith(shown)
     assert post("/api/extra/abort", {"genkey": "KCPP2"}).json() == {"success": "false"}
     assert post("/api/extra/abort", {"genkey": "KCPP1"}).json() == {"success": "true"}
     writer.join(60)
+    assert httpx.post(server.url + "/api/extra/abort").json() == {"success": "false"}
     assert found[0].status_code == 409 and "cancelled" in found[0].json()["detail"]["msg"]
 
 
