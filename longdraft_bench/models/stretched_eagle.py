@@ -22,15 +22,13 @@ _VOCABULARY = 32_000  # of the published heads of Llama-3.1-8B
 _NEVER = -3e5  # bias of a guess that the small head does not have
 
 
-def stretched_eagle(small: EagleConfig, weights: Mapping[str, Tensor], target: Transformer, num_layers: int,
-                    quantize: str = "none") -> Eagle:
+def stretched_eagle(small: EagleConfig, weights: Mapping[str, Tensor], target: Transformer, num_layers: int) -> Eagle:
     """A head for `target`.
 
     small       configuration of the small head, which guesses among all tokens
     weights     its tensors by our names (`eagle_shapes`), float32, on the target's device
     target      a model that was stretched from the small head's target
     num_layers  of the small target
-    quantize    of the head's matrices
     """
     kernels, config = target.kernels, target.config
     if small.version != 3 or not small.uses_taps or small.layer.num_layers != 1 or "embed_tokens.weight" in weights:
@@ -48,7 +46,7 @@ def stretched_eagle(small: EagleConfig, weights: Mapping[str, Tensor], target: T
     named = dict(parts.eagle_layer())
 
     def pack(tensor: Tensor, bias: Tensor | None = None) -> Linear:
-        return kernels.pack(tensor.to(kernels.dtype), bias, quantize=quantize)
+        return kernels.pack(tensor.to(kernels.dtype), bias)
 
     def norm(name: str) -> Tensor:
         return parts.norm(weights[f"{name}.weight"]).to(kernels.dtype)

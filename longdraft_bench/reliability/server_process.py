@@ -78,10 +78,10 @@ async def async_chunks(reply: httpx.Response) -> AsyncIterator[Body]:
             yield json.loads(line[6:])
 
 
-def damage(rng: random.Random, body: bytes, changes: int = 5) -> bytes:
+def damage(rng: random.Random, body: bytes) -> bytes:
     """A body with bytes changed, cut, repeated and inserted."""
     data = bytearray(body)
-    for _ in range(rng.randint(1, changes)):
+    for _ in range(rng.randint(1, 5)):
         position = rng.randrange(len(data))
         change = rng.choice(["flip", "cut", "double", "insert"])
         if change == "flip":

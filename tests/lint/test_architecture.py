@@ -104,8 +104,7 @@ def public_types(path: Path) -> set[str]:
 
 
 def test_no_two_public_types_share_a_name():
-    """... except the peers' workers, which implement one protocol under one name."""
-    count = Counter(name for path in modules() if path.parent.name != "workers" for name in public_types(path))
+    count = Counter(name for path in modules() for name in public_types(path))
     assert not {name for name, places in count.items() if places > 1}
 
 
