@@ -40,6 +40,7 @@ _PROMPT_PROGRESS_S = 0.25  # between chunks with `prompt_progress`
 _MAX_CONVERSATION = 128  # characters of the name of a conversation
 _DISCONNECT_POLL_S = 0.25  # how often to check that the client of a non-streaming request is still connected
 Model = TypeVar("Model", bound=StrictModel)
+Prepared = TypeVar("Prepared", bound=PreparedRequest | Response)
 
 
 class Service:
@@ -69,12 +70,14 @@ class Service:
             _ = self.engine.fingerprint, tokenizer.longest_token, self.engine.is_tuned_for_chat
 
     async def respond(self, request: Request, model: type[Model],
-                      prepare: Callable[[Model, EventQueue], PreparedRequest]) -> Response:
-        """Generate a request's texts and send them, as a stream or whole. See `prepare` and `answer`."""
-        return await self.answer(request, await self.prepare(request, model, prepare))
+                      prepare: Callable[[Model, EventQueue], PreparedRequest | Response]) -> Response:
+        """Generate a request's texts and send them, as a stream or whole. See `prepare` and `answer`. A response in
+        place of texts is sent as it is."""
+        prepared = await self.prepare(request, model, prepare)
+        return prepared if isinstance(prepared, Response) else await self.answer(request, prepared)
 
     async def prepare(self, request: Request, model: type[Model],
-                      prepare: Callable[[Model, EventQueue], PreparedRequest]) -> PreparedRequest:
+                      prepare: Callable[[Model, EventQueue], Prepared]) -> Prepared:
         """The texts of a request, none of which is scheduled yet.
 
         model    of the body
@@ -85,7 +88,7 @@ class Service:
         label = getattr(request.state, "key_label", None)
         events = EventQueue(asyncio.get_running_loop(), label, partial(self.keys.charge, label))
         prepared = await self.admission.prepare(request, model, lambda body: prepare(body, events))
-        if prepared.check_grammar is not None:
+        if isinstance(prepared, PreparedRequest) and prepared.check_grammar is not None:
             await self.grammars.run(request, prepared.check_grammar)
         return prepared
 

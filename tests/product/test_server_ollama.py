@@ -100,6 +100,33 @@ def test_a_call_that_is_cut_is_left_out(engine):
     assert calls == [[{"city": "Rom"}], [{"city": "Rom"}], []] and lines[0]["done_reason"] == "length"
 
 
+def test_a_request_without_a_text_loads_or_unloads(post):
+    empty = {"message": {"role": "assistant", "content": ""}}
+    for path, body, answer in (("generate", {}, {"response": ""}), ("generate", {"prompt": ""}, {"response": ""}),
+                               ("chat", {"messages": []}, empty)):
+        for changes, reason in (({}, "load"), ({"keep_alive": 0, "stream": False}, "unload"),
+                                ({"keep_alive": "5m"}, "load")):
+            line, = ask(post, path, **body, **changes)
+            assert answer.items() <= line.items() and (line["done"], line["done_reason"]) == (True, reason)
+    assert post("/api/generate", {"model": "another"}).status_code == 404
+
+
+def test_empty_members_of_ollamas_clients_mean_nothing(post):
+    shown = {"model": "novelist", "system": "", "template": "", "verbose": False, "options": None}
+    assert post("/api/show", shown).status_code == 200
+    empty = {"suffix": "", "system": "", "template": "", "images": [], "options": None, "context": None}
+    same, = ask(post, "generate", prompt="Hi", stream=False)
+    assert ask(post, "generate", prompt="Hi", stream=False, **empty | {"options": OPTIONS})[0]["response"] == same[
+        "response"]
+
+
+def test_what_a_prompt_cannot_have_is_refused_by_name(engine):
+    with serving.running(engine, unknown_parameters="warn") as found:
+        for name, value in (("images", ["a"]), ("suffix", "x"), ("template", "x"), ("context", [1])):
+            reply = serving.poster(found)("/api/generate", {"model": "novelist", "prompt": "Hi", name: value})
+            assert reply.status_code == 400 and reply.json()["error"].startswith(f"{name}: must be empty"), reply.text
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"options": {"mirostat": 1}}, "options.mirostat"), ({"options": {"mumble": 1}}, "options.mumble"),
     ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "images"), ({"format": "xml"}, "format"),

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.engine.engine import Engine
 from longdraft.request.events import Event
 from longdraft.request.tools import parsed_arguments
-from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text
+from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text, one_of
 from longdraft.server.doors.blocks import (
     SettingNames,
     TextReply,
@@ -48,25 +48,32 @@ _OPTIONS = SettingNames(
           "low_vram", "f16_kv", "vocab_only", "logits_all", "penalize_newline", "mirostat_tau", "mirostat_eta"),
     off={"mirostat": (0,), "tfs_z": (1,)})
 
+_NoTemplate = Annotated[Literal[""], one_of("empty: --chat-template replaces the model's template")]
+EMPTY_MESSAGE, EMPTY_RESPONSE = {"message": {"role": "assistant", "content": ""}}, {"response": ""}
 
-class _Body(StrictModel):
+
+class Body(StrictModel):
     model: Name
     stream: bool = True
     think: Any = Field(default=None, description="true, false, or a level, as reasoning_effort.")
     format: Any = Field(default=None, description="`json`, or a JSON schema.")
     options: AnyObject | None = Field(default=None, description="Sampling settings by Ollama's names.")
-    keep_alive: Any = Field(default=None, description="No effect.")
+    keep_alive: Any = Field(default=None, description="0 where nothing is asked: the answer says `unload`.")
     longdraft: LongdraftOptions | None = None
 
 
-class ChatBody(_Body):
-    messages: list[AnyObject] = Field(min_length=1, max_length=4096)
+class ChatBody(Body):
+    messages: list[AnyObject] = Field(max_length=4096)
     tools: Any = None
 
 
-class GenerateBody(_Body):
+class GenerateBody(Body):
     prompt: Utf8Text = ""
     system: Utf8Text | None = None
+    suffix: Annotated[Literal[""], one_of("empty: no text is filled in")] = ""
+    template: _NoTemplate = ""
+    images: Annotated[list[Any] | None, Field(max_length=0), one_of("empty: this server reads texts")] = None
+    context: Annotated[list[int] | None, Field(max_length=0), one_of("empty: /api/chat has conversations")] = None
     raw: bool = Field(default=False, description="Continue the prompt, without the chat template.")
 
 
@@ -74,6 +81,9 @@ class ShowBody(StrictModel):
     model: Name | None = None
     name: Name | None = None
     verbose: bool = False
+    system: Any = Field(default=None, description="No effect.")
+    template: _NoTemplate = ""
+    options: Any = Field(default=None, description="No effect.")
 
 
 def chat_of(body: ChatBody, variables: frozenset[str]) -> dict[str, Any]:
@@ -97,7 +107,7 @@ def completion_of(body: GenerateBody) -> dict[str, Any]:
     return _settings(body) | {"prompt": body.prompt}
 
 
-def _thinking(body: _Body, variables: frozenset[str]) -> dict[str, Any]:
+def _thinking(body: Body, variables: frozenset[str]) -> dict[str, Any]:
     """The settings of `think`."""
     options = {"chat_template_kwargs": template_options(variables, None)}
     if isinstance(body.think, bool):
@@ -105,8 +115,8 @@ def _thinking(body: _Body, variables: frozenset[str]) -> dict[str, Any]:
     return options | without_none({"reasoning_effort": effort_of(body.think, "think")})
 
 
-def _settings(body: _Body) -> dict[str, Any]:
-    settings: dict[str, Any] = {"model": body.model.removesuffix(_LATEST), "stream": body.stream}
+def _settings(body: Body) -> dict[str, Any]:
+    settings: dict[str, Any] = {"model": own_name(body.model), "stream": body.stream}
     extension: dict[str, Any] = body.longdraft.model_dump(exclude_unset=True) if body.longdraft else {}
     read = _OPTIONS.read(body.options or {}, "options.")
     settings |= {name: value for name, value in read.items() if name not in extension}
@@ -214,6 +224,17 @@ class OllamaReply(TextReply):
                 "prompt_eval_count": self._options.prompt_tokens,
                 "prompt_eval_duration": int(stats.get("prefill_seconds", 0.0) * 1e9),
                 "eval_count": job.num_tokens, "eval_duration": int(decoding * 1e9)}
+
+
+def own_name(model: str) -> str:
+    """The name of a model without the label that Ollama's clients add."""
+    return model.removesuffix(_LATEST)
+
+
+def loaded(body: Body) -> dict[str, Any]:
+    """The answer to a request that asks for no text, without its empty text."""
+    return {"model": body.model, "created_at": now(), "done": True,
+            "done_reason": "unload" if body.keep_alive in (0, "0", "0s") else "load"}
 
 
 def now() -> str:

@@ -102,18 +102,28 @@ async def ollama_models(service: ServiceDependency) -> dict[str, Any]:
 async def ollama_show(request: Request, service: ServiceDependency) -> Response:
     def show(body: ollama.ShowBody) -> Response:
         name = body.model or body.name
-        service.preparer.require_model(name.removesuffix(":latest") if name else None)
+        service.preparer.require_model(ollama.own_name(name) if name else None)
         preparer = service.preparer
         return JSONResponse(ollama.shown_model(service.engine, preparer.context_limit, preparer.shows_thinking))
 
     return await service.admission.prepare(request, ollama.ShowBody, show)
 
 
+def _ollama_load(preparer: Preparer, body: ollama.Body, answer: dict[str, Any]) -> Response:
+    """The answer to a request that only loads the model or unloads it, neither of which happens here."""
+    preparer.require_model(ollama.own_name(body.model))
+    return JSONResponse(ollama.loaded(body) | answer)
+
+
 @router.post("/api/chat", summary="Answer a conversation, in Ollama's format.",
              openapi_extra=body_reference(ollama.ChatBody))
 async def ollama_chat(request: Request, service: ServiceDependency) -> Response:
-    return await service.respond(request, ollama.ChatBody, partial(
-        _prepare, service.preparer, ollama.chat_of, lambda body: ollama.OllamaReply, "ollama-"))
+    def prepare(body: ollama.ChatBody, events: EventQueue) -> PreparedRequest | Response:
+        if not body.messages:
+            return _ollama_load(service.preparer, body, ollama.EMPTY_MESSAGE)
+        return _prepare(service.preparer, ollama.chat_of, lambda _: ollama.OllamaReply, "ollama-", body, events)
+
+    return await service.respond(request, ollama.ChatBody, prepare)
 
 
 @router.post("/api/generate", summary="Answer or continue a prompt, in Ollama's format.",
@@ -121,8 +131,10 @@ async def ollama_chat(request: Request, service: ServiceDependency) -> Response:
 async def ollama_generate(request: Request, service: ServiceDependency) -> Response:
     new_reply: NewReply = partial(ollama.OllamaReply, is_chat=False)
 
-    def prepare(body: ollama.GenerateBody, events: EventQueue) -> PreparedRequest:
+    def prepare(body: ollama.GenerateBody, events: EventQueue) -> PreparedRequest | Response:
         preparer = service.preparer
+        if not body.prompt:
+            return _ollama_load(preparer, body, ollama.EMPTY_RESPONSE)
         if body.raw or not preparer.engine.tokenizer.chat_template:
             completion = validated(CompletionRequest, ollama.completion_of(body))
             prepared = preparer.completion(completion, events, clamps=True, prefix="ollama-")
