@@ -106,6 +106,24 @@ def test_the_count_of_tokens_is_that_of_the_message(post):
     assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+def test_a_last_message_of_the_assistant_is_continued(post):
+    whole = message(post)
+    begun = whole["content"][0]["text"][:20].rstrip()
+    turns = [*BODY["messages"], {"role": "assistant", "content": [{"type": "text", "text": begun}]}]
+    chat = post("/v1/chat/completions", {"messages": [*BODY["messages"], {"role": "assistant", "content": begun}],
+                                         "continue_final_message": True, "max_tokens": 20, "temperature": 0,
+                                         "min_p": 0.1}).json()
+    reply = message(post, messages=turns, max_tokens=20)
+    assert reply["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    count = post("/v1/messages/count_tokens", {"messages": turns}).json()["input_tokens"]
+    assert count == chat["usage"]["prompt_tokens"]
+    empty = [*BODY["messages"], {"role": "assistant", "content": ""}]
+    assert message(post, messages=empty)["content"] == whole["content"]
+    turns[-1] = {"role": "assistant", "content": begun + " \n"}
+    refusal = post("/v1/messages", BODY | {"messages": turns})
+    assert refusal.status_code == 400 and "white space at its end" in refusal.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "king", "content": "x"}]}, "user, assistant or system"),

@@ -80,7 +80,10 @@ def to_chat(body: CountRequest, variables: frozenset[str]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages.{index}")
+    if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
+        messages.pop()
     chat = {"model": body.model, "messages": messages, **_tools(body.tools, body.tool_choice),
+            "continue_final_message": _is_begun(messages[-1]),
             "reasoning_effort": effort_of((body.output_config or {}).get("effort"), "output_config.effort")}
     if body.thinking is not None:
         chat["thinking"] = {name: value for name, value in body.thinking.items() if name != "display"}
@@ -98,6 +101,16 @@ def to_chat(body: CountRequest, variables: frozenset[str]) -> dict[str, Any]:
                  "user": (body.metadata or {}).get("user_id") if is_object(body.metadata) else None,
                  "longdraft": body.longdraft}
     return without_none(chat | {"chat_template_kwargs": options})
+
+
+def _is_begun(last: Mapping[str, Any]) -> bool:
+    """Whether the last message is the beginning of the answer. ApiError for white space at its end, as Anthropic's
+    server refuses it: the next word would be unlikely."""
+    is_begun = last["role"] == "assistant" and "tool_calls" not in last
+    if is_begun and last["content"] != last["content"].rstrip():
+        raise refused("messages", last["content"][-20:], "a last message of the assistant without white space at its "
+                                                         "end")
+    return is_begun
 
 
 def _without_nonce(text: str) -> str:
