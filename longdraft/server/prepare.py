@@ -181,7 +181,8 @@ class Preparer:
     def count(self, request: ChatRequest) -> int:
         """The number of tokens of a chat's prompt."""
         tools = _tools_of(request)
-        return len(self._encode_chat(request.messages, self._effort(request).variables, False, None, tools))
+        return len(self._encode_chat(request.messages, self._effort(request).variables, request.continue_final_message,
+                                     request.add_generation_prompt, tools))
 
     @property
     def shows_thinking(self) -> bool:
@@ -252,8 +253,7 @@ class Preparer:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
         prompt = self._tools.prompt(
-            plain, tools, variables, is_lenient=self.settings.unknown_parameters == "warn",
-            continue_final_message=continues,
+            plain, tools, variables, is_lenient=True, continue_final_message=continues,
             add_generation_prompt=not continues if begins_answer is None else begins_answer)
         self._require_short([prompt], "messages")  # a template may write far more than the messages
         return prompt

@@ -131,6 +131,15 @@ def test_the_next_turn_reuses_the_rows_of_the_call(engine, post, required):
     assert second["prompt_tokens_details"]["cached_tokens"] >= tokens - 160, (first, second)
 
 
+def test_the_next_turn_may_have_a_call_that_was_cut(post):
+    """OpenAI's arguments are a text, which need not be JSON."""
+    cut = message(post, tool_choice="required", stop=['"unit"'])
+    call, = cut["tool_calls"]
+    turns = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]},
+             {"role": "tool", "tool_call_id": call["id"], "content": "12 degrees"}]
+    assert chat(post, messages=turns, tool_choice="auto", max_tokens=5).status_code == 200
+
+
 def test_without_a_grammar_for_all_calls_it_is_on_where_one_is_required_or_strict(engine):
     strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
     with serving.running(engine, tool_grammar="strict") as found:
