@@ -87,12 +87,14 @@ def test_a_stop_text_is_named(post):
 
 
 @pytest.mark.parametrize("changes, reason, sequence", [
-    ({"stop_sequences": ['"city"']}, "stop_sequence", '"city"'), ({"max_tokens": 12}, "max_tokens", None)])
+    ({"stop_sequences": ['"city"']}, "stop_sequence", '"city"'), ({"max_tokens": 32}, "max_tokens", None)])
 def test_a_call_that_is_cut_is_left_out(post, changes, reason, sequence):
     changes = {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 150} | changes
-    whole, last = message(post, **changes), events(post("/v1/messages", BODY | changes | {"stream": True}))[-2]["delta"]
-    assert whole["content"] == []
-    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence) == tuple(last.values())
+    whole, contents = message(post, **changes), events(post("/v1/messages", BODY | changes | {"stream": True}))
+    begun = next(each["content_block"] for each in contents if each["type"] == "content_block_start")
+    assert whole["content"] == [] and begun["type"] == "tool_use"
+    ends = [(each["stop_reason"], each["stop_sequence"]) for each in (whole, contents[-2]["delta"])]
+    assert ends == [(reason, sequence)] * 2
 
 
 def test_more_tokens_than_the_context_has_room_for_are_fewer(post, engine):

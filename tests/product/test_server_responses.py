@@ -58,6 +58,16 @@ def test_events_of_a_call_come_in_their_order_and_end_with_the_whole_response(se
     assert whole["output"][0]["arguments"] == item["arguments"] and whole["output"][0]["call_id"] == item["call_id"]
 
 
+@pytest.mark.parametrize("changes, status", [
+    ({}, "incomplete"), ({"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 32}, "incomplete"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": ["yes"]}}}}, "completed")])
+def test_the_item_that_the_limit_cuts_is_incomplete(post, changes, status):
+    whole = respond(post, **changes)
+    last = json.loads(post("/v1/responses", BODY | changes | {"stream": True}).text.split("data: ")[-1])["response"]
+    for reply in (whole, last):
+        assert [item["status"] for item in reply["output"]] == [reply["status"]] == [status]
+
+
 def test_openais_client_reads_the_stream(server, post):
     form = {"format": {"type": "json_schema", "name": "x", "schema": {"enum": ["yes", "no"]}}}
     with serving.client(server).responses.stream(model="novelist", input="Hi", temperature=0, text=form,

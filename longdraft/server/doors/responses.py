@@ -186,7 +186,7 @@ class ResponsesReply(TextReply):
             yield from self._part(part)
 
     def end(self) -> Iterator[bytes]:
-        yield from self._close()
+        yield from self._close(self._last_status)
         status = self._status
         yield self._event(f"response.{status}", response=self._response(status))
 
@@ -198,9 +198,7 @@ class ResponsesReply(TextReply):
         if error is not None:
             return self._failed(error)
         if self._choice.finish_reason:
-            for _ in self._close():
-                pass
-            return self._response(self._status)
+            return self._ended()
         return self._response("queued" if self._job.state == "queued" else "in_progress")
 
     def _failed(self, error: ApiError) -> dict[str, Any]:
@@ -213,13 +211,23 @@ class ResponsesReply(TextReply):
             pass
 
     def whole(self) -> Iterator[bytes]:
-        for _ in self._close():
+        yield as_json(self._ended())
+
+    def _ended(self) -> dict[str, Any]:
+        """The response after the end of the text."""
+        for _ in self._close(self._last_status):
             pass
-        yield as_json(self._response(self._status))
+        return self._response(self._status)
 
     @property
     def _status(self) -> str:
         return "incomplete" if self._choice.finish_reason in ("length", "loop") else "completed"
+
+    @property
+    def _last_status(self) -> str:
+        """The status of the item that the text ends in."""
+        is_call = self._item is not None and self._item["type"] == "function_call"
+        return ("incomplete" if self._choice.has_cut_call else "completed") if is_call else self._status
 
     def _event(self, kind: str, **content: Any) -> bytes:
         self._number += 1
@@ -254,7 +262,8 @@ class ResponsesReply(TextReply):
         if kind == "message":
             yield self._event("response.content_part.added", **self._place, content_index=0, part=_output_text(""))
 
-    def _close(self) -> Iterator[bytes]:
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
+        """End the open item. status: of a message or call"""
         if self._item is None:
             return
         item, text = self._with_text(self._item), self._text
@@ -263,10 +272,10 @@ class ResponsesReply(TextReply):
         elif item["type"] == "message":
             yield self._event("response.output_text.done", **self._place, content_index=0, text=text, logprobs=[])
             yield self._event("response.content_part.done", **self._place, content_index=0, part=_output_text(text))
-            item["status"] = "completed"
+            item["status"] = status
         else:
             yield self._event("response.function_call_arguments.done", **self._place, name=item["name"], arguments=text)
-            item["status"] = "completed"
+            item["status"] = status
         yield self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)
         self._item = None
