@@ -79,7 +79,7 @@ def parse_tools(body: Mapping[str, Any]) -> ToolRequest | None:
     for name, needed in (("tool_choice", not given or is_legacy), ("function_call", not is_legacy)):
         if needed and body.get(name) not in (None, "none", "auto"):
             raise UsageError(f"{name} is {_shown(body[name])}, and the request has no "
-                             f"{'tools' if name == 'tool_choice' else 'functions'}", name)
+                             f"{'tools that are ' if name == 'tool_choice' else ''}functions", name)
     if not given:
         return None
     if len(given) > MAX_TOOLS:

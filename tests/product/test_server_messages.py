@@ -130,7 +130,9 @@ def test_a_last_message_of_the_assistant_is_continued(post):
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "king", "content": "x"}]}, "user, assistant or system"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "letters, digits"),
-    ({"tool_choice": {"type": "x"}, "tools": [TOOL]}, "tool_choice"), ({"thinking": {"type": "x"}}, "thinking.type"),
+    ({"tool_choice": {"type": "x"}, "tools": [TOOL]}, "tool_choice"),
+    ({"tool_choice": {"type": "any"}, "tools": [{"type": "web_search_20260101", "name": "web_search"}]}, "tool_choice"),
+    ({"thinking": {"type": "x"}}, "thinking.type"),
     ({"max_tokens": 0}, "max_tokens"), ({"mumble": 1}, "mumble")])
 def test_what_cannot_be_used_is_refused_in_anthropics_form(post, changes, words):
     reply = post("/v1/messages", BODY | changes)

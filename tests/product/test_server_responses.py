@@ -99,10 +99,20 @@ def test_a_schema_is_the_form_of_the_text(post):
     assert json.loads(text_of(respond(post, text=form))) in ("yes", "no")
 
 
+def test_settings_that_ask_for_nothing_are_accepted(post):
+    reply = respond(post, tools=[{"type": "web_search"}], tool_choice="auto", parallel_tool_calls=True,
+                    text={"verbosity": "medium"}, top_logprobs=0, include=["reasoning.encrypted_content"])
+    assert text_of(reply) == text_of(respond(post))
+
+
 @pytest.mark.parametrize("changes, param", [
     ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"conversation": "x"}, "conversation"),
     ({"input": [{"type": "image_generation_call"}]}, "input"), ({"input": [1]}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"), ({"text": {"verbosity": "low"}}, "text"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"include": 5}, "include"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"tools": "x"}, "tools"), ({"mumble": 1}, "mumble")])
 def test_what_cannot_be_used_is_refused_by_name(post, changes, param):
     reply = post("/v1/responses", BODY | changes)

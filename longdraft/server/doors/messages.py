@@ -156,7 +156,7 @@ def _tools(tools: Any, choice: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {"tools": [{"type": "function", "function": without_none({
         "name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema"),
         "strict": tool.get("strict")})} for tool in own] or None}
-    if choice is None or not own:
+    if choice is None:
         return chosen
     kinds = {"auto": "auto", "any": "required", "none": "none", "tool": {
         "type": "function", "function": {"name": choice.get("name") if is_object(choice) else None}}}

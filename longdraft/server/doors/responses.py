@@ -35,6 +35,7 @@ from longdraft.text.tools.reader import Part
 
 _TEXTS = ("input_text", "output_text", "text")
 _NO_EFFECT = "No effect."
+_LOGPROBS = "message.output_text.logprobs"  # of `include`
 _SUMMARIES = ("summary", "generate_summary")  # of thoughts: the whole thought is sent
 
 
@@ -49,7 +50,8 @@ class InputTokensRequest(StrictModel):
     parallel_tool_calls: bool | None = None
     reasoning: AnyObject | None = Field(default=None, description="`effort`, and the other members of a chat's "
                                                                   "`reasoning`. `summary` has no effect.")
-    text: AnyObject | None = Field(default=None, description="`format`: text, json_object or json_schema.")
+    text: AnyObject | None = Field(default=None, description="`format`: text, json_object or json_schema; "
+                                                              "`verbosity`: medium.")
     truncation: Any = Field(default=None, description=_NO_EFFECT)
     previous_response_id: Any = Field(default=None, description="Refused: nothing is stored.")
     conversation: Any = Field(default=None, description="Refused: nothing is stored.")
@@ -64,7 +66,8 @@ class ResponsesRequest(InputTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(default=None, description="longdraft's own, as in chats.")
-    include: Any = Field(default=None, description="`reasoning.encrypted_content`: carry thoughts.")
+    include: list[Name] | None = Field(default=None, max_length=64, description="`reasoning.encrypted_content`: carry "
+                                       "thoughts. `message.output_text.logprobs` is refused.")
     user: Name | None = None
     store: Any = Field(default=None, description=_NO_EFFECT)
     metadata: Any = Field(default=None, description="Sent back.")
@@ -73,7 +76,7 @@ class ResponsesRequest(InputTokensRequest):
     prompt_cache_retention: Any = Field(default=None, description=_NO_EFFECT)
     safety_identifier: Any = Field(default=None, description=_NO_EFFECT)
     service_tier: Any = Field(default=None, description=_NO_EFFECT)
-    top_logprobs: Any = Field(default=None, description=_NO_EFFECT)
+    top_logprobs: Any = Field(default=None, description="0: responses have no log-probabilities.")
     longdraft: LongdraftOptions | None = None
 
 
@@ -83,6 +86,8 @@ def to_chat(body: InputTokensRequest, variables: frozenset[str]) -> dict[str, An
         if getattr(body, name) is not None:
             raise ApiError(400, f"{name} is not supported: this server stores no responses; send the whole input",
                            param=name, code="unsupported")
+    if (body.text or {}).get("verbosity") not in (None, "medium"):
+        raise refused("text.verbosity", (body.text or {})["verbosity"], "medium")
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
     reasoning = {name: value for name, value in (body.reasoning or {}).items() if name not in _SUMMARIES}
@@ -90,12 +95,14 @@ def to_chat(body: InputTokensRequest, variables: frozenset[str]) -> dict[str, An
             "response_format": _format((body.text or {}).get("format")), **_tools(body.tools, body.tool_choice),
             "reasoning": reasoning or None, "chat_template_kwargs": template_options(variables, None)}
     if isinstance(body, ResponsesRequest):
+        if body.top_logprobs not in (None, 0):
+            raise refused("top_logprobs", body.top_logprobs, "0; chats and completions have log-probabilities")
+        if _LOGPROBS in (body.include or ()):
+            raise refused("include", _LOGPROBS, "no log-probabilities; chats and completions have them")
         chat |= {"max_tokens": body.max_output_tokens, "stream": body.stream, "temperature": body.temperature,
                  "top_p": body.top_p, "seed": body.seed, "user": body.user,
                  "longdraft": (body.longdraft or LongdraftOptions()).model_copy(update={"detach": True})
                  if body.background else body.longdraft}
-    if not chat["tools"]:
-        chat |= {"parallel_tool_calls": None, "tool_choice": None}
     return without_none(chat)
 
 
