@@ -44,6 +44,13 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command line; returns its exit status."""
+    from longdraft.system.console import remarks_on_stderr
+
+    with remarks_on_stderr():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     import typer
 
     from longdraft.cli import app

@@ -10,11 +10,13 @@ the premise, a list of headings, and the chapters so far.
 
 The folder holds BOOK.json (premise, outline, states) and a journal for each chapter. Every part is a function of the
 model, the premise, the outline and the settings, so the same command goes on after any interruption and ends with the
-same book. A chapter whose prompt has changed, because the outline or an earlier chapter has, is written again.
+same book. A chapter whose prompt has changed, because the outline or an earlier chapter has, is written again. Other settings,
+or another chat template, are refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +37,7 @@ from longdraft.text.effort import Effort
 from longdraft.text.thinking import divide
 
 STATE = "BOOK.json"
+_WORDS_ALLOWED = 50, 20_000  # of a chapter
 _OUTLINE_BATCH = 20  # chapters that are outlined in one answer
 _TOKENS_PER_WORD = 3  # upper bound, for the largest number of tokens of a chapter
 _HEADING_TOKENS = 24  # of a heading that a model without a template writes
@@ -62,7 +65,7 @@ class BookPlan:
     def __post_init__(self) -> None:
         check(bool(self.premise.strip()), "the premise", self.premise, "a text")
         check(1 <= self.chapters <= 200, "--chapters", self.chapters, "1 to 200")
-        check(50 <= self.words <= 20_000, "--words", self.words, "50 to 20000")
+        _check_words("--words", self.words)
 
 
 @dataclass
@@ -119,10 +122,12 @@ class Book:
         options  variables of the chat template
         """
         check(params.seed is not None, "seed", None, "a number", "each part of a book derives its own from it")
-        state = BookState(asdict(plan), _settings_of(params), engine.name, engine.fingerprint)
+        chat_settings = _chat_settings(engine, options or {})
+        state = BookState(asdict(plan), _settings_of(params) | chat_settings, engine.name, engine.fingerprint)
         path = folder / STATE
         if path.exists():
             state_of_folder = _read_state(path)
+            state_of_folder.settings = chat_settings | state_of_folder.settings  # older versions did not save these
             for name in ("plan", "settings", "fingerprint"):
                 began, now = getattr(state_of_folder, name), getattr(state, name)
                 if began != now:
@@ -208,7 +213,7 @@ class Book:
         ids = self.engine.chat(messages, **self._options)
         room = self._room(ids, tokens + each * count + self._thought_tokens)
         params = self._params_of(0, max_new_tokens=room, min_new_tokens=0, stop=(), ignore_eos=False,
-                                 structured_outputs=("json", json.dumps(_schema(count, first == 0))))
+                                 structured_outputs=("json", json.dumps(_schema(count, first == 0, self.plan.words))))
         part = f"outline, chapters {first + 1} to {first + count}"
         text = self._write(self.engine.generate(ids, params), follow, part)
         try:
@@ -312,11 +317,13 @@ Write about {words} words of prose. Begin with the text itself, without a headin
 _WORDS = {"plan": "plan", "settings": "setting", "fingerprint": "model, tokenizer or kernels than the present ones"}
 
 
-def _schema(count: int, has_title: bool) -> dict[str, Any]:
+def _schema(count: int, has_title: bool, words: int) -> dict[str, Any]:
+    """Of an outline. words: of a chapter, about: half to twice as many"""
+    least, most = max(_WORDS_ALLOWED[0], words // 2), min(_WORDS_ALLOWED[1], 2 * words)
     chapter = {"type": "object", "additionalProperties": False, "required": ["title", "brief", "words"], "properties": {
         "title": {"type": "string", "minLength": 1, "maxLength": 80},
         "brief": {"type": "string", "minLength": 1, "maxLength": 600},
-        "words": {"type": "integer", "minimum": 50, "maximum": 20_000}}}
+        "words": {"type": "integer", "minimum": least, "maximum": most}}}
     chapters = {"type": "array", "minItems": count, "maxItems": count, "items": chapter}
     title = {"title": {"type": "string", "minLength": 1, "maxLength": 80}} if has_title else {}
     return {"type": "object", "additionalProperties": False, "properties": {**title, "chapters": chapters},
@@ -331,6 +338,18 @@ def _settings_of(params: SamplingParams) -> dict[str, Any]:
     return settings
 
 
+def _check_words(name: str, words: int) -> None:
+    least, most = _WORDS_ALLOWED
+    check(least <= words <= most, name, words, f"{least} to {most}")
+
+
+def _chat_settings(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the prompts of a model with a chat template depend on besides the outline."""
+    if (template := engine.tokenizer.chat_template) is None:
+        return {}
+    return {"chat_options": dict(options), "chat_template": hashlib.sha256(template.source.encode()).hexdigest()[:16]}
+
+
 def _read_state(path: Path) -> BookState:
     try:
         content = json.loads(path.read_bytes())
@@ -341,7 +360,7 @@ def _read_state(path: Path) -> BookState:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise JournalError(f"{path} cannot be read: {error!r}; repair it, or choose another --folder") from error
     for chapter in state.chapters:
-        check(50 <= chapter.words <= 20_000, f"words of {chapter.title!r} in {path}", chapter.words, "50 to 20000")
+        _check_words(f"words of {chapter.title!r} in {path}", chapter.words)
     return state
 
 

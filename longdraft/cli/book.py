@@ -48,7 +48,7 @@ def book(
 
     if SamplingParams.from_names(sampling).structured_outputs:
         raise UsageError("a book is prose; leave --json-schema, --regex and --grammar out")
-    plan = BookPlan(read_prompt(premise, premise_file), chapters, words)
+    plan = BookPlan(read_prompt(premise, premise_file, "premise"), chapters, words)
     chat_options = options.chat_options(chat_option or ())
     engine = load_with_bar(loading, quiet=quiet)
     params = engine.params(**sampling)

@@ -88,8 +88,10 @@ def inspect(
     from longdraft.journal.format import read_journal
     from longdraft.system.files import open_outputs
 
-    content = read_journal(journal)
     is_stdout = text is not None and str(text) == "-"
+    if as_json and is_stdout:
+        raise UsageError("--json and --text - both write to stdout; give --text a file")
+    content = read_journal(journal)
     files = open_outputs({"--text": None if is_stdout else text, "--tokens-out": tokens_out})
     try:
         if text is not None:

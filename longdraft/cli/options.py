@@ -24,6 +24,7 @@ from longdraft.engine.settings import LOADING
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.settings import Setting, SettingScope, parse_pairs, settings_of
+from longdraft.system.console import leave_remarks_out
 from longdraft.system.files import read_text
 
 SAMPLING, RUNNING, FILES = "Sampling and stopping", "Model, drafter and machine", "Input and output"
@@ -41,7 +42,8 @@ ChatOption = Annotated[list[str] | None, option("KEY=VALUE for the chat template
 Output = Annotated[Path | None, option("Write the text to this file.", FILES, "--output", show_default="stdout")]
 TokensOut = Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES, "--tokens-out")]
 Stats = Annotated[Path | None, option("Write statistics to this JSON file.", FILES, "--stats")]
-Quiet = Annotated[bool, option("Print no progress, summary or remarks on stderr.", FILES, "--quiet")]
+Quiet = Annotated[bool, option("Print no progress, summary or remarks on stderr.", FILES, "--quiet",
+                               callback=lambda is_quiet: (leave_remarks_out() if is_quiet else None, is_quiet)[1])]
 
 # The three ways to give `structured_outputs`.
 _STRUCTURES = (

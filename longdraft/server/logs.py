@@ -94,7 +94,9 @@ def configure_logging(form: str, level: str) -> None:
     handler = BackgroundHandler(sys.stderr.fileno())
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("longdraft").setLevel(level.upper())
+    ours = logging.getLogger("longdraft")
+    ours.handlers.clear()
+    ours.setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 

@@ -1,13 +1,16 @@
-"""Shared by the command-line programs: signal handlers, failures of stdout, and the format of durations."""
+"""Shared by the command-line programs: signal handlers, remarks, failures of stdout, and the format of durations."""
 
 from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -52,6 +55,28 @@ class Interrupt:
 def on_terminate(number: int, frame: FrameType | None) -> None:
     """A handler for SIGTERM while there is no work to finish: raises Terminated."""
     raise Terminated
+
+
+class _Remarks(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print("longdraft:", self.format(record), file=sys.stderr)
+
+
+@contextmanager
+def remarks_on_stderr() -> Iterator[None]:
+    """A context in which what longdraft logs is written to stderr, in the form of its errors."""
+    logger, handler = logging.getLogger("longdraft"), _Remarks(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
+def leave_remarks_out() -> None:
+    """Write errors alone, until `remarks_on_stderr` ends."""
+    logging.getLogger("longdraft").setLevel(logging.ERROR)
 
 
 class ClosedStdout(io.TextIOBase):

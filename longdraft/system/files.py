@@ -192,16 +192,20 @@ def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
     return files
 
 
-def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt's text from the argument, a file, or standard input (`-`). UsageError if there is not exactly one."""
+def read_prompt(prompt: str | None, file: str | None, name: str = "prompt") -> str:
+    """The prompt's text from the argument, a file, or standard input (`-`). UsageError if there is not exactly one.
+
+    name  what the text is, whose file `--NAME-file` names
+    """
+    option = f"--{name}-file"
     if prompt is not None and file is not None:
-        raise UsageError("a prompt and --prompt-file are both given; give one of them")
+        raise UsageError(f"a {name} and {option} are both given; give one of them")
     if prompt is not None:
-        require_text(prompt, "the prompt", "put it into a UTF-8 file and give --prompt-file")
+        require_text(prompt, f"the {name}", f"put it into a UTF-8 file and give {option}")
         return prompt
     if file is None:
-        raise UsageError("no prompt; give it as an argument or with --prompt-file FILE ('-' reads stdin)")
-    return read_text(file, "--prompt-file")
+        raise UsageError(f"no {name}; give it as an argument or with {option} FILE ('-' reads stdin)")
+    return read_text(file, option)
 
 
 def read_text(file: str, option: str) -> str:

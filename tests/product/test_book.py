@@ -102,6 +102,8 @@ def test_another_book_in_the_folder_is_refused(whole, capfd, changed, message):
     (["book", "a", "--chapters", "0"], "--chapters is 0; allowed: 1 to 200"),
     (["book", "a", "--words", "10"], "--words is 10; allowed: 50 to 20000"),
     (["book", "a", "--regex", "b"], "a book is prose"),
+    (["book"], "no premise; give it as an argument or with --premise-file FILE"),
+    (["book", "a", "--premise-file", "b"], "a premise and --premise-file are both given"),
 ])
 def test_wrong_plans_are_refused(arguments, message, capfd, tmp_path):
     assert run([*arguments, "--folder", str(tmp_path / "book")]) == 2
@@ -138,10 +140,26 @@ def test_a_chat_model_outlines_the_book_as_data_and_writes_it_as_one_conversatio
     done = list(book.write(follow))
     assert [(each.number, each.state) for each in done] == [(0, "outlined"), (1, "written"), (2, "written")]
     state = json.loads((tmp_path / STATE).read_text())
-    assert state["title"] and all(each["brief"] and each["words"] >= 50 for each in state["chapters"])
+    assert state["title"] and all(each["brief"] and 50 <= each["words"] <= 100 for each in state["chapters"])
     prompt = chat.tokenizer.decode(read_journal(tmp_path / "chapter-002").header.prompt)
     roles = [line.partition(":")[0] for line in prompt.splitlines() if line.startswith(("user:", "assistant:"))]
     assert roles == ["user", "assistant", "user", "assistant", "user", "assistant"]
+
+
+def test_a_chat_book_is_not_written_again_with_other_prompts(chat, tmp_path, monkeypatch):
+    """Its chapters would be removed without a word."""
+    plan, params = BookPlan(PREMISE, 1, 50), SamplingParams(seed=3)
+    Book.open(tmp_path, chat, plan, params, {"enable_thinking": False}).save()
+    with pytest.raises(UsageError, match="another setting .chat_options was "):
+        Book.open(tmp_path, chat, plan, params)
+    state = json.loads((tmp_path / STATE).read_text())
+    state["settings"]["chat_template"] = "another"
+    (tmp_path / STATE).write_text(json.dumps(state))
+    with pytest.raises(UsageError, match="another setting .chat_template was "):
+        Book.open(tmp_path, chat, plan, params, {"enable_thinking": False})
+    del state["settings"]["chat_template"], state["settings"]["chat_options"]  # by an older version
+    (tmp_path / STATE).write_text(json.dumps(state))
+    Book.open(tmp_path, chat, plan, params)
 
 
 def test_early_chapters_leave_the_prompt_where_the_context_is_full(chat, tmp_path):
