@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 from starlette.requests import ClientDisconnect
@@ -77,7 +76,6 @@ class Choice:
     sends_reasoning: bool = True
     calls_reason: str = "tool_calls"  # the reason for the end of an answer with calls
     end: str | None = None  # why the text ended, by longdraft's name
-    num_sent: int = 0  # characters sent so far
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stats: dict[str, Any] | None = None  # of the finished text
@@ -120,6 +118,20 @@ class Choice:
                 self.finish_reason = self.calls_reason
         self.stats = events[-1].stats
         return parts
+
+
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters. Those of one character begin at the same place."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decoder = tokenizer.stream()
+        self._end = 0  # of the tokens so far
+
+    def next(self, token: int, text: str) -> int:
+        """The place of the next token. text: that it adds"""
+        start = self._end
+        self._end += len(self._decoder.push(token))
+        return max(start, self._end - len(text))  # what came before may have been held back
 
 
 class Reply(Protocol):
@@ -175,6 +187,7 @@ class ReplyBuilder:
         self._tokenizer = tokenizer
         self._created = int(time.time())
         self._choices = {job: Choice.of(options, job) for job in jobs}
+        self._offsets = {job: TextOffsets(tokenizer) for job in jobs}
         self._echo = dict(zip(jobs, options.echo, strict=True)) if options.echo else {}
 
     @property
@@ -204,12 +217,11 @@ class ReplyBuilder:
 
     def _first_chunks(self) -> Iterable[dict[str, Any]]:
         """The chunks before any token: the roles of a chat, or the echoed prompts."""
-        for job, choice in self._choices.items():
+        for job in self._choices:
             if self._is_chat:
                 yield self._chunk(job, {"delta": {"role": "assistant", "content": ""}, "logprobs": None,
                                         "finish_reason": None})
             elif job in self._echo:
-                choice.num_sent = len(self._echo[job])
                 yield self._chunk(job, {"text": self._echo[job], "logprobs": None, "finish_reason": None})
 
     def _chunks(self, job: GenerationJob, events: list[Event]) -> Iterator[dict[str, Any]]:
@@ -232,8 +244,7 @@ class ReplyBuilder:
             has_text = texts["text"] or not texts["thought"]
             content = {"delta": delta | ({"content": texts["text"]} if has_text else {})}
         logprobs = [entry for event in events for entry in event.logprobs]
-        content |= {"logprobs": self._logprobs(logprobs, choice.num_sent), "finish_reason": choice.finish_reason}
-        choice.num_sent += len(texts["text"])
+        content |= {"logprobs": self._logprobs(logprobs, self._offsets[job]), "finish_reason": choice.finish_reason}
         chunk = self._chunk(job, content)
         if self._options.details:
             chunk["longdraft"] = self._details(job, events)
@@ -292,7 +303,7 @@ class ReplyBuilder:
     def _logprob_pieces(self, choice: Choice) -> Iterator[bytes]:
         """The log-probabilities of a whole text as JSON."""
         entries = choice.logprobs
-        shape = self._logprobs(entries[:1], 0) or {}
+        shape = self._logprobs(entries[:1], TextOffsets(self._tokenizer)) or {}
         separator = "{"
         for key, value in shape.items():
             yield f"{separator}{json.dumps(key)}:".encode()
@@ -300,13 +311,12 @@ class ReplyBuilder:
             if not isinstance(value, list):
                 yield json.dumps(value).encode()
                 continue
-            offset = 0
+            offsets = TextOffsets(self._tokenizer)
             opening = b"["
             for start in range(0, len(entries), _SLICE):
                 part = entries[start : start + _SLICE]
-                values = (self._logprobs(part, offset) or {})[key]
+                values = (self._logprobs(part, offsets) or {})[key]
                 yield opening + as_json(values)[1:-1]
-                offset += sum(len(self._tokenizer.text_of(entry.token)) for entry in part)
                 opening = b","
             yield b"]"
         yield b"}"
@@ -361,8 +371,8 @@ class ReplyBuilder:
                 "steps": [len(event.tokens) for event in events],
                 "progress": job.progress()}
 
-    def _logprobs(self, entries: list[TokenLogprob], offset: int) -> dict[str, Any] | None:
-        """Log-probabilities as the API sends them. offset: of the first token's text within the whole text"""
+    def _logprobs(self, entries: list[TokenLogprob], offsets: TextOffsets) -> dict[str, Any] | None:
+        """Log-probabilities as the API sends them. offsets: that have read the tokens before them"""
         if not self._options.logprobs or not entries:
             return None
         if self._is_chat:
@@ -370,14 +380,15 @@ class ReplyBuilder:
                 "top_logprobs": [self._logprob(token, value) for token, value in e.top]} for e in entries],
                 "refusal": None}
         texts = [self._tokenizer.text_of(e.token) for e in entries]
-        offsets = list(accumulate(map(len, texts[:-1]), initial=offset))
-        return {"tokens": texts, "token_logprobs": [e.logprob for e in entries], "text_offset": offsets,
+        return {"tokens": texts, "token_logprobs": [e.logprob for e in entries],
+                "text_offset": [offsets.next(e.token, text) for e, text in zip(entries, texts, strict=True)],
                 "top_logprobs": [self._top_by_text(e) for e in entries]}
 
     def _top_by_text(self, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens by their text, which the format uses as key. Of equal texts the likeliest remains."""
+        """The likeliest tokens and the sampled one by their text, which the format uses as key. Of equal texts the
+        likeliest remains."""
         top: dict[str, float] = {}
-        for token, value in sorted(entry.top, key=lambda each: -each[1]):
+        for token, value in sorted([*entry.top, (entry.token, entry.logprob)], key=lambda each: -each[1]):
             top.setdefault(self._tokenizer.text_of(token), value)
         return top
 

@@ -161,6 +161,29 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(client, engine)
     assert told[0] == told[1]
 
 
+def test_offsets_of_tokens_are_places_in_the_text_whole_and_streamed(client):
+    """Tokens that are parts of one character begin where it does."""
+    pytest.importorskip("llguidance")
+    text = "Ah 🙂🙃, \u00e9l\u00e8ve"
+    body = {"model": "novelist", "prompt": "The ship", "max_tokens": 60, "logprobs": 1,
+            "extra_body": {"guided_choice": [text]}}
+    choice = client.completions.create(**body).choices[0]
+    offsets = [offset for chunk in client.completions.create(**body, stream=True)
+               if chunk.choices[0].logprobs for offset in chunk.choices[0].logprobs.text_offset]
+    assert choice.text == text and choice.logprobs.text_offset == offsets == sorted(offsets)
+    for token, offset in zip(choice.logprobs.tokens, offsets, strict=True):
+        assert "\ufffd" in token or text[offset:].startswith(token)
+    assert len(set(offsets)) < len(offsets) and offsets[-1] == len(text)  # of the end
+
+
+def test_the_sampled_token_is_among_the_likeliest(client):
+    for count in (0, 1):
+        found = client.completions.create(model="novelist", prompt="The ship", max_tokens=20, seed=7, logprobs=count,
+                                          temperature=1.5).choices[0].logprobs
+        for token, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+            assert top[token] == value and len(top) <= count + 1
+
+
 def test_chat_logprobs_have_bytes_and_alternatives(client):
     reply = client.chat.completions.create(model="novelist", messages=[{"role": "user", "content": "Who?"}], seed=1,
                                            max_tokens=8, logprobs=True, top_logprobs=2, temperature=0)
