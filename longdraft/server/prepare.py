@@ -200,14 +200,21 @@ class Preparer:
         self.require_model(request.model)
         if request.content is not None:
             ids = self.encode_text(request.content, "content", request.add_special)
-            text_of = self.engine.tokenizer.text_of
-            return {"tokens": [{"id": token, "piece": text_of(token)} for token in ids] if request.with_pieces else ids}
+            return {"tokens": [{"id": token, "piece": self._piece(token)} for token in ids]
+                    if request.with_pieces else ids}
         if request.messages is not None:
             ids = self._encode_chat(request.messages, {}, False, True, None)
         else:
             assert request.prompt is not None, "TokenizeRequest has a prompt, a content or messages"
             ids = self.encode_text(request.prompt, "prompt", request.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": self.context_limit}
+
+    def _piece(self, token: int) -> str | list[int]:
+        """The text of a token as llama.cpp has it; of one that is a part of a character its bytes."""
+        tokenizer = self.engine.tokenizer
+        text = tokenizer.text_of(token)
+        own = tokenizer.bytes_of(token, text)
+        return text if own is None or own == list(text.encode()) else own
 
     def encode_text(self, text: str, param: str, has_special: bool) -> list[int]:
         """The tokens of a text. param: its name in the request"""

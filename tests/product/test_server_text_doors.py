@@ -97,6 +97,8 @@ def test_clients_of_llama_cpp_find_the_model_and_its_tokens(server, post, engine
     assert tokens == {"tokens": engine.tokenizer.encode("It was", add_special_tokens=False)}
     pieces = post("/tokenize", {"content": "It was", "with_pieces": True}).json()["tokens"]
     assert "".join(each["piece"] for each in pieces) == "It was"
+    parts = post("/tokenize", {"content": "\u00b6", "with_pieces": True}).json()["tokens"]
+    assert [each["piece"] for each in parts] == [[0xC2], [0xB6]]
     assert post("/detokenize", tokens).json()["content"] == "It was"
 
 
