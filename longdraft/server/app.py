@@ -142,17 +142,17 @@ def _static_endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return from_validation_error(error.errors()[0]).response_at(request.url.path)
+    return from_validation_error(error.errors()[0]).response_to(request.scope)
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
-        return error.response_at(request.url.path)
+        return error.response_to(request.scope)
     if error.status_code in (404, 405):
-        return _no_route(request).response_at(request.url.path)
+        return _no_route(request).response_to(request.scope)
     return ApiError(error.status_code, str(error.detail), code="invalid_request",
-                    headers=dict(error.headers or {})).response_at(request.url.path)
+                    headers=dict(error.headers or {})).response_to(request.scope)
 
 
 def _no_route(request: Request) -> ApiError:
@@ -176,7 +176,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     api_error = service.api_error(error)
     if api_error.status_code == 500:
         log.error("a request failed: %s", type(error).__name__, exc_info=error)
-    return api_error.response_at(request.url.path)
+    return api_error.response_to(request.scope)
 
 
 def _complete_schema(schema: dict[str, Any]) -> dict[str, Any]:

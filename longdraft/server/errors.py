@@ -8,11 +8,13 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from longdraft.errors import JournalError, LongdraftError, ModelError, OutputError, UsageError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
           429: "rate_limit_error"}
+ANTHROPIC_PATHS = "/v1/messages"
 RETRY_AFTER_S = 5
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics show it
 _MAX_NAME = 100  # characters of a parameter
@@ -52,10 +54,12 @@ class ApiError(HTTPException):
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status_code, self.headers)
 
-    def response_at(self, path: str) -> JSONResponse:
-        """The response in the format of the API that has this path."""
-        if path.startswith("/v1/messages"):
-            return JSONResponse(anthropic_error(self), self.status_code, self.headers)
+    def response_to(self, scope: Scope) -> JSONResponse:
+        """The response in the format of the API that has the path of this request."""
+        path = scope["path"]
+        if path.startswith(ANTHROPIC_PATHS):
+            content = anthropic_error(self) | {"request_id": scope.get("state", {}).get("request_id")}
+            return JSONResponse(content, self.status_code, self.headers)
         if path.startswith(("/api/v1/", "/api/extra/")):  # KoboldCpp's
             return JSONResponse({"detail": {"msg": str(self), "type": self.code or "error"}}, self.status_code,
                                 self.headers)

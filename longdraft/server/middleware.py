@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longdraft.server.admission import SMALL_BODY, Turnstile
-from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later
+from longdraft.server.errors import ANTHROPIC_PATHS, CLIENT_CLOSED, ApiError, retry_later
 from longdraft.server.keys import KeyRing
 from longdraft.server.logs import log_event
 from longdraft.server.metrics import ServerMetrics
@@ -60,6 +60,10 @@ class RequestMiddleware:
         may_be_large = _may_have_large_body(headers)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = request_id
+        id_headers = {"X-Request-Id": request_id}
+        if scope["path"].startswith(ANTHROPIC_PATHS):
+            id_headers["Request-Id"] = request_id
 
         async def receive_to_the_end() -> Message:
             nonlocal may_be_large
@@ -73,7 +77,7 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 response_headers = MutableHeaders(scope=message)
-                for name, value in {**_SECURITY_HEADERS, "X-Request-Id": request_id}.items():
+                for name, value in {**_SECURITY_HEADERS, **id_headers}.items():
                     response_headers.setdefault(name, value)
                 if may_be_large:  # otherwise the server would read and parse the rest of it
                     response_headers["Connection"] = "close"
@@ -83,7 +87,7 @@ class RequestMiddleware:
             try:
                 self._require_access(scope, headers)
             except ApiError as refusal:
-                await refusal.response_at(scope["path"])(scope, receive, send_with_headers)
+                await refusal.response_to(scope)(scope, receive, send_with_headers)
             else:
                 await self._app(scope, receive_to_the_end, send_with_headers)
         finally:

@@ -137,6 +137,7 @@ def test_a_last_message_of_the_assistant_is_continued(post):
 def test_what_cannot_be_used_is_refused_in_anthropics_form(post, changes, words):
     reply = post("/v1/messages", BODY | changes)
     assert reply.status_code == 400 and reply.json()["type"] == "error", reply.text
+    assert reply.json()["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
     assert reply.json()["error"]["type"] == "invalid_request_error" and words in reply.json()["error"]["message"]
 
 
