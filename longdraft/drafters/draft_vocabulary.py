@@ -61,8 +61,9 @@ def vocabulary_size(asked: VocabularySize, model: Transformer) -> int | None:
     check(isinstance(asked, int) and asked <= total, "draft_vocabulary", asked,
           f"auto, all, or {LEAST_SIZE} to {total} (the model's number of tokens)")
     if not is_possible:
-        raise UsageError(f"draft_vocabulary is {asked!r}, which needs the compiled CPU kernels and weights that are "
-                         "not divided among ranks; allowed here: auto, all")
+        raise UsageError(f"draft_vocabulary is {asked!r}, which needs the compiled CPU kernels, and draft weights that "
+                         "are neither divided among ranks nor a file's own numbers (draft_weights int8 and int4 are "
+                         "not); allowed here: auto, all")
     return int(asked)
 
 

@@ -333,7 +333,7 @@ class Generation(Iterator[Event]):
         """Close the thought from the next token on, if the text is in one. The journal has the place first."""
         self._is_asked_to_answer = False
         context, model, thought = self.step.context, self.model, self.stream.thought
-        params = closed_here(model, self.params, thought.rules, context) if thought else None
+        params = closed_here(model, self.params, thought.rules, context, self.step.sampler) if thought else None
         if thought is None or params is None:
             return
         self._record(lambda journal: journal.close_thought(Closing(context.num_new, list(params.thinking_close))))

@@ -327,6 +327,10 @@ class Sampler:
         assert self._grammar is not None
         return self._grammar.mask(context, path)
 
+    def lets_follow(self, context: Context, tokens: Sequence[int]) -> bool:
+        """Whether the grammar, if there is one, lets these tokens follow the text."""
+        return self._grammar is None or not self._grammar.has_begun or self._mask(context, tokens) is not None
+
     def _biased(self, logits: torch.Tensor, positions: Sequence[int],
                 masks: Sequence[Mask | None] | None) -> torch.Tensor:
         """Logits [R, V] of the tokens at these positions, with `logit_bias` added and without banned tokens.

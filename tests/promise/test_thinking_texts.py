@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,6 +171,20 @@ def test_a_request_outside_a_thought_has_no_effect(engine, tmp_path):
         next(generation)
     generation.answer_now()
     assert text_of(generation)[0] == write(engine, params) and read_journal(tmp_path / "a").closing is None
+
+
+def test_a_thought_that_a_grammar_covers_is_closed_only_where_the_grammar_allows_it(engine, tmp_path, caplog):
+    """The prompt has begun the thought, so the grammar covers what follows. The request is not in the journal."""
+    pytest.importorskip("llguidance")
+    prompt = engine.chat(HELLO) + engine.tokenizer.encode(" so", add_special_tokens=False)
+    params = params_of(structured_outputs=("regex", "(yes|no){5}"), ignore_eos=False, thinking_budget=-1)
+    generation = engine.generate(prompt, params, journal=tmp_path / "a")
+    begun = next(generation).text
+    generation.answer_now()
+    tokens, text = text_of(generation)
+    assert re.fullmatch("(yes|no){5}", begun + text) and "structured_outputs covers it" in caplog.text
+    assert read_journal(tmp_path / "a").closing is None
+    assert tokens == text_of(engine.generate(prompt, params))[0]
 
 
 @pytest.mark.parametrize("in_thinking", [True, False])
