@@ -9,6 +9,16 @@ from typing import Any
 
 _MAX_DIGITS = 100  # of an integer: Python neither reads nor shows one of thousands of digits. 2**64 has 20
 
+
+class _AnyValue(tuple[Any, ...]):
+    """The values of a parameter that asks for nothing, whatever its value."""
+
+    __slots__ = ()
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
 # Parameters that longdraft does not support, with the values that have no effect and are accepted: clients send them
 # without being asked to.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -22,7 +32,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "store": (False,), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "verbosity": (),
-    "web_search_options": (),
+    "web_search_options": (), "prompt_cache_key": _AnyValue(), "prompt_cache_retention": _AnyValue(),
+    "safety_identifier": _AnyValue(),
 }
 
 

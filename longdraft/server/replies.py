@@ -355,7 +355,8 @@ class ReplyBuilder:
                 "system_fingerprint": None}
 
     def _chunk(self, job: GenerationJob, content: dict[str, Any]) -> dict[str, Any]:
-        return self._envelope(".chunk") | {"choices": [{"index": job.index, **content}]}
+        usage = {"usage": None} if self._options.includes_usage else {}
+        return self._envelope(".chunk") | {"choices": [{"index": job.index, **content}]} | usage
 
     def _summary(self, job: GenerationJob) -> dict[str, Any]:
         warnings = list(self._options.warnings())

@@ -85,6 +85,7 @@ class LongdraftOptions(ExtensionSettings):
 class StreamOptions(StrictModel):
     path: ClassVar[str] = "stream_options."
     include_usage: bool = Field(default=False, description="Send one more chunk at the end, with the usage.")
+    include_obfuscation: bool = Field(default=False, description="No effect: chunks have no padding.")
 
 
 class SamplingRequest(BodySettings):

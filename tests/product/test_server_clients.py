@@ -50,7 +50,16 @@ def test_the_bodies_of_real_clients_are_accepted(post, recorded):
         return
     usage = (body.get("stream_options") or {}).get("include_usage", False)
     found = serving.events(reply.text)
-    assert ("usage" in found[-1]) == usage and found[-1 - usage]["choices"][0]["finish_reason"]
+    assert ("usage" in found[-1]) == usage and all(("usage" in each) == usage for each in found)
+    assert found[-1 - usage]["choices"][0]["finish_reason"]
+
+
+def test_members_that_ask_for_nothing_are_accepted_with_any_value(post):
+    body = {"prompt_cache_key": "k", "safety_identifier": "user", "prompt_cache_retention": "24h", "max_tokens": 2}
+    hello = {"messages": [{"role": "user", "content": "Hi"}]}
+    for path, prompt in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", hello)):
+        reply = post(path, body | prompt | {"stream": True, "stream_options": {"include_obfuscation": True}})
+        assert reply.status_code == 200 and "usage" not in serving.events(reply.text)[0], reply.text
 
 
 @pytest.mark.parametrize("change, message", [
@@ -79,7 +88,7 @@ def test_unknown_parameters_are_refused_or_left_out_with_a_warning(engine, post,
 def test_unknown_members_of_inner_objects_are_left_out_with_a_warning(engine, caplog):
     part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
     body = {"messages": [{"id": "m1", "role": "user", "content": [part]}], "max_tokens": 2, "stream": True,
-            "stream_options": {"include_usage": True, "include_obfuscation": False}, "longdraft": {"cahce": True}}
+            "stream_options": {"include_usage": True, "include_padding": False}, "longdraft": {"cahce": True}}
     with serving.running(engine, unknown_parameters="warn") as lenient:
         url = lenient.url + "/v1/chat/completions"
         reply = httpx.post(url, json=body)
@@ -88,7 +97,7 @@ def test_unknown_members_of_inner_objects_are_left_out_with_a_warning(engine, ca
         refused = httpx.post(url, json=body | {"messages": [*body["messages"], calls]})
         assert refused.status_code == 400 and "messages.1.tool_calls" in refused.json()["error"]["message"]
     names = {record.longdraft_fields["name"] for record in caplog.records if record.getMessage() == "unknown_parameter"}
-    assert names == {"messages[].id", "messages[].content[].cache_control", "stream_options.include_obfuscation",
+    assert names == {"messages[].id", "messages[].content[].cache_control", "stream_options.include_padding",
                      "longdraft.cahce"}
 
 
