@@ -163,7 +163,7 @@ class Admission:
             if body.content:
                 _require_json(request)
             return await (threads or self._threads_for(len(body.content))).run(
-                request, lambda: work(parse_body(model, body.content or b"{}", self._on_unknown)))
+                request, lambda: _spelled(work, parse_body(model, body.content or b"{}", self._on_unknown)))
         finally:
             self._num_bytes -= len(body.content)
             self._num_large -= body.is_large
@@ -218,6 +218,18 @@ class Admission:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._settings.max_body_bytes:,} bytes; send less, or raise "
                         "--max-body-mib", code="request_too_large")
+
+
+def _spelled(work: Callable[[Model], T], body: Model) -> T:
+    """The result of `work`, whose errors name parameters as the body does."""
+    try:
+        return work(body)
+    except ApiError as error:
+        given = (name for name, own in body.spellings.items()
+                 if own == error.param and name.partition(".")[0] in body.model_fields_set)
+        if error.param and (name := next(given, "")):
+            error.detail, error.param = error.detail.replace(error.param, name, 1), name
+        raise
 
 
 def _overloaded(metrics: ServerMetrics, message: str) -> ApiError:

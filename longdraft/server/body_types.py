@@ -115,11 +115,13 @@ class StrictModel(BaseModel):
 
     path     before the names of members in that call
     checked  names that are no fields, and which a class checks itself
+    spellings  names of parameters of another API -> those of chats, which errors have otherwise
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     path: ClassVar[str] = ""
     checked: ClassVar[frozenset[str]] = frozenset()
+    spellings: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="wrap")
     @classmethod

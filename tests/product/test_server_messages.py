@@ -133,6 +133,9 @@ def test_a_last_message_of_the_assistant_is_continued(post):
     ({"tool_choice": {"type": "x"}, "tools": [TOOL]}, "tool_choice"),
     ({"tool_choice": {"type": "any"}, "tools": [{"type": "web_search_20260101", "name": "web_search"}]}, "tool_choice"),
     ({"thinking": {"type": "x"}}, "thinking.type"),
+    ({"stop_sequences": [""]}, "stop_sequences is ''"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "thinking.budget_tokens is -5"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format is '3'"),
     ({"max_tokens": 0}, "max_tokens"), ({"mumble": 1}, "mumble")])
 def test_what_cannot_be_used_is_refused_in_anthropics_form(post, changes, words):
     reply = post("/v1/messages", BODY | changes)

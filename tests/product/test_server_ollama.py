@@ -130,6 +130,8 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(engine):
 @pytest.mark.parametrize("changes, words", [
     ({"options": {"mirostat": 1}}, "options.mirostat"), ({"options": {"mumble": 1}}, "options.mumble"),
     ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "images"), ({"format": "xml"}, "format"),
+    ({"options": {"num_predict": -5}}, "options.num_predict is -5"),
+    ({"options": {"repeat_penalty": "x"}}, "options.repeat_penalty: Input"),
     ({"mumble": 1}, "mumble"), ({"model": "another"}, "another")])
 def test_what_cannot_be_used_is_refused_in_ollamas_form(post, changes, words):
     reply = post("/api/chat", {"model": "novelist", "messages": HELLO} | changes)

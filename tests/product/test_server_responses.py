@@ -113,6 +113,7 @@ def test_settings_that_ask_for_nothing_are_accepted(post):
     ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"), ({"text": {"verbosity": "low"}}, "text"),
     ({"top_logprobs": 2}, "top_logprobs"), ({"include": 5}, "include"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"input": []}, "input"), ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format"),
     ({"tools": "x"}, "tools"), ({"mumble": 1}, "mumble")])
 def test_what_cannot_be_used_is_refused_by_name(post, changes, param):
     reply = post("/v1/responses", BODY | changes)

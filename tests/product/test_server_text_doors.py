@@ -107,6 +107,7 @@ def test_clients_of_llama_cpp_find_the_model_and_its_tokens(server, post, engine
     ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": ["a", "b"]}, "prompt"), ({"n_probs": 99}, "n_probs"),
     ({"logit_bias": [["a", 1]]}, "logit_bias"), ({"mumble": 1}, "mumble"), ({"lora": [{"id": 0}]}, "lora"),
+    ({"n_predict": -5}, "n_predict"), ({"max_tokens": -5}, "max_tokens"), ({"repeat_last_n": -5}, "repeat_last_n"),
     ({"temperature": -1}, "temperature")])
 def test_what_llama_cpp_has_and_longdraft_has_not_is_refused_by_name(post, changes, param):
     reply = post("/completion", LLAMA | changes)
@@ -168,6 +169,7 @@ def test_clients_of_kobold_find_the_model_and_its_tokens(server, post, engine):
 
 @pytest.mark.parametrize("changes, word", [
     ({"top_a": 0.5}, "top_a"), ({"sampler_order": [0]}, "sampler_order"), ({"mumble": 1}, "mumble"),
+    ({"max_length": -5}, "max_length is -5"), ({"stop_sequence": [""]}, "stop_sequence is ''"),
     ({"n": 2}, "n is 2"), ({"images": ["x"]}, "images"), ({"prompt": 1}, "prompt")])
 def test_what_kobold_has_and_longdraft_has_not_is_refused_in_its_form(post, changes, word):
     reply = post("/api/v1/generate", KOBOLD | changes)

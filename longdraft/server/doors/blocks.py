@@ -118,7 +118,9 @@ class SettingNames:
             each: f"Off only: {', '.join(map(str, values))}." for each, values in self.off.items()}
         members: dict[str, Any] = {each: (Any, Field(default=None, description=text)) for each, text in about.items()
                                    if each not in base.model_fields}
-        return create_model(name, __base__=base, **members)
+        body = create_model(name, __base__=base, **members)
+        body.spellings = self.names
+        return body
 
     def read(self, given: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         """The settings by the names of chats. Raises ApiError for what longdraft has not. place: before their names"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -44,6 +44,10 @@ _IDLE = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 class CountRequest(StrictModel):
     """The body of `/v1/messages/count_tokens`. Members without a description of their own are those of Anthropic."""
+
+    spellings: ClassVar[Mapping[str, str]] = {
+        "stop_sequences": "stop", "thinking.budget_tokens": "thinking_budget", "output_format": "response_format",
+        "output_config.format": "response_format", "output_config.effort": "reasoning_effort"}
 
     model: Name | None = None
     messages: list[AnyObject] = Field(min_length=1, max_length=4096)

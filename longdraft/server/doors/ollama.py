@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -53,6 +53,9 @@ EMPTY_MESSAGE, EMPTY_RESPONSE = {"message": {"role": "assistant", "content": ""}
 
 
 class Body(StrictModel):
+    spellings: ClassVar[Mapping[str, str]] = {f"options.{name}": own for name, own in _OPTIONS.names.items()} | {
+        "format": "response_format"}
+
     model: Name
     stream: bool = True
     think: Any = Field(default=None, description="true, false, or a level, as reasoning_effort.")

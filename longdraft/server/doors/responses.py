@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -41,6 +41,10 @@ _SUMMARIES = ("summary", "generate_summary")  # of thoughts: the whole thought i
 
 class InputTokensRequest(StrictModel):
     """The body of `/v1/responses/input_tokens`."""
+
+    spellings: ClassVar[Mapping[str, str]] = {
+        "input": "messages", "max_output_tokens": "max_tokens", "text.format": "response_format",
+        "reasoning.effort": "reasoning_effort"}
 
     model: Name | None = None
     input: Any = Field(description="A text, or a list of messages, function_call, function_call_output and reasoning.")
