@@ -3,7 +3,7 @@
 #
 #   make demo    install, then write a long text with the bundled model
 #   make demo-real  download a trained model of 135M (93 MB), then write a story with it
-#   make test    install what the core tests need, then run them (five minutes): the promise, and all units
+#   make test    install what the core tests need, then run them (six minutes): the promise, and all units
 #   make test-changed  the tests that reach a file you changed since BASE (HEAD), by imports
 #   make test-all      every test: all families x drafters x settings, the CUDA kernels in Triton's interpreter, jobs,
 #                      trainers, benchmarks
