@@ -99,7 +99,8 @@ class Totals:
     def last_line(self, *, may_retry: bool = True) -> str:
         """The outcome of this run. may_retry: whether the output can be continued."""
         parts = [f"{self.done:,} of {self.rows:,} rows written"]
-        parts += [f"{self.skipped:,} {'was' if self.skipped == 1 else 'were'} done before"] if self.skipped else []
+        before = "was done before and stays as it is" if self.skipped == 1 else "were done before and stay as they are"
+        parts += [f"{self.skipped:,} {before}"] if self.skipped else []
         errors = self.errors + self.failed
         which = "is an error" if errors == 1 else "are errors"
         parts += [f"{errors:,} {which}" + " (--retry-errors writes them again)" * may_retry] if errors else []

@@ -10,8 +10,8 @@ the premise, a list of headings, and the chapters so far.
 
 The folder holds BOOK.json (premise, outline, states) and a journal for each chapter. Every part is a function of the
 model, the premise, the outline and the settings, so the same command goes on after any interruption and ends with the
-same book. A chapter whose prompt has changed, because the outline or an earlier chapter has, is written again. Other settings,
-or another chat template, are refused.
+same book. A chapter whose prompt has changed, because the outline or an earlier chapter has, is written again. Other
+settings, or another chat template, are refused.
 """
 
 from __future__ import annotations

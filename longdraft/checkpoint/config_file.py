@@ -72,6 +72,12 @@ def read_config(folder: Path, tokenizer_end: int | None = None) -> ModelConfig:
     return parse_config(config, eos, tokenizer_end)
 
 
+def require_family(folder: Path) -> None:
+    """Raise ModelError for a folder of a model that is not supported, whatever else is missing in it."""
+    if folder.is_dir():
+        _family(text_config(read_json(folder / "config.json")))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError for anything else.
 

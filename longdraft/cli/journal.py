@@ -85,6 +85,7 @@ def inspect(
                                               model=_ELSEWHERE)],
 ) -> None:
     """Show a journal: settings, progress, and speed and acceptance over the length. It may be in use."""
+    from longdraft.errors import UsageError
     from longdraft.journal.format import read_journal
     from longdraft.system.files import open_outputs
 

@@ -96,6 +96,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     model = hub.with_file(model, file)
     folder = hub.resolve(model, hub_options)
     require_model(folder)
+    config_file.require_family(folder)
     words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder,
                       None if chat_template is None else Path(chat_template))
     if chat_template is not None:

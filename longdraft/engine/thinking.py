@@ -72,7 +72,7 @@ def closed_here(model: LoadedModel, params: SamplingParams, rules: ThoughtRules,
         return None
     closed = model.with_closing(replace(params, thinking_close_at=context.num_new))
     if not sampler.lets_follow(context, closed.thinking_close):
-        log.warning("the thought cannot be closed, because structured_outputs covers it and does not let it end here; a "
-                    "prompt that ends with the opening of a thought, or a thinking_budget, leaves it free")
+        log.warning("the thought cannot be closed, because structured_outputs covers it and does not let it end here; "
+                    "a prompt that ends with the opening of a thought, or a thinking_budget, leaves it free")
         return None
     return closed

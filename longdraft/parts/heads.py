@@ -88,6 +88,8 @@ def require_model(folder: Path) -> None:
     if is_gguf:
         return
     require_no_adapter(folder)
+    if not (folder / "config.json").exists():
+        raise ModelError(f"{folder} has no config.json; give a model's folder in Hugging Face's format, or a GGUF file")
     config = read_json(folder / "config.json")
     if "model_type" not in config and (config.get("kind") == HEADS_KIND or medusa.is_medusa(config)):
         base = config.get("base_model") or config.get("base_model_name_or_path") or "the model they were trained for"

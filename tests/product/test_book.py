@@ -150,12 +150,12 @@ def test_a_chat_book_is_not_written_again_with_other_prompts(chat, tmp_path, mon
     """Its chapters would be removed without a word."""
     plan, params = BookPlan(PREMISE, 1, 50), SamplingParams(seed=3)
     Book.open(tmp_path, chat, plan, params, {"enable_thinking": False}).save()
-    with pytest.raises(UsageError, match="another setting .chat_options was "):
+    with pytest.raises(UsageError, match=r"another setting .chat_options was "):
         Book.open(tmp_path, chat, plan, params)
     state = json.loads((tmp_path / STATE).read_text())
     state["settings"]["chat_template"] = "another"
     (tmp_path / STATE).write_text(json.dumps(state))
-    with pytest.raises(UsageError, match="another setting .chat_template was "):
+    with pytest.raises(UsageError, match=r"another setting .chat_template was "):
         Book.open(tmp_path, chat, plan, params, {"enable_thinking": False})
     del state["settings"]["chat_template"], state["settings"]["chat_options"]  # by an older version
     (tmp_path / STATE).write_text(json.dumps(state))

@@ -182,5 +182,7 @@ def test_inspect_prints_and_exports_a_journal(finished, capfd, tmp_path):
     assert sum(part["steps"] for part in report["over_length"]) == report["steps"]
     assert report["header"]["sampling"]["seed"] == 1
     assert np.load(tmp_path / "ids.npy").tolist() == read_journal(finished).tokens.tolist()
+    assert run(["inspect", str(finished), "--text", "-", "--json"]) == 2
+    assert "--json and --text - both write to stdout" in capfd.readouterr().err
     assert run(["inspect", str(finished), "--text", "-"]) == 0
     assert capfd.readouterr().out == (tmp_path / "t").read_text() != ""

@@ -230,6 +230,12 @@ def test_a_git_lfs_pointer_in_place_of_a_file_is_named_with_its_cure(folder, nam
     refused(folder, f"{name} is a Git LFS pointer, not the file itself; run `git lfs pull`")
 
 
+def test_a_folder_without_a_supported_model_is_refused_before_its_tokenizer_is_looked_for(tmp_path):
+    refused(tmp_path, "has no config.json; give a model's folder in Hugging Face's format, or a GGUF file")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    refused(tmp_path, "model_type is 'gpt2'; supported: llama")
+
+
 def test_a_folder_of_a_lora_adapter_names_its_base_model_and_the_cure(folder, tmp_path):
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base", "peft_type": "LORA"}')
     longdraft.load(str(folder), drafter="plain")  # beside weights it is ignored
