@@ -75,6 +75,16 @@ def test_probabilities_of_llama_cpp_are_openais(post):
     assert all(len(each["top_logprobs"]) == 2 for each in whole["completion_probabilities"])
 
 
+def test_no_tokens_of_llama_cpp_read_the_prompt_into_the_cache(post):
+    body = LLAMA | {"prompt": "The sea was calm. " * 60}
+    whole = post("/completion", body | {"n_predict": 0, "n_probs": 1}).json()
+    assert (whole["content"], whole["tokens_predicted"], whole["stop_type"]) == ("", 0, "limit")
+    assert whole["tokens_cached"] == 0 and whole["completion_probabilities"] == []
+    streamed = contents(post("/completion", body | {"n_predict": 0, "stream": True}))
+    assert {each["content"] for each in streamed} == {""} and streamed[-1]["stop"]
+    assert streamed[-1]["tokens_cached"] > whole["tokens_evaluated"] // 2
+
+
 def test_other_spellings_of_llama_cpp_mean_what_they_mean_there(post, text):
     unpenalised = post("/completion", LLAMA | {"repeat_last_n": 0})
     assert unpenalised.status_code == 200, unpenalised.text
