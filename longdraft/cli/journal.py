@@ -167,7 +167,9 @@ def describe(folder: Path, content: JournalContent) -> dict[str, Any]:
 
 def _figures(steps: list[StepRecord]) -> dict[str, Any]:
     tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
-    drafted, accepted = sum(step.drafted for step in steps), tokens - len(steps)
+    drafted = sum(step.drafted for step in steps)
+    # A record may have more tokens than drafts and one: tokens are held where a banned phrase may begin.
+    accepted = sum(max(0, min(step.num_tokens - 1, step.drafted)) for step in steps)
     return {
         "steps": len(steps),
         "decode_seconds": seconds,
