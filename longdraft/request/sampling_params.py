@@ -135,8 +135,8 @@ class SamplingParams:
                                   aliases=("max_tokens", "max_completion_tokens"))
     min_new_tokens: int = setting(0, "Minimum number of new tokens before the text may end.", Range(0),
                                   aliases=("min_tokens",))
-    seed: int | None = setting(None, "0 to 2**64-1.", Range(0, MAX_SEED, words="0 to 2**64-1"), scopes=_OPENAI,
-                               shown="random, see --stats")
+    seed: int | None = setting(None, "Seed of the noise; the same seed gives the same text.",
+                               Range(0, MAX_SEED, words="0 to 2**64-1"), scopes=_OPENAI, shown="random, see --stats")
     temperature: float = setting(1.0, "Sampling temperature; 0 takes the likeliest token.", Range(
         1e-3, others=(0,), words="0, or 0.001 and more", cure="0 is greedy"), scopes=_OPENAI | _MODEL)
     top_k: int = setting(0, "Keep the K likeliest tokens; 0: all.", Range(0, cure="0 keeps every token"),
