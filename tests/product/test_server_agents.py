@@ -71,6 +71,14 @@ def test_litellm_calls_by_both_doors(server):
         jsonschema.validate(json.loads(call.function.arguments), CITY)
 
 
+def test_litellm_writes_through_ollamas_door(server):
+    litellm = needs("litellm")
+    for name in ("ollama/novelist", "ollama_chat/novelist"):
+        reply = litellm.completion(model=name, api_base=server.url, messages=[{"role": "user", "content": QUESTION}],
+                                   max_tokens=20, temperature=0)
+        assert reply.choices[0].message.content and reply.usage.completion_tokens == 20
+
+
 def test_langchain_calls_through_openais_door(server):
     module = needs("langchain_openai")
     model = module.ChatOpenAI(base_url=server.url + "/v1", api_key="none", **COMMON)
