@@ -24,7 +24,7 @@ from longdraft.request.sampling_params import ALIASES, SamplingParams
 from longdraft.request.tools import FIELDS as TOOL_FIELDS
 from longdraft.request.tools import ToolRequest, history, is_shallow, parse_tools
 from longdraft.system.files import require_text
-from longdraft.text.tools.reader import WholeAnswer, chat_message
+from longdraft.text.tools.reader import WholeAnswer, chat_message, finish_reason_of
 
 Row = Mapping[str, Any]
 OutputRecord = dict[str, Any]
@@ -35,7 +35,7 @@ _RESERVED = re.compile(r"line \d+")
 _MAX_DEPTH = 64  # of nested objects and lists: pickling and writing them recurse
 _SIMPLE = ("id", "prompt", "messages", "chat_options", "metadata")
 # Of OpenAI's body: fields that are not sampling settings, and fields that are supported with these values only.
-_OTHER_FIELDS = ("model", "messages", "prompt", "chat_template_kwargs", "user", "longdraft")
+_OTHER_FIELDS = ("model", "messages", "prompt", "chat_template_kwargs", "user", "longdraft", "cache_salt")
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "n": (1,), "stream": (False,), "stream_options": (), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,)}
 _ALLOWED_IN_CHATS = {name: idle for name, idle in _ALLOWED_VALUES.items() if name not in TOOL_FIELDS}
@@ -162,6 +162,7 @@ def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, checked, by longdraft's names: `max_tokens` becomes `max_new_tokens`."""
+    given = {**given, "top_k": 0} if given.get("top_k") == -1 else given  # vLLM's spelling, as in the server
     structure = SamplingParams.from_names(given).structured_outputs
     settings = {ALIASES.get(name, name): value for name, value in given.items() if value is not None}
     settings.pop("structured_outputs", None)
@@ -225,8 +226,7 @@ def text_record(request: BatchRequest, text: str, answer: WholeAnswer, stats: Ma
                                      "system_fingerprint": fingerprint})
     number = hashlib.blake2b(f"{fingerprint} {request.key}".encode(), digest_size=12).hexdigest()
     calls = "function_call" if request.tools and request.tools.is_legacy else "tool_calls"
-    end = stats["finish_reason"]
-    reason = end if end in ("length", "loop") else calls if answer.calls else "stop"
+    reason = finish_reason_of(stats["finish_reason"], answer.calls[-1].arguments if answer.calls else None, calls)
     choice: OutputRecord = {"index": 0, "logprobs": None, "finish_reason": reason}
     choice |= {"message": chat_message(answer, request.tools)} if request.kind == "chat" else {"text": text}
     name, prefix = ("chat.completion", "chatcmpl") if request.kind == "chat" else ("text_completion", "cmpl")

@@ -197,14 +197,13 @@ def parsed_arguments(text: str) -> dict[str, Any] | None:
 _MEMBERS = (("function_call", Mapping, "an object"), ("tool_call_id", str, "a text"), ("tool_calls", list, "a list"))
 
 
-def history(messages: Sequence[Mapping[str, Any]], *, is_lenient: bool = False) -> list[dict[str, Any]]:
+def history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with their calls as chat templates expect them: arguments are objects, results name their function.
 
-    OpenAI's old `function_call` and the role `function` become `tool_calls` and the role `tool`.
+    OpenAI's old `function_call` and the role `function` become `tool_calls` and the role `tool`. Arguments that are not
+    the JSON of an object, such as those of a call that was cut, become {"invalid": text}.
 
-    is_lenient  arguments that are not the JSON of an object become {"invalid": text}
-
-    Raises UsageError for them otherwise, and for a result of no earlier call.
+    Raises UsageError for a result of no earlier call.
     """
     names: dict[str, str] = {}  # of the calls so far, by their ids
     plain = []
@@ -223,7 +222,7 @@ def history(messages: Sequence[Mapping[str, Any]], *, is_lenient: bool = False) 
             if message.get("role") != "assistant":
                 raise UsageError(f"{place} has tool_calls and the role {_shown(message.get('role'))}; allowed: "
                                  "assistant", "messages.tool_calls")
-            calls = [_call(each, f"{place}.tool_calls.{i}", is_lenient)
+            calls = [_call(each, f"{place}.tool_calls.{i}")
                      for i, each in enumerate(_list(message["tool_calls"], f"{place}.tool_calls"))]
             names |= {call["id"]: call["function"]["name"] for call in calls}
             message |= {"tool_calls": calls, "content": message.get("content") or ""}
@@ -239,7 +238,7 @@ def history(messages: Sequence[Mapping[str, Any]], *, is_lenient: bool = False) 
     return plain
 
 
-def _call(given: Any, place: str, is_lenient: bool) -> dict[str, Any]:
+def _call(given: Any, place: str) -> dict[str, Any]:
     function = given.get("function") if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not isinstance(given.get("id", ""), str):
@@ -247,13 +246,11 @@ def _call(given: Any, place: str, is_lenient: bool) -> dict[str, Any]:
                          "messages")
     arguments = function.get("arguments", "")
     return {"id": given.get("id") or f"call_{place}", "type": "function",
-            "function": {"name": name, "arguments": _arguments(arguments, place, is_lenient)}}
+            "function": {"name": name, "arguments": _arguments(arguments)}}
 
 
-def _arguments(given: Any, place: str, is_lenient: bool) -> dict[str, Any]:
+def _arguments(given: Any) -> dict[str, Any]:
     value = parsed_arguments(given or "{}") if isinstance(given, str) else given
     if isinstance(value, Mapping) and is_shallow(value, MAX_SCHEMA_DEPTH):
         return dict(value)
-    if is_lenient:
-        return {"invalid": given if isinstance(given, str) else json.dumps(given)}
-    raise UsageError(f"{place}: arguments is {_shown(given)}; allowed: the JSON of an object", "messages")
+    return {"invalid": given if isinstance(given, str) else json.dumps(given)}

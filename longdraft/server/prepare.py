@@ -260,7 +260,7 @@ class Preparer:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
         prompt = self._tools.prompt(
-            plain, tools, variables, is_lenient=True, continue_final_message=continues,
+            plain, tools, variables, continue_final_message=continues,
             add_generation_prompt=not continues if begins_answer is None else begins_answer)
         self._require_short([prompt], "messages")  # a template may write far more than the messages
         return prompt

@@ -20,14 +20,20 @@ from longdraft.request.tools import ToolRequest, parsed_arguments
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
 from longdraft.text.tokenizer import Tokenizer
-from longdraft.text.tools.reader import Part, ToolReader, WholeAnswer, chat_message, put_together
+from longdraft.text.tools.reader import (
+    Part,
+    ToolReader,
+    WholeAnswer,
+    chat_message,
+    finish_reason_of,
+    put_together,
+)
 
 EVENTS = "text/event-stream"
 _LARGE = 8192  # tokens of a reply, or entries of its log-probabilities
 _LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token costs, about
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
 ObjectType = Literal["text_completion", "chat.completion"]
-_FINISH_REASONS = {"length": "length", "eos": "stop", "stop": "stop", "loop": "loop"}
 
 
 @dataclass(frozen=True)
@@ -113,9 +119,8 @@ class Choice:
             elif part.kind == "arguments":
                 self.arguments.append(part.text)
         if reason:
-            self.end, self.finish_reason = reason, _FINISH_REASONS[reason]
-            if self.num_calls and self.finish_reason == "stop" and not self.has_cut_call:
-                self.finish_reason = self.calls_reason
+            arguments = "".join(self.arguments) if self.num_calls else None
+            self.end, self.finish_reason = reason, finish_reason_of(reason, arguments, self.calls_reason)
         self.stats = events[-1].stats
         return parts
 

@@ -18,7 +18,7 @@ from longdraft.batch.local import in_process
 from longdraft.batch.requests import key_of, parse, text_record
 from longdraft.batch.run import run
 from longdraft.batch.worker import BatchJob, BatchWorker
-from longdraft.text.tools.reader import WholeAnswer
+from longdraft.text.tools.reader import Call, WholeAnswer
 
 
 @pytest.mark.parametrize("row, complaint", [
@@ -60,10 +60,10 @@ def test_the_problem_of_an_invalid_row_is_reported(tmp_path, row, complaint):
 
 def test_an_openai_body_is_parsed_like_a_server_request():
     body = {"prompt": "x", "max_tokens": 7, "stream": False, "tools": [], "verbosity": None, "user": "me",
-            "longdraft": {"min_p": 0.1, "penalty_window": 64}}
+            "top_k": -1, "cache_salt": "s", "longdraft": {"min_p": 0.1, "penalty_window": 64}}
     task = parse({"custom_id": "a", "url": "/v1/completions", "body": body}, 1, "tiny")
     assert not task.problem
-    assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64}
+    assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64, "top_k": 0}
 
 
 HALF = "\ud800"  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it
@@ -159,8 +159,13 @@ def test_a_stop_text_in_a_thought_that_is_not_searched_ends_no_row(tmp_path):
     assert choice["message"]["content"] == answer.lstrip()
 
 
-def test_a_text_that_ends_in_a_loop_says_so():
+@pytest.mark.parametrize("end, arguments, reason", [
+    ("loop", [], "loop"), ("eos", [], "stop"), ("eos", ['{"a": 1}'], "tool_calls"),
+    ("stop", ['{"a": 1}', '{"a": '], "stop"), ("length", ['{"a": 1}'], "length")])
+def test_a_record_says_why_its_text_ended_as_the_server_does(end, arguments, reason):
+    """A call that a stop text cuts is none."""
     request = parse({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}, 1, "tiny")
-    stats = {"finish_reason": "loop", "seed": 1, "sha256_tokens": "", "prompt_tokens": 1, "new_tokens": 9}
-    record = text_record(request, "la la", WholeAnswer("", "la la", []), stats, "tiny", "fp")
-    assert record["response"]["body"]["choices"][0]["finish_reason"] == "loop"
+    stats = {"finish_reason": end, "seed": 1, "sha256_tokens": "", "prompt_tokens": 1, "new_tokens": 9}
+    calls = [Call("c", "f", each) for each in arguments]
+    record = text_record(request, "la la", WholeAnswer("", "la la", calls), stats, "tiny", "fp")
+    assert record["response"]["body"]["choices"][0]["finish_reason"] == reason

@@ -164,10 +164,10 @@ To call a function, write its name and its arguments as a JSON object within <to
 _EXAMPLE = '<tool_call>\n{"name": "the name", "arguments": {"the argument": "its value"}}\n</tool_call>'
 
 
-def template_messages(form: ToolForm, messages: Sequence[Mapping[str, Any]], tools: ToolRequest | None, *,
-                      is_lenient: bool = False) -> list[dict[str, Any]]:
+def template_messages(form: ToolForm, messages: Sequence[Mapping[str, Any]],
+                      tools: ToolRequest | None) -> list[dict[str, Any]]:
     """The messages for the model's chat template. Raises UsageError as `history` does."""
-    plain = history(messages, is_lenient=is_lenient)
+    plain = history(messages)
     if not form.is_rendered:
         plain = [_with_calls_as_text(form, each) for each in plain]
     if form is GENERIC:

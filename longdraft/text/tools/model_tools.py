@@ -47,16 +47,15 @@ class ModelTools:
         return find_form(self.tokenizer.chat_template, self.form_name)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: ToolRequest | None,
-               variables: Mapping[str, Any] | None = None, *, is_lenient: bool = False, **options: Any) -> str:
+               variables: Mapping[str, Any] | None = None, **options: Any) -> str:
         """The prompt of a conversation, as the chat template writes it.
 
         variables, options  as `Tokenizer.chat` has them
-        is_lenient          arguments of earlier calls need not be JSON
 
         Raises UsageError for messages that cannot be used.
         """
         if tools or any(message.get(name) for message in messages for name in _OF_CALLS):
-            messages = template_messages(self.form, messages, tools, is_lenient=is_lenient)
+            messages = template_messages(self.form, messages, tools)
         return self.tokenizer.chat(messages, variables, tools=tools.definitions if tools else None, **options)
 
     def applied(self, params: SamplingParams, tools: ToolRequest | None, prompt: Sequence[int]) -> SamplingParams:

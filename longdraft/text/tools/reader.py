@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
-from longdraft.request.events import Event
-from longdraft.request.tools import ToolRequest
+from longdraft.request.events import Event, Finish
+from longdraft.request.tools import ToolRequest, parsed_arguments
 from longdraft.text.harmony import ARGUMENTS_MARK, CALL_MARK, ChannelText, Harmony
 from longdraft.text.stream import TokenMarker
 from longdraft.text.thinking import AnswerFormat, AnswerReader, ThinkingTags, begun_length
@@ -86,6 +86,17 @@ def chat_message(answer: WholeAnswer, tools: ToolRequest | None) -> dict[str, An
         message["tool_calls"] = [{"id": call.id, "type": "function", "function": {
             "name": call.name, "arguments": call.arguments}} for call in answer.calls]
     return message
+
+
+def finish_reason_of(end: Finish, arguments: str | None, calls_reason: str) -> str:
+    """OpenAI's reason for the end of a text. A call that is not complete is none.
+
+    arguments     of the answer's last call; None: it has none
+    calls_reason  of an answer with calls
+    """
+    reason = "stop" if end == "eos" else end
+    is_call = reason == "stop" and arguments is not None and parsed_arguments(arguments) is not None
+    return calls_reason if is_call else reason
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
