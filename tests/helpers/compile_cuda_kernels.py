@@ -141,7 +141,9 @@ def choices_of_texts():
     yield jit_choice.read_filters_kernel, rows | dict(settings=F64, most=I64, fewest=I64), {}, dict(num_warps=1)
     yield jit_choice.block_maxima_kernel, blocks, dict(BLOCK=1024), {}
     for filters in (FILTERS, dict.fromkeys(FILTERS, False) | dict(HAS_MIN_P=True)):
-        yield jit_choice.noisy_block_maxima_kernel, blocks | LIMITS, IN_BLOCKS | filters, UNFUSED, 8  # with Triton 3.7
+        for width in (1, 2):
+            yield (jit_choice.best_in_blocks_kernel, blocks | LIMITS | dict(ahead="i32"),
+                   IN_BLOCKS | filters | dict(WIDTH=width, HAS_NOISE=True), UNFUSED, 8)  # with Triton 3.7
     yield jit_choice.choose_tokens_kernel, blocks | dict(choices=I32), dict(BLOCKS=128), {}
     yield (jit_choice.walk_trees_kernel, dict(choices=I32, tokens=I32, parents=I32, entries=I64, path=I32, targets=I64,
                                               outcome=I32, num_rows="i32"),
@@ -150,8 +152,6 @@ def choices_of_texts():
 
 def drafting():
     texts = dict(entries=I64, numbers=F64, scores=F64, ids=I32)
-    yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | texts | VOCABULARY,
-           IN_BLOCKS | FILTERS | dict(WIDTH=2, HAS_NOISE=True), UNFUSED)
     yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32") | texts,
            dict(BLOCKS=128, CANDIDATES=256, WIDTH=2), UNFUSED)
     yield (jit_drafting.begin_place_kernel,

@@ -26,9 +26,8 @@ OLDEST, NEWEST = re.search(r"^TRITONS := (\S+) (\S+)$", (ROOT / "Makefile").read
 # What the wheels of PyTorch for CUDA require, by their metadata.
 BROUGHT = {(2, 8): (3, 4), (2, 9): (3, 5), (2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7),
            (2, 14): (3, 8), (2, 15): (3, 9)}
-UNFUSED = ("attend_split_kernel", "merge_splits_kernel", "add_and_norm_kernel", "noisy_block_maxima_kernel",
-           "penalise_kernel", "search_level_kernel", "end_search_kernel", "support_sums_kernel", "eta_kernel",
-           "best_in_blocks_kernel")
+UNFUSED = ("attend_split_kernel", "merge_splits_kernel", "add_and_norm_kernel", "best_in_blocks_kernel",
+           "penalise_kernel", "search_level_kernel", "end_search_kernel", "support_sums_kernel", "eta_kernel")
 
 FEW_SPILLS = 16  # bytes of registers that a kernel may spill before and after Hopper
 

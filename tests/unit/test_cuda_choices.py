@@ -302,6 +302,6 @@ def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model,
     assert inside == ["rms_norm_kernel", "few_rows_kernel", "sum_parts_kernel", "append_tokens_kernel",
                       "tree_paths_kernel", *["add_bias_kernel"][: filters.count("qwen")], "read_window_kernel",
                       "penalise_kernel", "block_maxima_kernel", *searched,
-                      "noisy_block_maxima_kernel", "choose_tokens_kernel", "walk_trees_kernel"]
+                      "best_in_blocks_kernel", "choose_tokens_kernel", "walk_trees_kernel"]
     assert counted.count("cat") == 2 + 2 + 5, "of rotations, keys, values, hidden rows, and what attention computed"
     assert len(counted) == 3 + 9 + 1, "and no logits for other requests"

@@ -23,7 +23,7 @@ from longdraft.kernels import launched
 from longdraft.kernels.cuda import choices, ranker
 from longdraft.kernels.cuda.chain_rows import Chains
 from longdraft.kernels.cuda.choices import TextChoices
-from longdraft.kernels.cuda.shared_forward import SharedForwards
+from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.launched import Launched
 from longdraft.request.sampling_params import SamplingParams
 
@@ -172,9 +172,9 @@ def test_texts_that_the_host_decides_share_the_forwards_of_their_drafts(folder, 
     params = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True, **law)
               for seed, law in enumerate((dict(typical_p=0.9), dict(typical_p=0.7), dict(temperature=0.7)))]
     shared: list[int] = []
-    run = SharedForwards.run
-    monkeypatch.setattr(SharedForwards, "run", lambda self, decoder, rows, texts, parents: (
-        shared.append(sum(kv.remainder is not None for kv in texts)), run(self, decoder, rows, texts, parents))[1])
+    run = CudaDecoder._shared
+    monkeypatch.setattr(CudaDecoder, "_shared", lambda self, rows, texts, parents: (
+        shared.append(sum(kv.remainder is not None for kv in texts)), run(self, rows, texts, parents))[1])
     batch = engine_of(folder, "magicdec", monkeypatch).batch()
     texts = {batch.add(prompt_of(length), each): list[int]() for length, each in zip((34, 41, 35), params, strict=True)}
     while batch:

@@ -87,7 +87,7 @@ def test_without_the_switch_texts_run_one_after_another(model, caches, monkeypat
 
 def test_more_texts_than_fit_take_several_forwards(model, monkeypatch):
     """Rows of committed text count too: a chain of 5 rows is one of 8."""
-    monkeypatch.setattr(shared_forward, "_MAX_ROWS", 16)
+    monkeypatch.setattr(shared_forward, "MAX_ROWS", 16)
     caches = [random_cache(model, length) for length in (3, 4, 6)]
     keys: list[object] = []
     run = model.kernels.graphs.run

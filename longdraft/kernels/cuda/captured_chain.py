@@ -46,8 +46,8 @@ class CapturedChain(CapturedLayers):
         self._x_in = self._x_in if own else self._x
         self.x, self.cos, self.sin = torch.zeros_like(self._x_in), self._cos, self._sin
         self._order = torch.tensor(_TURNED, device=ops.device)
-        self._spares = [store.empty_like() for store in stores]
-        for spare in self._spares if texts > 1 else ():  # of padding texts
+        self._spares = [store.empty_like() for store in stores] if texts > 1 else []
+        for spare in self._spares:  # of padding texts
             spare.reserve_drafts(1)
 
     def inputs(self, chains: Sequence[DraftStores], places: Sequence[int]) -> Tensor:

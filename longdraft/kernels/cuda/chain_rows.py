@@ -145,6 +145,8 @@ class ChainRows:
                               zeros(texts, window))
         self._support = TextSupport(self._rows, vocabulary)
         self._padding = zeros(1, dtype=int32)  # the text of padding rows
+        self._next_place = zeros(ENTRY, dtype=torch.int64)  # is added to the entries
+        self._next_place[3], self._next_place[4] = -1, 1
         self._entries, self._numbers = self._rows.entries, self._rows.entries.view(torch.float64)
         self._bests, self._best_ids = zeros(texts, blocks), zeros(texts, blocks, dtype=int32)
         self._scores = zeros(texts, blocks, width, dtype=torch.float64)
@@ -193,26 +195,22 @@ class ChainRows:
         ahead  unknown tokens between the texts and the guesses
         """
         (rows, vocabulary), (_, blocks, width), device = logits.shape, self._scores.shape, logits.device
-        self._rows.edit(logits, needs)
-        if ahead:
-            self._entries.view(self.texts, ENTRY)[:, 1] += ahead  # the noise is that of the guesses' own positions
+        of = self._rows
+        of.edit(logits, needs)
         jit_choice.block_maxima_kernel[(rows, blocks)](logits, self._bests, self._best_ids, vocabulary, blocks,
                                                        BLOCK=BLOCK, **chained(device))
         limits, flags = self._support.find(logits, self._bests, needs)
-        jit_drafting.best_in_blocks_kernel[(blocks, rows)](
-            logits, self._bests, self._entries, self._numbers, *limits, self._scores, self._ids, vocabulary, blocks,
-            BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=width, HAS_NOISE=needs.has_noise, **flags,
-            **chained(device))
+        jit_choice.best_in_blocks_kernel[(rows, blocks)](
+            logits, self._bests, of.depths, of.entries, self._numbers, of.texts, *limits, self._scores, self._ids,
+            vocabulary, blocks, ahead, BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=width, HAS_NOISE=needs.has_noise,
+            **flags, **chained(device))
         jit_drafting.rank_kernel[(rows,)](
             self._bests, self._scores, self._ids, self._entries, self._numbers, self.outcome, blocks,
             BLOCKS=padded_size(blocks), CANDIDATES=padded_size(blocks * width), WIDTH=width, **chained(device))
 
-    def go_on(self, ahead: int) -> None:
-        """Go on to the next places, after tokens that are not known. ahead: as given to `rank` before."""
-        entries = self._entries.view(self.texts, ENTRY)
-        entries[:, 1] -= ahead
-        entries[:, 3] -= 1
-        entries[:, 4] += 1
+    def go_on(self) -> None:
+        """Go on to the next places, after tokens that are not known."""
+        self._entries.view(self.texts, ENTRY).add_(self._next_place)
 
     def end(self, where: Tensor) -> None:
         """Append the best guesses to the texts, and go on to the next places. where: int64 [2 T]."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_activations, jit_attention, jit_choice, jit_rows
 from longdraft.kernels.cuda.device_text import DeviceText
-from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, new_owner
+from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, bucket_of, new_owner
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, scatter_rows
 from longdraft.kernels.cuda.launch import (
     UNFUSED,
@@ -213,9 +213,9 @@ class ChoiceBuffers:
             if needs.searches:
                 self.support.read_filters()
             limits, flags = self.support.find(logits, self.bests, needs)
-            jit_choice.noisy_block_maxima_kernel[(rows, num)](
+            jit_choice.best_in_blocks_kernel[(rows, num)](
                 logits, self.bests, of.depths, of.entries, numbers, of.texts, *limits, scores, self._ids, vocabulary,
-                num, BLOCK=BLOCK, BLOCKS=padded_size(num), **flags, **chained(device))
+                num, 0, BLOCK=BLOCK, BLOCKS=padded_size(num), WIDTH=1, HAS_NOISE=True, **flags, **chained(device))
         jit_choice.choose_tokens_kernel[(rows,)](self.bests, scores, self._ids, self.choices, num,
                                                  BLOCKS=padded_size(num), **chained(device))
         jit_choice.walk_trees_kernel[(self.shape.texts,)](
@@ -283,7 +283,7 @@ class TextChoices:
     def _buffers_for(self, source: LogitsSource | None, given: Tensor, trees: Sequence[TextTree]) -> ChoiceBuffers:
         rows, vocabulary, head = given.shape[0], given.shape[1], None
         if source is not None:
-            rows = next((size for size in BUCKETS if size >= rows), rows)
+            rows = bucket_of(rows)
             vocabulary, head = source.head.out_features, id(source.head)
         shape = _Shape(rows, padded_size(len(trees), 1), len(trees[0].stores),
                        longest_window([tree.text for tree in trees]), vocabulary, head)

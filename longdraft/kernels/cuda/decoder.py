@@ -7,6 +7,7 @@ changes only the time, by little, and few graphs serve all numbers of rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -22,14 +23,22 @@ from longdraft.kernels.cuda.forward_buffers import (
     maps_of_all,
     weights_of,
 )
-from longdraft.kernels.cuda.graph_cache import BUCKETS
+from longdraft.kernels.cuda.graph_cache import BUCKETS, bucket_of
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.model_chain import MAX_HEADS, ModelChains
 from longdraft.kernels.cuda.operations import MAP_BLOCK, MAP_COLUMNS, CudaOperations
 from longdraft.kernels.cuda.prefill import prefill
-from longdraft.kernels.cuda.shared_forward import SharedForwards, TextResults, can_share, in_groups
+from longdraft.kernels.cuda.shared_forward import (
+    MAX_ROWS,
+    MAX_SHARED,
+    TextResults,
+    can_share,
+    in_groups,
+    shared_sizes,
+    stores_of,
+)
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
@@ -50,7 +59,8 @@ class CudaDecoder:
         self.hidden = len(layers[0].attention_norm)
         self.plan = ops.attention_plan(heads, kv_heads, dim)
         self._buffers = RecentlyUsed[Key, ForwardBuffers](_MAX_BUFFERS, lambda buffers: ops.graphs.drop(buffers))
-        self._shared = SharedForwards(ops.graphs)
+        self._shared_buffers = RecentlyUsed[object, ForwardBuffers](MAX_SHARED, ops.graphs.drop)
+        self._spare: CudaStore | None = None
         self._chains: RecentlyUsed[int, ModelChains] = RecentlyUsed(MAX_HEADS)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
@@ -66,14 +76,35 @@ class CudaDecoder:
 
     def _forward(self, rows: TokenRows | EmbeddedRows, texts: Sequence[LayersKV],
                  parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        """Run several texts together where that is possible (`SharedForwards`), otherwise one after another, each with
-        the graph of its own rows and cache."""
+        """Run several texts together where that is possible, otherwise one after another, each with the graph of its
+        own rows and cache."""
         if len(texts) == 1:
             return self._forward_text(rows, texts[0], parents)
         if isinstance(rows, TokenRows) and can_share(texts):
-            return self._shared.run(self, rows, texts, parents)
+            return in_groups(self._shared, rows, texts, parents)
         return in_groups(lambda rows, text, parents: self._forward_text(rows, text[0], parents), rows, texts, parents,
                          1)
+
+    def _shared(self, rows: TokenRows, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        """The rows of several texts, by the graph of so many texts and rows."""
+        stores, table, taps = stores_of(texts), rows.table, texts[0].taps.layers if texts[0].taps else ()
+        assert isinstance(table, CudaLinear)
+        size, num, room = shared_sizes(texts, stores)
+        has_remainder = any(kv.remainder is not None for kv in texts)
+        key = num, size, room, taps, id(table), stores[0][0].format, has_remainder
+        buffers = self._shared_buffers.get(key, lambda: ForwardBuffers(
+            self, num * size, stores[0], has_remainder, taps, Embedding(table, rows.factor), num, room))
+        buffers.load(rows, texts, parents, self._spare_like(stores[0][0]))
+        self.ops.graphs.run(buffers, partial(self.run_layers, buffers, stores[0]))
+        return TextResults.of(buffers).hand_out(texts)
+
+    def _spare_like(self, store: CudaStore) -> CudaStore:
+        """The store that padding texts write to."""
+        if self._spare is None or self._spare.format is not store.format:
+            self._spare = store.empty_like()
+            self._spare.reserve_drafts(MAX_ROWS)
+        return self._spare
 
     def _forward_text(self, inputs: TokenRows | EmbeddedRows, kv: LayersKV,
                       parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -92,7 +123,7 @@ class CudaDecoder:
         buffers = self.buffers_for(rows, stores, maps_of_all(kv.remainder), taps, embedding)
         buffers.load(inputs, [kv], parents)
         if buffers.rows in BUCKETS:
-            self.ops.graphs.run(buffers, lambda: self.run_layers(buffers, stores))
+            self.ops.graphs.run(buffers, partial(self.run_layers, buffers, stores))
         else:
             self.run_layers(buffers, stores)
         return TextResults.of(buffers).hand_out([kv])
@@ -103,7 +134,7 @@ class CudaDecoder:
 
         remainder  the memory of the maps, which the buffers keep: a fit writes its maps where they were
         """
-        bucket = next((size for size in BUCKETS if size >= rows), rows)
+        bucket = bucket_of(rows)
         serials = tuple(store.serial for store in stores)
         place = None if remainder is None else remainder.data_ptr()
         key = (bucket, place, taps, serials, None if embedding is None else id(embedding.table))
@@ -122,10 +153,8 @@ class CudaDecoder:
         """See `chain_forward.ChainDecoder`, as for the next two."""
         if texts == 1:
             return FixedForward(self, self.buffers_for(1, stores, maps_of_all(remainder), taps), None)
-        first, buffers = stores[0], ForwardBuffers(self, texts, stores, remainder is not None, (), None, texts, room)
-        spare = first.empty_like()
-        spare.reserve_drafts(1)
-        return FixedForward(self, buffers, spare)
+        buffers = ForwardBuffers(self, texts, stores, remainder is not None, (), None, texts, room)
+        return FixedForward(self, buffers, self._spare_like(stores[0]))
 
     def chain_key(self, remainder: RemainderMaps) -> object:
         maps = maps_of_all(remainder)

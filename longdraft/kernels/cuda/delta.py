@@ -45,7 +45,8 @@ class Paths(NamedTuple):
         path = torch.zeros(count, count, dtype=torch.int32, device=device)
         depths = torch.zeros(count, dtype=torch.int32, device=device)
         with on_device(device):
-            jit_attention.tree_paths_kernel[(count,)](parents.to(device), path, depths, count, num_warps=1, **UNFUSED)
+            jit_attention.tree_paths_kernel[(count,)](parents.to(device, non_blocking=True), path, depths, count,
+                                                      num_warps=1, **UNFUSED)
         return cls(path, depths, count)
 
 

@@ -214,19 +214,15 @@ class CudaFewBits(CudaLinear):
 
     def matmul(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return functional.linear(self._ordered(x), self._dequantised(), bias)
+        return functional.linear(self._ordered(x), self.dequantised(), bias)
 
     def _ordered(self, x: Tensor) -> Tensor:
         """The inputs in the order of the weight's columns."""
         return x if self._order is None else x.index_select(1, self._order)
 
     def dequantised(self) -> Tensor:
-        """The numbers [N, K] that the weight stands for, in the model's dtype."""
-        numbers = self._dequantised()
-        return numbers if self._order is None else numbers[:, self._order.long().argsort()]
-
-    def _dequantised(self) -> Tensor:
-        """`dequantised`, with the columns in the weight's order."""
+        """The numbers [N, K] that the weight stands for, in the model's dtype, with the columns in the weight's
+        order."""
         out = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.weight.device)
         with on_device(out.device):
             jit_few_bits.dequantise_kernel[(ceil_div(self.out_features, _UNPACKED_ROWS), self.blocks)](

@@ -21,6 +21,11 @@ _serials = itertools.count()
 _MAX_GRAPHS = 128  # buckets of rows times the caches of a drafter, for several requests
 
 
+def bucket_of(rows: int) -> int:
+    """The number of rows as which a forward of `rows` rows runs."""
+    return next((size for size in BUCKETS if size >= rows), rows)
+
+
 class GraphCache:
     """CUDA graphs by key, of which the most recently used are kept. On the CPU the work runs directly.
 

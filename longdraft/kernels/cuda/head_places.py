@@ -97,7 +97,7 @@ class HeadPlaces(Chains[TextHeads, _Buffers]):
     def _run(self, buffers: _Buffers, first: TextHeads, size: int, needs: TextNeeds) -> None:
         for ahead, logits in enumerate(place_logits(first.heads, buffers.given, buffers.first, size)):
             buffers.rows.rank(logits, needs, ahead)
-            buffers.rows.go_on(ahead)
+            buffers.rows.go_on()
 
 
 class TextLogits(NamedTuple):
@@ -165,7 +165,7 @@ class GivenLogits(_GivenPlaces[TextLogits, _LogitsBuffers]):
     def _run(self, buffers: _LogitsBuffers, first: TextLogits, size: int, needs: TextNeeds) -> None:
         for place, logits in enumerate(buffers.logits, self._ahead):
             buffers.rows.rank(logits, needs, place)
-            buffers.rows.go_on(place)
+            buffers.rows.go_on()
 
 
 class TextPairs(NamedTuple):
@@ -229,7 +229,7 @@ class PairPlaces(_GivenPlaces[TextPairs, _PairBuffers]):
             own = buffers.places.at(place)
             logits = pairs.after(own, before[:, 0])
             rows.rank(logits if pairs.part is None else pairs.part.whole(logits), needs, self._ahead + place)
-            rows.go_on(self._ahead + place)
+            rows.go_on()
             found = buffers.found[place]
             found[:, :PLACE] = rows.outcome[place]
             tokens = found[:, 2 : 2 + MAX_WIDTH].clamp(min=0)  # those that are no guesses are not read

@@ -224,27 +224,47 @@ def noisy_scores(logit, token, row, position, bests, seed, settings, cuts, floor
     return total
 
 
-@triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def noisy_block_maxima_kernel(logits, bests, depths, entries, numbers, texts, cuts, floors, leasts, scores, ids,
-                              vocabulary, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-                              HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr,
-                              HAS_FLOOR: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """The maximum of score + noise in each block, over the support; the largest logit where the likeliest token is
-    chosen. scores float64, ids int32 [R, num_blocks]. Grid (R, num_blocks)."""
+@triton.jit(do_not_specialize=["vocabulary", "num_blocks", "ahead"])
+def best_in_blocks_kernel(logits, bests, depths, entries, numbers, texts, cuts, floors, leasts, scores, ids,
+                          vocabulary, num_blocks, ahead, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                          WIDTH: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_CUT: tl.constexpr,
+                          HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr, HAS_FLOOR: tl.constexpr,
+                          IS_CHAINED: tl.constexpr):
+    """The WIDTH best tokens of each block, best first: scores float64 and ids int32 [R, num_blocks, WIDTH].
+
+    ahead  unknown tokens between the text and the rows: the noise is that of the rows' own positions
+
+    The score is the logit / temperature + noise of the tokens that the filters leave, or the logit where the likeliest
+    token is chosen, or where no text has noise (HAS_NOISE). It is -inf where the filters, or the block, leave fewer
+    tokens. Grid (R, num_blocks).
+    """
     wait_for_inputs(IS_CHAINED)
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(texts + row).to(tl.int64) * ENTRY
-    entry, settings = entries + place, numbers + place + 13
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
-    position = tl.load(entry + 1) + tl.load(depths + row)
-    total = noisy_scores(logit, token, row, position, bests, entry + 2, settings, cuts, floors, leasts, num_blocks,
-                         BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
-    total = tl.where(tl.load(entry + 12) > 0, logit.to(tl.float64), total)
-    best, best_id = best_and_first_id(total, token)
-    at = row * num_blocks + tl.program_id(1)
-    tl.store(scores + at, best)
-    tl.store(ids + at, best_id)
+    total = logit.to(tl.float64)
+    if HAS_NOISE:
+        place = tl.load(texts + row).to(tl.int64) * ENTRY
+        entry, settings = entries + place, numbers + place + 13
+        position = tl.load(entry + 1) + tl.load(depths + row) + ahead
+        total = noisy_scores(logit, token, row, position, bests, entry + 2, settings, cuts, floors, leasts, num_blocks,
+                             BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
+        total = tl.where(tl.load(entry + 12) > 0, logit.to(tl.float64), total)
+    at = (row * num_blocks + block) * WIDTH
+    for place_of_token in tl.static_range(WIDTH):
+        best_score, best_id = best_and_first_id(total, token)
+        tl.store(scores + at + place_of_token, best_score)
+        tl.store(ids + at + place_of_token, best_id)
+        total = tl.where(token == best_id, float("-inf"), total)
+
+
+@triton.jit
+def is_sound(bests, row, num_blocks, BLOCKS: tl.constexpr):
+    """Whether the largest logit of a row is finite, from the largest one of each block."""
+    block = tl.arange(0, BLOCKS)
+    best = tl.load(bests + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
+    top = tl.max(best, 0)
+    return (tl.max((best != best).to(tl.int32), 0) == 0) & (top > float("-inf")) & (top < float("inf"))
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -255,14 +275,10 @@ def choose_tokens_kernel(bests, scores, ids, choices, num_blocks, BLOCKS: tl.con
     block = tl.arange(0, BLOCKS)
     at = row * num_blocks + block
     is_block = block < num_blocks
-    best = tl.load(bests + at, mask=is_block, other=float("-inf"))
-    is_sound = tl.max((best != best).to(tl.int32), 0) == 0
-    top = tl.max(best, 0)
-    is_sound = is_sound & (top > float("-inf")) & (top < float("inf"))
     score = tl.load(scores + at, mask=is_block, other=float("-inf"))
     token = tl.load(ids + at, mask=is_block, other=_NONE)
     _, best_id = best_and_first_id(score, token)
-    tl.store(choices + row, tl.where(is_sound, best_id, -1))
+    tl.store(choices + row, tl.where(is_sound(bests, row, num_blocks, BLOCKS), best_id, -1))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -12,42 +12,12 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
-from longdraft.kernels.cuda.jit_choice import _NONE, ENTRY, best_and_first_id, noisy_scores, tokens_at
+from longdraft.kernels.cuda.jit_choice import _NONE, ENTRY, best_and_first_id, is_sound, tokens_at
 from longdraft.kernels.cuda.jit_rows import embedding_of
 
 # int64 of a place's outcome: number of guesses; bits of the lead; up to 16 guesses, and the bits of their scores
 _SLOTS = tl.constexpr(34)
 _SCORES = tl.constexpr(18)
-
-
-@triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def best_in_blocks_kernel(logits, bests, entries, numbers, cuts, floors, leasts, scores, ids, vocabulary, num_blocks,
-                          BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
-                          HAS_NOISE: tl.constexpr, HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr,
-                          HAS_ETA: tl.constexpr, HAS_FLOOR: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """The WIDTH best tokens of each block: scores float64 and ids int32 [R, num_blocks, WIDTH], best first.
-
-    bests  [R, num_blocks] float32: the largest logit of each block
-
-    The score is that of `noisy_block_maxima_kernel`; without HAS_NOISE no text has any. It is -inf where the filters,
-    or the block, leave fewer tokens. Grid (num_blocks, R).
-    """
-    wait_for_inputs(IS_CHAINED)
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    entry = entries + row * ENTRY
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
-    total = logit.to(tl.float64)
-    if HAS_NOISE:
-        total = noisy_scores(logit, token, row, tl.load(entry + 1), bests, entry + 2, numbers + row * ENTRY + 13, cuts,
-                             floors, leasts, num_blocks, BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
-        total = tl.where(tl.load(entry + 12) > 0, logit.to(tl.float64), total)
-    at = (row * num_blocks + block) * WIDTH
-    for place in tl.static_range(WIDTH):
-        best_score, best_id = best_and_first_id(total, token)
-        tl.store(scores + at + place, best_score)
-        tl.store(ids + at + place, best_id)
-        total = tl.where(token == best_id, float("-inf"), total)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -63,11 +33,7 @@ def rank_kernel(bests, scores, ids, entries, numbers, outcome, num_blocks, BLOCK
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     entry = entries + row * ENTRY
-    block = tl.arange(0, BLOCKS)
-    best = tl.load(bests + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
-    is_sound = tl.max((best != best).to(tl.int32), 0) == 0
-    top = tl.max(best, 0)
-    is_sound = is_sound & (top > float("-inf")) & (top < float("inf"))
+    has_guesses = is_sound(bests, row, num_blocks, BLOCKS)
     candidate = tl.arange(0, CANDIDATES)
     inside = candidate < num_blocks * WIDTH
     at = row * num_blocks * WIDTH + candidate
@@ -83,13 +49,13 @@ def rank_kernel(bests, scores, ids, entries, numbers, outcome, num_blocks, BLOCK
         best_score, best_id = best_and_first_id(score, token)
         if place == 1:
             lead = first - best_score
-        is_guess = is_sound & (best_score > float("-inf")) & (best_score >= least) & (place < num_wanted)
+        is_guess = has_guesses & (best_score > float("-inf")) & (best_score >= least) & (place < num_wanted)
         tl.store(out + 2 + place, tl.where(is_guess, best_id, -1).to(tl.int64))
         tl.store(out + _SCORES + place, best_score.to(tl.int64, bitcast=True))
         count += is_guess.to(tl.int32)
         score = tl.where(token == best_id, float("-inf"), score)
     tl.store(out, count.to(tl.int64))
-    lead = tl.where(is_sound, lead, float("inf"))
+    lead = tl.where(has_guesses, lead, float("inf"))
     tl.store(out + 1, lead.to(tl.int64, bitcast=True))
 
 

@@ -118,7 +118,7 @@ class CudaKernels(CudaOperations):
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         if len(rows):
             require(min(rows) >= 0 and max(rows) < kv.k.shape[1], f"rows below {kv.k.shape[1]}", rows)
-            index = torch.tensor(rows, device=self.device)
+            index = torch.tensor(rows).to(self.device, non_blocking=True)
             for store in cuda_stores(kv.stores):
                 store.reserve(kv.length + len(rows))
             self.scatter_rows(kv, index, torch.arange(kv.length, kv.length + len(rows), device=self.device))

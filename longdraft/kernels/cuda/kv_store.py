@@ -122,7 +122,7 @@ class CudaStore:
             scatter_rows(k[None], v[None], [self], index, index + start)
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        positions = positions.to(self._device)
+        positions = positions.to(self._device, non_blocking=True)
         heads = torch.arange(self.heads, device=self._device)[:, None]
         return self._numbers([part[heads, positions] for part in self._parts])
 

@@ -52,9 +52,6 @@ class RecentlyUsed(Generic[Key, Value]):
         if key in self._held:
             self._dropped(self._held.pop(key))
 
-    def __len__(self) -> int:
-        return len(self._held)
-
 
 def _drop(kept: weakref.ref[RecentlyUsed[Key, Value]], key: Key) -> None:
     if found := kept():
@@ -72,7 +69,7 @@ _unchained: set[torch.device] = set()  # devices whose driver cannot capture cha
 def stop_chaining(device: torch.device) -> bool:
     """Launch kernels one after another from now on, after a capture has failed: drivers before CUDA 12.3 cannot
     capture chained launches. False: they were not chained."""
-    was_on = _can_chain(device) and device not in _unchained
+    was_on = _can_chain(device)
     _unchained.add(device)
     return was_on
 

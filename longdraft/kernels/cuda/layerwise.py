@@ -28,9 +28,9 @@ from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill
 from longdraft.kernels.cuda.shared_forward import (
     MAX_SHARED,
-    bucket_of,
     can_share,
     in_groups,
+    rows_of_each,
     shared_sizes,
     stores_of,
 )
@@ -78,7 +78,7 @@ class CudaLayerwiseDecoder:
                   parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """The rows of one text, by the graph of their bucket."""
         (kv,), (stores,) = texts, stores_of(texts)
-        bucket = bucket_of(texts) if self._can_pad else len(rows.x)
+        bucket = rows_of_each(texts) if self._can_pad else len(rows.x)
         taps = kv.taps.layers if kv.taps else ()
         key = bucket, taps, kv.remainder is not None, tuple(store.serial for store in stores)
 

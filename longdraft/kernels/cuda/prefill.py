@@ -192,12 +192,3 @@ def prefill(ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geome
     """
     decoder = LayerwiseDecoder(PrefillOperations(ops), layers, geometry, min(REPORTED_ROWS, len(x)))
     return decoder.forward(x, cos, sin, [kv], parents)
-
-
-def with_all_rows(output: AttentionOutput, rows: int) -> AttentionOutput:
-    """The attention of a chunk of `rows` rows, NaN for those that `prefill` does not report."""
-    if not (missing := rows - output.lse.shape[1]):
-        return output
-    nan = (torch.full((len(part), missing, *part.shape[2:]), torch.nan, dtype=part.dtype, device=part.device)
-           for part in output)
-    return AttentionOutput(*(torch.cat(parts, 1) for parts in zip(nan, output, strict=True)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from longdraft.kernels.attention_output import AttentionOutput, AttentionRows
 from longdraft.kernels.cuda import jit_remainder
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
-from longdraft.kernels.cuda.graph_cache import BUCKETS, new_owner
+from longdraft.kernels.cuda.graph_cache import BUCKETS, bucket_of, new_owner
 from longdraft.kernels.cuda.kv_store import CudaStore, address_table, cuda_stores
 from longdraft.kernels.cuda.launch import (
     RecentlyUsed,
@@ -104,10 +104,6 @@ def _readable(output: AttentionOutput, dtype: torch.dtype) -> AttentionOutput:
     return AttentionOutput(queries, found, output.lse.contiguous(), content)
 
 
-def _bucket_of(rows: int) -> int:
-    return next((size for size in BUCKETS if size >= rows), rows)
-
-
 class PartialAttentions:
     """What partial caches give rows, with the buffers of those in use. The most recently used ones are kept."""
 
@@ -118,7 +114,7 @@ class PartialAttentions:
     def run(self, stores: Sequence[CudaStore], whole: AttentionOutput, length: int) -> tuple[Tensor, Tensor]:
         """The attention of the rows, the last of `length`: output [L, T, H, D], lse [L, T, H]. Valid until next."""
         rows, heads = whole.queries.shape[1:3]
-        bucket = _bucket_of(rows)
+        bucket = bucket_of(rows)
         key = (bucket, heads, tuple(store.serial for store in stores))
         held = self._held.get(key, lambda: PartialAttention(self._ops, stores, heads, bucket), stores[0])
         held.load(AttentionRows.all(whole), length)
@@ -189,7 +185,7 @@ class CudaRemainder:
             self._ops.graphs.own(self, self._key)
             self._attentions.clear()
             self._serials = serials
-        bucket = _bucket_of(rows)
+        bucket = bucket_of(rows)
         if bucket not in self._attentions:
             self._attentions[bucket] = PartialAttention(self._ops, stores, self._num_heads, bucket)
         return self._attentions[bucket]

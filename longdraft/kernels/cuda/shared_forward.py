@@ -11,7 +11,6 @@ alone, whose result does not depend on what other rows there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -19,17 +18,15 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
-from longdraft.kernels.cuda.forward_buffers import DecoderOfLayers, EmbeddedRows, Embedding, ForwardBuffers
-from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache
+from longdraft.kernels.cuda.forward_buffers import EmbeddedRows, ForwardBuffers
+from longdraft.kernels.cuda.graph_cache import BUCKETS, bucket_of
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
-from longdraft.kernels.cuda.launch import RecentlyUsed, padded_size, require
-from longdraft.kernels.cuda.linear import CudaLinear
-from longdraft.kernels.cuda.prefill import with_all_rows
+from longdraft.kernels.cuda.launch import padded_size, require
 from longdraft.kernels.interface import LayersKV, TokenRows
 from longdraft.kernels.switches import is_on
 
 SHARES_FORWARDS = is_on("SHARES_FORWARDS")  # False: texts run one after another
-_MAX_ROWS = BUCKETS[-1]
+MAX_ROWS = BUCKETS[-1]
 MAX_SHARED = 8  # numbers of texts and rows whose buffers are kept
 Rows = TypeVar("Rows", TokenRows, EmbeddedRows, TokenRows | EmbeddedRows)
 
@@ -75,19 +72,18 @@ class TextResults(NamedTuple):
 def can_share(texts: Sequence[LayersKV]) -> bool:
     """Whether these texts, none of which reads a prompt, can share a forward."""
     taps = {kv.taps.layers if kv.taps else () for kv in texts}
-    return SHARES_FORWARDS and len(taps) == 1 and 2 * bucket_of(texts) <= _MAX_ROWS
+    return SHARES_FORWARDS and len(taps) == 1 and 2 * rows_of_each(texts) <= MAX_ROWS
 
 
-def bucket_of(texts: Sequence[LayersKV]) -> int:
+def rows_of_each(texts: Sequence[LayersKV]) -> int:
     """The number of rows that each of these texts gets."""
-    most = max(kv.k.shape[1] for kv in texts)
-    return next((size for size in BUCKETS if size >= most), most)
+    return bucket_of(max(kv.k.shape[1] for kv in texts))
 
 
 def in_groups(run: Callable[[Rows, Sequence[LayersKV], Tensor], tuple[Tensor, AttentionOutput]], rows: Rows,
               texts: Sequence[LayersKV], parents: Tensor, at_once: int = 0) -> tuple[Tensor, AttentionOutput]:
     """Run texts together, at_once at a time; 0: as many as fit into a forward. See `Decoder.forward`."""
-    at_once = at_once or _MAX_ROWS // bucket_of(texts)
+    at_once = at_once or MAX_ROWS // rows_of_each(texts)
     ends = [0, *accumulate(kv.k.shape[1] for kv in texts)]
     results = []
     for first in range(0, len(texts), at_once):
@@ -96,60 +92,32 @@ def in_groups(run: Callable[[Rows, Sequence[LayersKV], Tensor], tuple[Tensor, At
         results.append(run(rows.cut(own), some, parents[own]))
     if len(results) == 1:
         return results[0]
-    attended = (with_all_rows(output, len(hidden)) for hidden, output in results)
+    attended = (_with_all_rows(output, len(hidden)) for hidden, output in results)
     outputs = (torch.cat(part, 1) for part in zip(*attended, strict=True))
     return torch.cat([hidden for hidden, _ in results]), AttentionOutput(*outputs)
+
+
+def _with_all_rows(output: AttentionOutput, rows: int) -> AttentionOutput:
+    """The attention of a chunk of `rows` rows, NaN for those that `prefill` does not report."""
+    if not (missing := rows - output.lse.shape[1]):
+        return output
+    nan = (torch.full((len(part), missing, *part.shape[2:]), torch.nan, dtype=part.dtype, device=part.device)
+           for part in output)
+    return AttentionOutput(*(torch.cat(parts, 1) for parts in zip(nan, output, strict=True)))
 
 
 def stores_of(texts: Sequence[LayersKV]) -> list[list[CudaStore]]:
     """Each text's stores, with slots for the rows of a forward."""
     stores = [cuda_stores(kv.stores) for kv in texts]
     for store in (store for each in stores for store in each):
-        store.reserve_drafts(_MAX_ROWS)
+        store.reserve_drafts(MAX_ROWS)
     return stores
 
 
 def shared_sizes(texts: Sequence[LayersKV], stores: Sequence[Sequence[CudaStore]]) -> tuple[int, int, int]:
     """What a graph for these texts has: rows of a text, texts, and positions that their stores have at most."""
     room = max(store.room for each in stores for store in each)
-    return bucket_of(texts), padded_size(len(texts), 2), padded_size(room)
-
-
-class SharedForwards:
-    """Forwards of a decoder for several texts."""
-
-    def __init__(self, graphs: GraphCache) -> None:
-        self._buffers: RecentlyUsed[object, ForwardBuffers] = RecentlyUsed(MAX_SHARED, graphs.drop)
-        self._spare: CudaStore | None = None  # that padding texts write to
-
-    def run(self, decoder: DecoderOfLayers, rows: TokenRows, texts: Sequence[LayersKV],
-            parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        """See `TokenDecoder.forward_tokens`. More texts than fit into a forward take several."""
-        return in_groups(partial(self._run, decoder), rows, texts, parents)
-
-    def _run(self, decoder: DecoderOfLayers, rows: TokenRows, texts: Sequence[LayersKV],
-             parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        stores = stores_of(texts)
-        buffers = self._buffers_for(decoder, rows, texts, stores)
-        buffers.load(rows, texts, parents, self._spare_store(stores[0][0]))
-        decoder.ops.graphs.run(buffers, partial(decoder.run_layers, buffers, stores[0]))
-        return TextResults.of(buffers).hand_out(texts)
-
-    def _buffers_for(self, decoder: DecoderOfLayers, rows: TokenRows, texts: Sequence[LayersKV],
-                     stores: Sequence[Sequence[CudaStore]]) -> ForwardBuffers:
-        assert isinstance(rows.table, CudaLinear)
-        embedding, taps = Embedding(rows.table, rows.factor), texts[0].taps.layers if texts[0].taps else ()
-        size, num, room = shared_sizes(texts, stores)
-        has_remainder = any(kv.remainder is not None for kv in texts)
-        key = num, size, room, taps, id(rows.table), stores[0][0].format, has_remainder
-        return self._buffers.get(key, lambda: ForwardBuffers(decoder, num * size, stores[0], has_remainder, taps,
-                                                             embedding, num, room))
-
-    def _spare_store(self, like: CudaStore) -> CudaStore:
-        if self._spare is None or self._spare.format is not like.format:
-            self._spare = like.empty_like()
-            self._spare.reserve_drafts(_MAX_ROWS)
-        return self._spare
+    return rows_of_each(texts), padded_size(len(texts), 2), padded_size(room)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
