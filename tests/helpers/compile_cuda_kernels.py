@@ -103,7 +103,7 @@ def kernels(shared):
            dict(num_warps=1))
     rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16, k=BF16, v=BF16,
                          k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, capacity="i32",
-                         text_rows="i32", text_stride="i32", eps="fp32", factor="fp32")
+                         text_rows="i32", eps="fp32", factor="fp32")
     form = dict(HEADS=32, KV_HEADS=8, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, ROTATES=True, ROUNDS_ONCE=False,
                 HAS_TABLE=False, **PARTS)
     yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
@@ -114,11 +114,11 @@ def kernels(shared):
         yield (jit_rows.map_remainder_kernel,
                dict(content=BF16, function=F32, table=I64, remainder=F32, layer="i32", text_rows="i32"),
                dict(HEADS=32, DIM=128, COLUMNS=32, BLOCK=128, HAS_TABLE=has_table), {})
-    strides = dict.fromkeys(("k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride", "v_head_stride"),
-                            "i32")
+    numbers = dict.fromkeys(("num_texts", "k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride",
+                             "v_head_stride"), "i32")
     for key, value in ((tl.bfloat16, tl.bfloat16), (tl.int8, tl.int8), (tl.int8, tl.uint8)):
         elements = dict(KEY=key, VALUE=value)
-        scatter = dict(k=BF16, v=BF16, table=I64, rows=I64, targets=I64, texts=I32) | strides
+        scatter = dict(k=BF16, v=BF16, table=I64, rows=I64, targets=I64, texts=I32) | numbers
         for has_texts in (False, True):
             yield (jit_kv_store.scatter_rows_kernel, scatter,
                    dict(HALF=64, PADDED=64, HAS_TEXTS=has_texts, TARGET_STRIDE=1, **elements), dict(num_warps=1))

@@ -14,8 +14,8 @@ SPLITS = Splits.of_heads(8)
 CUT = {name.upper(): size for name, size in SPLITS._asdict().items()}
 UNFUSED = dict(enable_fp_fusion=False)
 ATTEND = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
-              weight_sums=F32, value_sums=F32, table=I64, text_stride="i32", end_splits="i32", num_rows="i32",
-              capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32", cap="fp32")
+              weight_sums=F32, value_sums=F32, table=I64, end_splits="i32", num_rows="i32",
+              capacity="i32", num_splits="i32", window="i32", factor="fp32", cap="fp32")
 
 
 def attend(shared, dim=128, model=BF16, keys=None, values=None, stack=0, **constants):

@@ -129,7 +129,7 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     length     an upper bound of where[0] on the host: sets how many splits are launched
     window     positions that a row sees, itself included; 0: all
     remainder  [R, H, D + 1] float32: see `longdraft.kernels.interface.KV`
-    table      int64 [texts, 5], of any row stride: the stores of several texts, which have the form of `store`
+    table      int64 [texts, 5]: the stores of several texts, which have the form of `store`
     """
     rows, heads, dim = q.shape
     require((heads, dim) == (plan.heads, plan.dim) and rows == work.rows, f"[{work.rows}, {plan.heads}, {plan.dim}]",
@@ -145,7 +145,7 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
         jit_attention.attend_split_kernel[(ends + whole, work.texts)](
             q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
             work.weight_sums, work.value_sums, where if table is None else table, plan.end_splits(own), own,
-            store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
+            store.capacity, work.num_splits, window, factor,
             store.score_cap * math.log2(math.e), KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes,
             BLOCK=plan.block, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
             HAS_TABLE=table is not None, STAGES=plan.stages, **sizes, num_warps=plan.warps, **chained(q.device))

@@ -106,7 +106,7 @@ class _TreeOperations(CudaOperations):
         rows, heads, dim = q.shape
         q, plan = q.to(self.dtype).contiguous(), self.attention_plan(heads, store.heads, dim)
         table = None if texts.stores is None else texts.stores[self._layers[id(store)]]
-        shared = None if table is None else RowsOfTexts(table[:, None], self._text_of_rows)
+        shared = None if table is None else RowsOfTexts(table, self._text_of_rows)
         scatter_rows(kv.k[None], kv.v[None], [store], self._rows, texts.slots, shared)
         if plan not in self._work:
             self._work[plan] = AttentionWorkspace(plan, rows, texts.room, self.device, texts.num)

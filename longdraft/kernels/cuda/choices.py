@@ -164,7 +164,7 @@ class ChoiceBuffers:
                                    MAX_FRESH * shape.texts)
         self._staged = torch.zeros(self._parts[-1].stop, dtype=int32, device=device)
         entries, table, tokens, self._parents, texts, self._fresh = (self._staged[part] for part in self._parts)
-        self.table = table.view(torch.int64)
+        self.table = table.view(torch.int64).view(shape.layers, shape.texts, 5)
         self.text_rows = TextRows(tokens, torch.zeros(rows, rows, dtype=int32, device=device),
                                   empty(rows, dtype=int32), texts, entries.view(torch.int64),
                                   empty(rows, shape.window, dtype=int32), empty(rows, shape.window))
@@ -184,7 +184,7 @@ class ChoiceBuffers:
         staged = np.zeros(len(self._staged), dtype=np.int32)
         settings, stores, tokens, parents, texts, new = (staged[part] for part in self._parts)
         entries, fresh = settings.view(np.int64).reshape(-1, ENTRY), new.reshape(self.shape.texts, -1)
-        table, parents[:] = stores.view(np.int64).reshape(self.shape.texts, -1, 5), -1
+        table, parents[:] = stores.view(np.int64).reshape(self.table.shape), -1
         for text, (tree, first) in enumerate(zip(trees, firsts, strict=True)):
             own, num_fresh = slice(first, first + len(tree.tokens)), len(tree.fresh)
             tokens[own], texts[own] = tree.tokens, text
@@ -193,7 +193,7 @@ class ChoiceBuffers:
             entries[text] = entry_of(tree.text, tree.required, tree.text.length + num_fresh, num_fresh)
             entries[text, 4:7] = tree.cached, first, len(tree.tokens)
             if self.shape.layers:
-                table[text] = [store.addresses for store in tree.stores]
+                table[:, text] = [store.addresses for store in tree.stores]
         self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
 
     def run(self, needs: TextNeeds) -> None:

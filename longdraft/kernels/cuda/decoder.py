@@ -202,18 +202,18 @@ class CudaDecoder:
         """Norms and rotation of queries and keys; keys and values are also written to the store's draft slots."""
         heads, kv_heads, dim, eps = self.geometry[:4]
         half = dim // 2
-        table = None if buffers.table is None else buffers.table[:, index]
+        table = None if buffers.table is None else buffers.table[index]
         norms = 0 if layer.q_norm is None else 1 if layer.q_norm.shape == (dim,) else 2
         q_norm, k_norm = (parts.sums if norm is None else norm for norm in (layer.q_norm, layer.k_norm))
         with on_device(buffers.x.device):
             jit_rows.finish_qkv_kernel[(buffers.rows, heads + 2 * kv_heads)](
                 *parts.arguments(), q_norm, k_norm, buffers.cos, buffers.sin, buffers.where, buffers.content[index],
                 buffers.q[index], buffers.k[index], buffers.v[index], store.k, store.v, store.k_scale, store.v_scale,
-                buffers.where if table is None else table, buffers.rows, store.capacity, buffers.text_rows,
-                0 if table is None else table.stride(0), eps, self.geometry.query_factor, HEADS=heads,
-                KV_HEADS=kv_heads, HALF=half, PADDED=padded_size(half), ALL_PADDED=padded_size(heads * dim),
-                NORMS=norms, ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once,
-                HAS_TABLE=table is not None, **parts.options(), num_warps=1, **chained(buffers.x.device))
+                buffers.where if table is None else table, buffers.rows, store.capacity, buffers.text_rows, eps,
+                self.geometry.query_factor, HEADS=heads, KV_HEADS=kv_heads, HALF=half, PADDED=padded_size(half),
+                ALL_PADDED=padded_size(heads * dim), NORMS=norms, ROTATES=layer.rotates,
+                ROUNDS_ONCE=self.geometry.rounds_once, HAS_TABLE=table is not None, **parts.options(), num_warps=1,
+                **chained(buffers.x.device))
 
     def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
@@ -228,7 +228,7 @@ class CudaDecoder:
                     **chained(buffers.x.device))
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
                        row_remainder, buffers.output[index], buffers.lse[index],
-                       None if buffers.table is None else buffers.table[:, index])
+                       None if buffers.table is None else buffers.table[index])
 
     def _swiglu(self, buffers: ForwardBuffers, source: Tensor, gate_up: CudaLinear) -> Tensor:
         width = gate_up.out_features // 2

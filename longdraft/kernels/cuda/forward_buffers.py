@@ -104,7 +104,7 @@ class ForwardBuffers:
                                   2 * 5 * num * texts * has_table, 2 * texts * has_table)
         self.staged = zeros(self.parts[-1].stop + -self.parts[-1].stop % ALIGNED, dtype=torch.int32)
         where, cos, sin, self.parents, self.tokens, table, maps = (self.staged[part] for part in self.parts)
-        self.table = table.view(torch.int64).view(texts, num, 5) if has_table else None  # stores of several texts
+        self.table = table.view(torch.int64).view(num, texts, 5) if has_table else None  # stores of several texts
         self.maps = maps.view(torch.int64) if has_table else None  # addresses of their remainders; 0: a text has none
         self.where = where.view(torch.int64)  # committed positions; slot of drafted row 0
         self.cos, self.sin = (part.view(torch.float32).view(rows, dim // 2) for part in (cos, sin))
@@ -164,13 +164,12 @@ class ForwardBuffers:
         maps    `LayersKV.remainder` of each text; their memory must be kept while the forward runs
         spare   padding texts, which have no committed rows, write to it
         """
-        where, table, addresses = (staged[self.parts[part]].view(np.int64).reshape(self.texts, -1) for part in
-                                   (0, 5, 6))
-        entries = table.reshape(self.texts, -1, 5)
+        where, table, addresses = (staged[self.parts[part]].view(np.int64) for part in (0, 5, 6))
+        where, entries = where.reshape(self.texts, 2), table.reshape(-1, self.texts, 5)
         where[:], entries[:] = (0, spare.room), spare.addresses
         where[: len(places)] = places
         for text, (own, remainder) in enumerate(zip(stores, maps, strict=True)):
-            entries[text] = [store.addresses for store in own]
+            entries[:, text] = [store.addresses for store in own]
             if remainder is not None:
                 assert isinstance(remainder, Tensor)  # the layers of these kernels do not differ
                 require(remainder.is_contiguous() and remainder.dtype == torch.float32, "float32 maps",

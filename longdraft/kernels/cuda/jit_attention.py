@@ -80,10 +80,9 @@ def block_step(queries, keys, values, key_scale, value_scale, value_least, dim, 
     return new_max, weight_sum, value_sum
 
 
-@triton.jit(do_not_specialize=["end_splits", "num_rows", "capacity", "num_splits", "path_stride", "window",
-                               "text_stride"])
+@triton.jit(do_not_specialize=["end_splits", "num_rows", "capacity", "num_splits", "window"])
 def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums, table,
-                        end_splits, num_rows, capacity, num_splits, path_stride, window, text_stride, factor, cap,
+                        end_splits, num_rows, capacity, num_splits, window, factor, cap,
                         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
                         LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
                         LONG: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr,
@@ -93,7 +92,7 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     q                        [R, H, D]
     k, v                     [Hkv, capacity, D], or D / 2 bytes of values (`jit_cache_rows`), with scales
                              [Hkv, capacity] float32, or pairs of them
-    path                     [R, path_stride] int32: the drafted row at each depth of a row's path
+    path                     [R, num_rows] int32: the drafted row at each depth of a row's path
     depths                   [R] int32
     max_scores, weight_sums  [R, H, S] float32: the maximum of the scores in base 2, the sum of the weights
     value_sums               [R, H, S, D] float32: the weighted sum of the values
@@ -101,8 +100,9 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     window                   positions that a row sees, itself included, where HAS_WINDOW
     factor                   log2(e) / sqrt(D)
     cap                      of the scores, times log2(e), where HAS_CAP
-    table                    int64 [texts, text_stride], where HAS_TABLE: the store of each text (`store_of_text`) in
-                             place of k, v and their scales. R = num_rows is then the number of rows of a text
+    num_rows                 of a text
+    table                    int64 [texts, 5], where HAS_TABLE: the store of each text (`store_of_text`) in place of k,
+                             v and their scales
 
     Grid (end_splits * Hkv * tiles of ends + whole splits * Hkv * tiles, texts). Tiles come first, so that programs that
     read the same keys run at the same time. Ends begin first, then whole splits from the last one: the long ones, which
@@ -116,10 +116,10 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     WIDTH: tl.constexpr = DIM // 2 if IS_PACKED else DIM  # of a value
     if HAS_TABLE:
         text = tl.program_id(1).to(tl.int64)
-        k, v, k_scale, v_scale, capacity = store_of_text(table + text * text_stride, k, v, k_scale, v_scale)
+        k, v, k_scale, v_scale, capacity = store_of_text(table + text * 5, k, v, k_scale, v_scale)
         where += 2 * text
         q += text * num_rows * HEADS * DIM
-        path += text * num_rows * path_stride
+        path += text * num_rows * num_rows
         depths += text * num_rows
     TILES: tl.constexpr = (GROUP + LANES - 1) // LANES  # of one row
     num_ends = end_splits * KV_HEADS * num_rows * TILES
@@ -192,7 +192,7 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
             position = block + place
             is_inside = position < stop
             is_draft = is_inside & (position >= length)
-            node = tl.load(path + row * path_stride + (position - length), mask=is_draft, other=0)
+            node = tl.load(path + row * num_rows + (position - length), mask=is_draft, other=0)
             slot = base + tl.where(is_draft, drafts_at + node, position)
             keys = tl.load(k + slot[None, :] * DIM + dim[:, None], mask=is_inside[None, :] & is_dim[:, None], other=0.0)
             values = tl.load(v + slot[:, None] * WIDTH + value_at[None, :], mask=is_inside[:, None] & is_dim[None, :],

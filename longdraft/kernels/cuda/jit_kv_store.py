@@ -1,6 +1,7 @@
 """Triton kernels that write rows of keys and values to stores and copy them between stores, all layers in one launch.
 
-Stores are passed as tables int64 [L, 5]: the addresses of keys, values and their scales, and the number of slots.
+Stores are passed as tables int64 [L, 5], those of several texts as [L, texts, 5]: the addresses of keys, values and
+their scales, and the number of slots.
 KEY and VALUE are the types of their elements, which name the format (`jit_cache_rows`).
 """
 
@@ -10,8 +11,8 @@ import triton.language as tl
 from longdraft.kernels.cuda.jit_cache_rows import store_row
 
 
-@triton.jit
-def scatter_rows_kernel(k, v, table, rows, targets, texts, k_stride, v_stride, k_row_stride, v_row_stride,
+@triton.jit(do_not_specialize=["num_texts"])
+def scatter_rows_kernel(k, v, table, rows, targets, texts, num_texts, k_stride, v_stride, k_row_stride, v_row_stride,
                         k_head_stride, v_head_stride, HALF: tl.constexpr, PADDED: tl.constexpr, KEY: tl.constexpr,
                         VALUE: tl.constexpr, HAS_TEXTS: tl.constexpr, TARGET_STRIDE: tl.constexpr):
     """Write row rows[i] of k, v [L, T, Hkv, D] to slot targets[i] of each store. Grid (N, Hkv, L).
@@ -20,15 +21,15 @@ def scatter_rows_kernel(k, v, table, rows, targets, texts, k_stride, v_stride, k
 
     A row with a negative target is skipped. The strides of layers, rows and heads are in elements.
 
-    texts  [N] int32: the text of each row, where HAS_TEXTS; the table is [texts, L, 5] then
+    texts  [N] int32: the text of each row, where HAS_TEXTS
     """
     index, head, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = tl.load(rows + index).to(tl.int64)
     target = tl.load(targets + index * TARGET_STRIDE).to(tl.int64)
     if target >= 0:
-        at = table + layer * 5
+        at = table + layer * num_texts * 5
         if HAS_TEXTS:
-            at += tl.load(texts + index).to(tl.int64) * tl.num_programs(2) * 5
+            at += tl.load(texts + index).to(tl.int64) * 5
         k_store = tl.load(at).to(tl.pointer_type(KEY))
         v_store = tl.load(at + 1).to(tl.pointer_type(VALUE))
         k_scale = tl.load(at + 2).to(tl.pointer_type(tl.float32))
@@ -65,7 +66,6 @@ def move_rows_kernel(table, moves, turns, HALF: tl.constexpr, PADDED: tl.constex
                      VALUE: tl.constexpr, DTYPE: tl.constexpr, TEXTS: tl.constexpr):
     """Move rows of each text's stores to other slots, bit for bit, or with their keys rotated. Grid (N, Hkv, L * T).
 
-    table  [L, T, 5]
     moves  int64 [T, N, 3]: source, target, and whether the key is rotated. Those with a negative target are skipped. A
            target is not another one's source
     turns  float32 [T, 2, HALF]: cos and sin

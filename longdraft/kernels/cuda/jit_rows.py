@@ -149,9 +149,9 @@ def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, PADDE
     tl.store(out + at + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity", "text_rows", "text_stride"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "text_rows"])
 def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v, k_store, v_store, k_scale,
-                      v_scale, table, num_rows, capacity, text_rows, text_stride, eps, factor,
+                      v_scale, table, num_rows, capacity, text_rows, eps, factor,
                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
                       ALL_PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
                       NORMS: tl.constexpr, ROTATES: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
@@ -160,8 +160,8 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
 
     content, q  [R, H, D]: the queries before the rotation, and after it and times factor
     k, v        [R, Hkv, D]; also written to the slots where[1] + row of the store
-    table       int64 [texts, text_stride], where HAS_TABLE: the store of each text, as in `attend_split_kernel`. A
-                text has text_rows rows, and two numbers of `where`
+    table       int64 [texts, 5], where HAS_TABLE: the store of each text, as in `attend_split_kernel`. A text has
+                text_rows rows, and two numbers of `where`
     NORMS       0: none, 1: each head is normalised by itself, 2: all heads of a row as one vector
 
     Grid (R, H + 2 Hkv): a program computes one head of one row.
@@ -173,7 +173,7 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
     place = row  # in its text
     if HAS_TABLE:
         text = row // text_rows
-        entry = table + text * text_stride
+        entry = table + text * 5
         k_store, v_store = tl.load(entry).to(k_store.dtype), tl.load(entry + 1).to(v_store.dtype)
         k_scale, v_scale = tl.load(entry + 2).to(k_scale.dtype), tl.load(entry + 3).to(v_scale.dtype)
         capacity = tl.load(entry + 4)

@@ -216,7 +216,7 @@ def _summed_weights(store: CudaStore, q: Tensor, length: int) -> Tensor:
 class RowsOfTexts(NamedTuple):
     """Stores of several texts, for `scatter_rows`.
 
-    table  int64 [texts, L, 5]: `CudaStore.addresses` of each text's stores, on the device
+    table  int64 [L, texts, 5] of L stores, or [texts, 5] of one: `CudaStore.addresses`, on the device
     texts  int32 [N]: the text of each row, on the device
     """
 
@@ -238,10 +238,10 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
     k, v = (x.to(first.k.device, first.dtype) for x in (k, v))
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     half = first.dim // 2
-    table = address_table(stores) if shared is None else shared.table
+    table, num_texts = (address_table(stores), 1) if shared is None else (shared.table, shared.table.shape[-2])
     with on_device(first.k.device):
         jit_kv_store.scatter_rows_kernel[(len(rows), first.heads, len(stores))](
-            k, v, table, rows, targets, rows if shared is None else shared.texts, k.stride(0), v.stride(0),
+            k, v, table, rows, targets, rows if shared is None else shared.texts, num_texts, k.stride(0), v.stride(0),
             k.stride(1), v.stride(1), k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half),
             KEY=triton_dtype(first.k), VALUE=triton_dtype(first.v), HAS_TEXTS=shared is not None,
             TARGET_STRIDE=targets.stride(0), num_warps=1, **UNFUSED)

@@ -79,7 +79,7 @@ class _PlacedOperations(CudaOperations):
             buffers = self.buffers = ForwardBuffers(self._decoder, rows, stores, False, texts=self._num_texts,
                                                     room=min(places.rooms) if places.rooms else None)
             buffers.parents, buffers.where = self._parents, places.where
-            buffers.table = None if places.tables is None else places.tables.transpose(0, 1)
+            buffers.table = places.tables
         self.has_layers = self.buffers is not None
 
     def layers_forward(self, x: Tensor, source: Tensor | None, rotations: tuple[Tensor, Tensor]) -> Tensor:
