@@ -155,7 +155,7 @@ class DetachedTexts:
 
     def __init__(self) -> None:
         self._texts: dict[str, DetachedText] = {}
-        self._names: dict[str, str] = {}  # of conversations -> ids
+        self._names: dict[tuple[str | None, str], str] = {}  # labels of keys and names of conversations -> ids
         self._tasks: set[asyncio.Task[None]] = set()
 
     def require_room(self) -> None:
@@ -169,7 +169,7 @@ class DetachedTexts:
         name = text.job.id
         self._texts[name] = text
         if conversation:
-            self._names[conversation] = name
+            self._names[text.key_label, conversation] = name
         task = asyncio.ensure_future(text.collect())
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._drop(name, done))
@@ -177,12 +177,14 @@ class DetachedTexts:
     def _drop(self, name: str, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._texts.pop(name, None)
-        self._names = {conversation: own for conversation, own in self._names.items() if own != name}
+        self._names = {named: own for named, own in self._names.items() if own != name}
 
     def find(self, name: str, key_label: str | None) -> DetachedText | None:
         """A text by its id or its conversation, for the client that has its key; None if there is none."""
-        text = self._texts.get(self._names.get(name, name))
-        return text if text is not None and text.key_label == key_label else None
+        text = self._texts.get(name)
+        if text is None or text.key_label != key_label:
+            text = self._texts.get(self._names.get((key_label, name), ""))
+        return text
 
     def close(self) -> None:
         for task in self._tasks:

@@ -93,6 +93,30 @@ def test_another_key_and_wrong_requests_read_nothing(server, whole):
     assert post(server, n=2).status_code == 400
 
 
+def test_no_other_key_takes_the_name_of_a_conversation_or_an_id_away(server, whole):
+    mine = ids(whole)[0].partition(":")[0]
+
+    def begin(name: str, conversation: str) -> None:
+        httpx.post(server.url + "/v1/chat/completions", json=BODY | {"max_tokens": 5}, timeout=60,
+                   headers=key(name, **{"X-Conversation-Id": conversation}))
+
+    begin("one", "ours")
+    of_conversation = content(read_on(server, "ours").text)
+    for conversation in ("ours", mine):
+        begin("two", conversation)
+    assert content(read_on(server, "ours").text) == of_conversation
+    assert content(read_on(server, mine).text) == content(whole)
+
+
+def test_a_conversation_is_cancelled_by_its_name(server):
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=BODY | {"max_tokens": 3000},
+                      headers=key(**{"X-Conversation-Id": "long"}), timeout=60) as reply:
+        url = f"{server.url}/v1/longdraft/generations/long/cancel"
+        assert httpx.post(url, json={}, headers=key("two")).status_code == 404
+        assert httpx.post(url, json={}, headers=key()).status_code == 200
+        assert '"cancelled"' in reply.read().decode()
+
+
 def test_a_whole_reply_is_detached_too_and_a_text_can_be_cancelled(server, whole):
     assert post(server, stream=False).json()["choices"][0]["message"]["content"] == content(whole)
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=BODY | {"max_tokens": 3000},
