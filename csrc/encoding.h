@@ -20,15 +20,16 @@
 namespace longdraft {
 
 inline float from_half(uint16_t h) {
-    // Exponent and mantissa shifted into place, then scaled by 2^112; infinities and NaN keep their exponent of ones.
-    const uint32_t rest = (h & 0x7fffu) << 13;
-    float shifted, x;
-    std::memcpy(&shifted, &rest, 4);
-    shifted *= 5192296858534827628530496329220096.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &shifted, 4);
-    if ((h & 0x7c00u) == 0x7c00u) bits = rest | 0x7f800000u;
+    // Exponent and mantissa shifted into place. A subnormal number is its mantissa in units of 2^-24, whatever the thread
+    // makes of subnormal floats.
+    const uint32_t rest = (h & 0x7fffu) << 13, exponent = h & 0x7c00u;
+    uint32_t bits = rest + (exponent == 0x7c00u ? 0x70000000u : 0x38000000u);
+    if (exponent == 0) {
+        const float small = static_cast<float>(h & 0x3ffu) * 0x1p-24f;
+        std::memcpy(&bits, &small, 4);
+    }
     bits |= (h & 0x8000u) << 16;
+    float x;
     std::memcpy(&x, &bits, 4);
     return x;
 }

@@ -306,20 +306,34 @@ inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, 
     });
 }
 
-inline float value_at(const Linear& w, long n, long k) {
-    return with_kind(w.groups, [&](auto of) {
-        using E = Encoding<of>;
-        const uint8_t* tile = w.tile<uint8_t>(n / COLUMNS);
-        const uint8_t *group = tile + E::group(k / GROUP), *common = tile + E::common(k / GROUP);
-        const long c = n % COLUMNS, i = k % GROUP;
-        auto number = [&](int at, int of_common) {
-            const auto* halves = reinterpret_cast<const uint16_t*>(E::SHAPE.common ? common + of_common : group + at);
-            const float half = from_half(halves[c]);
-            return E::SHAPE.common ? static_cast<float>(reinterpret_cast<const int8_t*>(group + at)[c]) * half : half;
-        };
-        const int whole = E::code(group, c, i) - E::SHAPE.offset - (E::SHAPE.has_zero ? group[E::MIDDLE + c] : 0);
-        const float product = static_cast<float>(whole) * number(E::SHAPE.halves && i >= 16 ? E::SECOND : 0, 0);
-        return E::SHAPE.has_least ? product + number(E::MIDDLE, COLUMNS * 2) : product;
+// The numbers of a row in one of its groups.
+template <Groups KIND> void decode_group(const Linear& w, long row, long g, float out[GROUP]) {
+    using E = Encoding<KIND>;
+    const uint8_t* tile = w.tile<uint8_t>(row / COLUMNS);
+    const uint8_t *group = tile + E::group(g), *common = tile + E::common(g);
+    const long c = row % COLUMNS;
+    auto number = [&](int at, int of_common) {
+        const auto* halves = reinterpret_cast<const uint16_t*>(E::SHAPE.common ? common + of_common : group + at);
+        const float half = from_half(halves[c]);
+        return E::SHAPE.common ? static_cast<float>(reinterpret_cast<const int8_t*>(group + at)[c]) * half : half;
+    };
+    const int zero = E::SHAPE.offset + (E::SHAPE.has_zero ? group[E::MIDDLE + c] : 0);
+    const float scales[2] = {number(0, 0), number(E::SHAPE.halves ? E::SECOND : 0, 0)};
+    const float least = E::SHAPE.has_least ? number(E::MIDDLE, COLUMNS * 2) : 0.0f;
+    for (long i = 0; i < GROUP; i++) {
+        const float product = static_cast<float>(E::code(group, c, i) - zero) * scales[i / 16];
+        out[i] = E::SHAPE.has_least ? product + least : product;
+    }
+}
+
+// The numbers of a row, in the order of the weight's columns: use(first column, numbers, how many).
+template <class F> void decode_row(const Linear& w, long row, F use) {
+    with_kind(w.groups, [&](auto of) {
+        float numbers[GROUP];
+        for (long first = 0; first < w.k; first += GROUP) {
+            decode_group<of>(w, row, first / GROUP, numbers);
+            use(first, numbers, std::min<long>(GROUP, w.k - first));
+        }
     });
 }
 

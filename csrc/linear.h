@@ -20,29 +20,39 @@ template <class T> long place(const Linear& w, long n, long k) {
 }
 
 template <class T, class Element> void pack_as(Linear& w, const Element* weight) {
+    constexpr long TOGETHER = 64;  // inputs, whose memory of all outputs of a tile stays in the first cache
     auto* out = w.tile<Element>(0);
-    for (long n = 0; n < w.n; n++)
-        for (long k = 0; k < w.k; k++) out[place<T>(w, n, k)] = weight[n * w.k + k];
-}
-
-template <class T> void embed_as(const Linear& table, const int64_t* tokens, long rows, typename T::Element* out) {
-    for (long r = 0; r < rows; r++) {
-        long n = tokens[r];
-        for (long k = 0; k < table.k; k++) {
-            if (table.is_grouped()) {
-                out[r * table.k + (table.order.empty() ? k : table.order[k])] = T::round(groups::value_at(table, n, k));
-                continue;
-            }
-            long at = place<T>(table, n, k);
-            out[r * table.k + k] = table.is_int8 ? T::round(static_cast<float>(table.tile<int8_t>(0)[at]) * table.scale[n])
-                                                 : table.tile<typename T::Element>(0)[at];
-        }
-    }
+    parallel(w.tiles(), [&](long tile) {
+        for (long first = 0; first < w.k; first += TOGETHER)
+            for (long n = tile * COLUMNS; n < std::min(w.n, (tile + 1) * COLUMNS); n++)
+                for (long k = first; k < std::min(w.k, first + TOGETHER); k++) out[place<T>(w, n, k)] = weight[n * w.k + k];
+    });
 }
 
 template <class T> void narrow_some(typename T::Element* out, const float* x, long count) {
     for (; count >= LANES; count -= LANES, out += LANES, x += LANES) T::narrow(out, load(x));
     for (long i = 0; i < count; i++) out[i] = T::round(x[i]);
+}
+
+template <class T> void embed_row(const Linear& table, long n, typename T::Element* out) {
+    if (table.is_grouped()) {
+        groups::decode_row(table, n, [&](long first, const float* numbers, long count) {
+            if (table.order.empty()) return narrow_some<T>(out + first, numbers, count);
+            for (long i = 0; i < count; i++) out[table.order[first + i]] = T::round(numbers[i]);
+        });
+        return;
+    }
+    for (long k = 0; k < table.k; k++) {
+        const long at = place<T>(table, n, k);
+        out[k] = table.is_int8 ? T::round(static_cast<float>(table.tile<int8_t>(0)[at]) * table.scale[n])
+                               : table.tile<typename T::Element>(0)[at];
+    }
+}
+
+template <class T> void embed_as(const Linear& table, const int64_t* tokens, long rows, typename T::Element* out) {
+    auto embed = [&](long r) { embed_row<T>(table, tokens[r], out + r * table.k); };
+    if (rows * table.k >= MIN_PARALLEL_WORK) return parallel(rows, embed);
+    for (long r = 0; r < rows; r++) embed(r);
 }
 
 // Scale, bias and round the sums of rows by one tile, and write them to `out`.

@@ -355,7 +355,7 @@ NB_MODULE(_cpu, m) {
     kernels
         .def_static("get", &by_name, nb::rv_policy::reference)
         .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
-        .def("pack", &pack, nb::rv_policy::take_ownership, "bf16"_a, "weight"_a, "scale"_a.none(), "bias"_a.none())
+        .def("pack", &pack, nb::rv_policy::take_ownership, free_gil, "bf16"_a, "weight"_a, "scale"_a.none(), "bias"_a.none())
         .def_static("pack_groups", &pack_number_groups, nb::rv_policy::take_ownership, nb::kw_only(), "bf16"_a, "bits"_a, "halves"_a,
                     "values"_a, "scales"_a, "zeros"_a.none() = nb::none(), "least"_a.none() = nb::none(),
                     "common"_a.none() = nb::none(), "bias"_a.none(), "order"_a.none() = nb::none())
@@ -380,7 +380,7 @@ NB_MODULE(_cpu, m) {
             require(!table.is_mxfp4, "a table that is not in MXFP4");
             require_ids(tokens, table.n);
             const long rows = static_cast<long>(tokens.size());
-            k.embed(table, tokens.data(), rows, memory("a result", out, rows_type(table.is_bf16), {rows, table.k})); })
+            k.embed(table, tokens.data(), rows, memory("a result", out, rows_type(table.is_bf16), {rows, table.k})); }, free_gil)
         .def("rms_norm", [](const Kernels& k, const Array& x, const Array& weight, float eps, bool rounds_once, const Array& out) {
             require(weight.axes == 1, "a norm [K]");
             const long width = weight.shape[0], rows = num_rows(x, width);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "layout.h"
+#include "pool.h"
 #include "simd.h"
 
 #include <algorithm>
@@ -126,12 +127,15 @@ template <class T> struct Codes {
 // Codes [n, k / 2], of inputs 2 i in the low and 2 i + 1 in the high four bits, and exponents [n, k / 32], into tiles.
 inline void pack(Linear& w, const uint8_t* codes, const uint8_t* exponents) {
     const long groups = w.k / MXFP4_GROUP;
-    for (long n = 0; n < w.n; n++)
-        for (long g = 0; g < groups; g++) {
-            uint8_t* group = w.tile<uint8_t>(n / COLUMNS) + g * MXFP4_GROUP_BYTES + n % COLUMNS;
-            group[0] = exponents[n * groups + g];
-            for (long i = 0; i < MXFP4_GROUP / 2; i++) group[(1 + i) * COLUMNS] = codes[(n * groups + g) * (MXFP4_GROUP / 2) + i];
-        }
+    parallel(w.tiles(), [&](long tile) {
+        for (long n = tile * COLUMNS; n < std::min(w.n, (tile + 1) * COLUMNS); n++)
+            for (long g = 0; g < groups; g++) {
+                uint8_t* group = w.tile<uint8_t>(tile) + g * MXFP4_GROUP_BYTES + n % COLUMNS;
+                group[0] = exponents[n * groups + g];
+                for (long i = 0; i < MXFP4_GROUP / 2; i++)
+                    group[(1 + i) * COLUMNS] = codes[(n * groups + g) * (MXFP4_GROUP / 2) + i];
+            }
+    });
 }
 
 }  // namespace

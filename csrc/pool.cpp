@@ -35,6 +35,30 @@ void relax() {
 #endif
 }
 
+// Within its scope, the thread computes with subnormal numbers and rounds to nearest, whatever mode its owner has chosen
+// (torch.set_flush_denormal): a row must not depend on the thread that computes it.
+class UsualArithmetic {
+#if defined(__SSE__)
+  public:
+    UsualArithmetic() : before_(_mm_getcsr()) { _mm_setcsr(USUAL); }
+    ~UsualArithmetic() { _mm_setcsr(before_); }
+
+  private:
+    static constexpr unsigned USUAL = 0x1f80;  // all exceptions masked, no flags
+    const unsigned before_;
+#elif defined(__aarch64__)
+  public:
+    UsualArithmetic() {
+        asm volatile("mrs %0, fpcr" : "=r"(before_));
+        asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+    }
+    ~UsualArithmetic() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+
+  private:
+    uint64_t before_;
+#endif
+};
+
 // The end of the piece that begins at `at`.
 long end_of_piece(long at, long count, long least, long shares) { return std::min(count, at + std::max(least, (count - at) / shares)); }
 
@@ -75,6 +99,7 @@ class Pool {
     // One caller at a time has the threads. Another one, and a job of the caller that has them, works alone.
     void run(long count, const std::function<void(long)>& work) {
         static thread_local bool is_caller = false;  // this thread holds the lock, which it may not try to take again
+        UsualArithmetic usual;
         std::unique_lock<std::mutex> one_caller(callers_, std::defer_lock);
         if (count <= 1 || size_ <= 1 || is_caller || !one_caller.try_lock()) {
             for (long i = 0; i < count; i++) work(i);
@@ -154,6 +179,7 @@ class Pool {
     }
 
     void serve(int thread) {
+        UsualArithmetic usual;
 #if defined(__APPLE__)
         pthread_set_qos_class_self_np(QOS_CLASS_USER_INITIATED, 0);  // otherwise threads may be kept to the slow cores
 #endif

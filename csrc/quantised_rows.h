@@ -10,6 +10,8 @@
 
 namespace longdraft::LONGDRAFT_VARIANT::groups {
 
+constexpr float LEAST_MAGNITUDE = 0x1p-120f;  // groups below have the step 0: 127 / magnitude would not be finite
+
 // Rows as whole numbers: values [rows, width] padded with zeros to groups; for each group its step (largest magnitude /
 // 127; NaN where the row is not finite), the sums of the values of its two halves, and what these sums stand for, which
 // least values are multiplied with: step * (sum of the first half + sum of the last).
@@ -29,7 +31,7 @@ inline void quantise_group(Floats low, Floats high, int8_t* values, float* step,
     const Floats positive_low = select(low < 0.0f, -low, low), positive_high = select(high < 0.0f, -high, high);
     const float largest = max(max(positive_low, positive_high));
     const float damage = sum((low - low) + (high - high));  // NaN where anything is not finite, else 0
-    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    const float inverse = largest >= LEAST_MAGNITUDE ? 127.0f / largest : 0.0f;
     const Floats shifter = broadcast(12582912.0f);
     for (int half = 0; half < 2; half++) {
         Ints whole = as<Ints>((half ? high : low) * inverse + shifter) - as<Ints>(shifter);
@@ -37,7 +39,7 @@ inline void quantise_group(Floats low, Floats high, int8_t* values, float* step,
         store_as(values + half * LANES, convert<Bytes>(whole));
         sums[half] = static_cast<int32_t>(sum(convert<Floats>(whole)));  // below 2^11: exact
     }
-    *step = largest / 127.0f + damage;
+    *step = (largest < LEAST_MAGNITUDE ? 0.0f : largest / 127.0f) + damage;
 }
 
 #if defined(__AMX_INT8__)

@@ -68,7 +68,9 @@ template <class T> void add_as(const void* a, const void* b, long count, void* o
 // x * by, rounded, in place.
 template <class T> void scale_as(void* x, long count, float by) {
     auto* at = static_cast<typename T::Element*>(x);
-    for (long i = 0; i < count; i++) at[i] = T::round(T::widen(at[i]) * by);
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) T::narrow(at + i, T::widen(at + i) * by);
+    for (; i < count; i++) at[i] = T::round(T::widen(at[i]) * by);
 }
 
 inline Floats logistic(Floats x) { return 1.0f / one_plus_exp_minus(x); }

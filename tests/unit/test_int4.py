@@ -107,6 +107,17 @@ def test_the_product_is_that_of_the_quantised_rows_and_weights(name, dtype):
     torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
 
 
+@every_kernel
+def test_a_group_of_tiny_inputs_counts_as_zeros(name):
+    """127 / magnitude would be infinite. The groups beside it are as before."""
+    kernel = kernels.choose("cpu", "float32", name)
+    packed, x = kernel.pack(weights(70, 64), quantize="int4"), torch.randn(2, 64)
+    x[:, 32:] = 0
+    zeros = kernel.linear(x, packed)
+    x[0, 33], x[0, 40], x[1, 50] = 1e-37, -2e-37, 1e-44
+    assert torch.equal(kernel.linear(x, packed), zeros)
+
+
 @compiled_kernels
 @every_dtype
 def test_a_row_has_the_same_bits_in_any_company(name, dtype):

@@ -340,6 +340,24 @@ def test_a_drafted_row_that_is_not_finite_changes_no_other_row(name, is_chain):
     assert later.isfinite().all()
 
 
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+def test_a_product_does_not_depend_on_what_its_threads_make_of_subnormal_numbers(name):
+    """torch.set_flush_denormal changes the thread that calls it, and no other one."""
+    kernel = kernels.choose("cpu", "float32", name)
+    x, weight = random_rows(8, 256) * 1e-19, kernel.pack(random_rows(4096, 256, seed=1) * 1e-20)
+    kernels.set_threads(2)
+    expected = kernel.linear(x, weight)
+    assert torch.count_nonzero(expected) == expected.numel()
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("PyTorch cannot turn subnormal numbers off here")
+        found = [kernel.linear(x, weight) for _ in range(9)]
+    finally:
+        torch.set_flush_denormal(False)
+        kernels.set_threads(1)
+    assert all(torch.equal(each.view(torch.int32), expected.view(torch.int32)) for each in found)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_starts_its_own_threads():
     kernel = kernels.choose("cpu", "float32")

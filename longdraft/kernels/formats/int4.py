@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 GROUP = 32
+LEAST_MAGNITUDE = 2.0**-120  # of a group of inputs that is not 0
 _HIGHEST = 15
 _RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's range: clipping outliers can lower the squared error
 _CHUNK = 1 << 22  # weights that are held as float32 at a time
@@ -121,9 +122,13 @@ def linear(x: Tensor, weight: Int4Weight) -> Tensor:
 
 
 def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [R, K] float32 as whole numbers [R, G, 32] float64 and steps [R, G], NaN for groups that are not finite."""
+    """Rows [R, K] float32 as whole numbers [R, G, 32] float64 and steps [R, G], NaN for groups that are not finite.
+
+    Groups below LEAST_MAGNITUDE are zeros: 127 / magnitude would not be finite.
+    """
     rows = _groups(x)
     largest = rows.abs().amax(2)
+    largest = torch.where(largest < LEAST_MAGNITUDE, 0.0, largest)
     inverse = torch.where(largest > 0, torch.tensor(127.0, device=x.device) / largest, 0.0)  # `127.0 / x` rounds twice
     is_finite = rows.isfinite().all(2)
     whole = torch.where(is_finite[..., None], (rows * inverse[..., None]).round(), 0.0).double()
