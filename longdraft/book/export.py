@@ -29,6 +29,7 @@ _HEADING = re.compile(r"^##?[ \t]+(\S.*)$", re.MULTILINE)
 _BLANK_LINES = re.compile(r"\n\s*\n")
 MAX_CHAPTERS = 2000  # of a text that is cut at its headings: each takes a file of the archive and 1 KB of page
 _BLOCK = 1 << 16  # characters that are escaped at once, so that other threads of a server can run between
+_TITLE = 60  # characters of a title that is made of the first words
 _TIME = (1980, 1, 1, 0, 0, 0)  # the earliest that a ZIP archive can hold
 _MODIFIED = "1980-01-01T00:00:00Z"  # EPUB wants a time
 # Characters that XML 1.0 does not allow.
@@ -130,9 +131,12 @@ def epub(book: ExportedBook) -> bytes:
 
 
 def epub_pieces(book: ExportedBook) -> Iterator[bytes]:
-    """The same, a file of the archive at a time. Each page is made twice: first for the identifier."""
+    """The same, a file of the archive at a time. Each page is made twice: first for the identifier.
+
+    A book without a title has the first words of its text for one, because EPUB demands a title.
+    """
     names = [f"chapter-{number:04d}" for number in range(1, len(book.chapters) + 1)]
-    language, title = _xml(book.language), _xml(_line(book.title))
+    language, title = _xml(book.language), _xml(_title(book))
 
     def pages() -> Iterator[str]:
         for i, chapter in enumerate(book.chapters):
@@ -194,8 +198,17 @@ def paragraphs(text: str) -> Iterator[str]:
         start = blank.end() if blank else start
 
 
+def _title(book: ExportedBook) -> str:
+    """The title, or the book's first words; never empty."""
+    if title := _line(book.title):
+        return title
+    texts = (text for chapter in book.chapters for text in (chapter.title, *islice(paragraphs(chapter.text[:_BLOCK]), 1)))
+    line = next(filter(None, map(_line, texts)), "Untitled")
+    return line if len(line) <= _TITLE else f"{line[:_TITLE].rpartition(' ')[0] or line[:_TITLE]}…"
+
+
 def _heading(book: ExportedBook, index: int) -> str:
-    return _line(book.chapters[index].title) or f"{index + 1}"
+    return _line(book.chapters[index].title) or (_title(book) if len(book.chapters) == 1 else f"{index + 1}")
 
 
 def _body(chapter: ExportedChapter) -> str:

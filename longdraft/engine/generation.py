@@ -115,6 +115,7 @@ class Generation(Iterator[Event]):
         self.statistics = RunStatistics(model, drafter, params, draft_copy, self.num_resumed, is_pure)
         self._is_asked_to_answer = False
         self._work = self._run()
+        self._is_asked_to_close = False
 
     @classmethod
     @translate_memory_errors()
@@ -201,6 +202,8 @@ class Generation(Iterator[Event]):
             return self._work.throw(forward) if isinstance(forward, Exception) else self._work.send(forward)
         finally:
             self.clock.stop()
+            if self._is_asked_to_close:
+                self.close()
 
     @property
     def is_thinking(self) -> bool:
@@ -217,8 +220,15 @@ class Generation(Iterator[Event]):
         self._is_asked_to_answer = True
 
     def close(self) -> None:
-        """Stop writing. The events so far remain valid, and a journal can be resumed."""
-        self._work.close()
+        """Stop writing. The events so far remain valid, and a journal can be resumed. Any thread may call this: a step
+        that another thread is in ends first."""
+        try:
+            self._work.close()
+        except ValueError:
+            if not self._work.gi_running:
+                raise
+            self._is_asked_to_close = True
+            return
         self.reuse.close()
         self.is_closed = True
         self._record(Journal.close)

@@ -44,15 +44,21 @@ _REFUSED: dict[str, tuple[Any, ...]] = defaults.FOREIGN | {
     "num_return_sequences": (1,), "dola_layers": (), "max_time": (), "token_healing": (False,),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores", "output_logits"), (False,)),
 }
-# What `model.generate` creates from supported options. Other processors come from the caller and are refused.
-_KNOWN_PROCESSORS = {
-    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "EtaLogitsWarper",
-    "TypicalLogitsWarper", "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
-    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
+# What `model.generate` creates from supported options: the option, and the attribute that has its value. Other
+# processors and criteria, and those with other values, come from the caller and are refused.
+_MADE_OF = {
+    "TemperatureLogitsWarper": ("temperature", "temperature"), "TopKLogitsWarper": ("top_k", "top_k"),
+    "TopPLogitsWarper": ("top_p", "top_p"), "MinPLogitsWarper": ("min_p", "min_p"),
+    "TypicalLogitsWarper": ("typical_p", "mass"), "EtaLogitsWarper": ("eta_cutoff", "epsilon"),
+    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
+    "NoRepeatNGramLogitsProcessor": ("no_repeat_ngram_size", "ngram_size"),
+    "MinLengthLogitsProcessor": ("min_length", "min_length"),
+    "MinNewTokensLengthLogitsProcessor": ("min_new_tokens", "min_new_tokens"),
+    "InfNanRemoveLogitsProcessor": ("remove_invalid_values", ""), "LogitNormalization": ("renormalize_logits", ""),
+    "MaxLengthCriteria": ("max_length", "max_length"), "EosTokenCriteria": ("eos_token_id", "eos_token_id"),
+    "StopStringCriteria": ("stop_strings", ""),
 }
 _COMPARED_VALUES = 1024  # values of each parameter that are hashed to detect changes
-_KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
 
 
 class TransformersWriter:
@@ -150,11 +156,11 @@ def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any
     if generation_config is None:
         raise UsageError("hf_generate needs a generation_config; call model.generate(..., "
                          "custom_generate=longdraft.hf_generate), which prepares one")
-    _require_plain_input(model_kwargs, input_ids.shape[-1])
-    for given, known in ((logits_processor, _KNOWN_PROCESSORS), (stopping_criteria, _KNOWN_CRITERIA)):
-        foreign = [type(one).__name__ for one in given or () if type(one).__name__ not in known]
-        if foreign:
-            raise UsageError(f"longdraft cannot apply {', '.join(foreign)}; leave it out")
+    _require_plain_input(model_kwargs, input_ids)
+    foreign = [type(one).__name__ for one in (*(logits_processor or ()), *(stopping_criteria or ()))
+               if not _is_made_of(one, generation_config)]
+    if foreign:
+        raise UsageError(f"longdraft cannot apply your {', '.join(foreign)}; leave it out, or set generate's option")
     if generation_config.stop_strings:
         raise UsageError("stop_strings need a tokenizer, which longdraft.hf_generate is not given; use "
                          "longdraft.from_transformers(model, tokenizer)")
@@ -220,11 +226,23 @@ class _SavedTokenizer(Tokenizer):
             yield Path(folder)
 
 
-def _require_plain_input(model_kwargs: Mapping[str, Any], length: int) -> None:
-    """UsageError for inputs other than token ids and a mask. `generate` itself adds positions that count from 0."""
-    positions = model_kwargs.get("position_ids")
+def _is_made_of(one: Any, config: GenerationConfig) -> bool:
+    """Whether `generate` makes this processor or criterion of its options."""
+    option, attribute = _MADE_OF.get(type(one).__name__, ("", ""))
+    wanted = getattr(config, option, None)
+    if not attribute or wanted is None:
+        return bool(wanted)
+    return bool(torch.equal(*(torch.as_tensor(value).double().flatten().sort().values.float().cpu()
+                              for value in (getattr(one, attribute), wanted))))
+
+
+def _require_plain_input(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
+    """UsageError for inputs other than token ids and a mask. `generate` itself adds positions that count from 0 in each
+    row; those of several rows, and behind a mask, are refused by these."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     given = [name for name in ("inputs_embeds", "token_type_ids") if model_kwargs.get(name) is not None]
-    if positions is not None and positions.flatten().tolist() != list(range(length)):
+    is_whole = len(input_ids) == 1 and (mask is None or bool(mask.all()))
+    if is_whole and positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[-1])):
         given.append("position_ids")
     if given:
         raise UsageError(f"longdraft reads input_ids alone; leave {', '.join(given)} out")

@@ -53,6 +53,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
         with partial.open("rb") as file:
             sync_file(file.fileno())
         os.replace(partial, path)
+        for left in path.parent.glob(".tmp??????"):  # save_file's own, of a process that was killed
+            left.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longdraft.checkpoint.config_file import read_json
 from longdraft.engine.engine import Engine
 from longdraft.engine.loading import load
 from longdraft.errors import check
@@ -65,7 +66,7 @@ def with_alone(parts: Mapping[str, TrainedDrafter]) -> dict[str, TrainedDrafter]
 
 def trained_in(folder: Path) -> TrainedDrafter:
     """What `longdraft train` wrote into a folder."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     if config.get("speculators_model_type") == "eagle3":
         return TrainedDrafter("eagle", {}, str(folder), config["longdraft"]["training"]["validation_metrics"])
     if is_block(folder):

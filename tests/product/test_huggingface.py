@@ -9,7 +9,16 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+)
 from transformers.generation.streamers import TextIteratorStreamer
 
 import longdraft
@@ -39,6 +48,16 @@ def test_greedy_texts_equal_those_of_transformers(model, drafter, options):
     expected = theirs(model, **options)
     assert writer.generate(torch.tensor([PROMPT]), **options)[0].tolist() == expected
     assert theirs(model, custom_generate=longdraft.hf_generate, drafter=drafter, **options) == expected
+
+
+@pytest.mark.parametrize("own", [
+    {"logits_processor": [RepetitionPenaltyLogitsProcessor(50.0)]}, {"logits_processor": [TopKLogitsWarper(1)]},
+    {"logits_processor": [MinLengthLogitsProcessor(40, 1)]},
+    {"stopping_criteria": [MaxLengthCriteria(len(PROMPT) + 2)]}, {"stopping_criteria": [EosTokenCriteria(7)]}])
+def test_processors_and_criteria_of_the_caller_are_refused(model, own):
+    """Those that `generate` makes of its own options are of the same classes."""
+    with pytest.raises(longdraft.UsageError, match=r"longdraft cannot apply your \w+; leave it out"):
+        theirs(model, custom_generate=longdraft.hf_generate, max_new_tokens=30, do_sample=False, **own)
 
 
 def test_an_end_of_text_token_ends_the_text_as_in_transformers(model):
@@ -232,7 +251,7 @@ def test_several_prompts_logits_processors_and_stop_strings_without_a_tokenizer_
         def __call__(self, ids, scores):
             return scores
 
-    with pytest.raises(UsageError, match="cannot apply Mine"):
+    with pytest.raises(UsageError, match="cannot apply your Mine"):
         theirs(model, max_new_tokens=3, custom_generate=longdraft.hf_generate, logits_processor=[Mine()])
     with pytest.raises(UsageError, match="stop_strings need a tokenizer"):
         longdraft.hf_generate(model, torch.tensor([PROMPT]), generation_config=GenerationConfig(stop_strings="x"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import count
+from threading import Thread
 
 import pytest
 
@@ -82,3 +84,23 @@ def test_closing_a_batch_closes_its_requests(plain):
 
 def test_a_step_of_an_empty_batch_does_nothing(plain):
     assert plain.batch().step() == [] and list(plain.generate_many([])) == []
+
+
+@pytest.mark.parametrize("drafter", ["plain", "suffix"])
+def test_another_thread_may_close_a_text_at_any_moment(plain, drafter, tmp_path):
+    """It ends with the step that is being written, and can be resumed."""
+    params = longdraft.SamplingParams(max_new_tokens=400, seed=5, ignore_eos=True)
+    whole = [token for event in plain.generate(prompt_of(9, 1), params) for token in event.tokens]
+    for turn in range(6):
+        generation = plain.with_drafter(drafter).generate(prompt_of(9, 1), params, journal=tmp_path / str(turn))
+        written = list[int]()
+        writer = Thread(target=lambda generation=generation, written=written: [
+            written.extend(event.tokens) for event in generation])
+        writer.start()
+        while len(written) < 20 * turn + 1:
+            time.sleep(0)
+        generation.close()
+        writer.join(30)
+        assert not writer.is_alive() and generation.is_closed
+        assert written == whole[: len(written)]
+        assert [token for event in plain.resume(tmp_path / str(turn)) for token in event.tokens] == whole

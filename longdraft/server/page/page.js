@@ -18,9 +18,15 @@ const speed = new Chart($("speed-chart"), { unit: "tokens/s", plain: "plain deco
   `${value.toFixed(0)} tokens per second at a context of ${at} tokens${plain ? `; plain decoding ${plain.toFixed(0)}` : ""}` });
 const lengths = new Chart($("length-chart"), { unit: "per step", digits: 1, line: "--heads", floor: 1, describe: (value, _, at) =>
   `${value.toFixed(1)} tokens per forward of the model at a context of ${at} tokens; 1 in plain decoding` });
-const takes = new Takes(view, { go: (token, words) => fromHere(token, words).catch(showError), show: showTake,
+const takes = new Takes(view, { go: (token, words) => fromHere(token, words).catch(showError), show: (take) => showTake(take).catch(showError),
   seed: () => (run?.seed ?? 0) + 1 });
 let run = null; // the text on display: { id, journal, seed, max, prompt, promptTokens, controller, stats, state, ... }
+const FIGURES = ["rate", "gain", "length", "context", "eta", "elapsed", "seed-used", "count"];
+const isRunning = () => document.body.dataset.state === "running";
+const kept = { // a browser may refuse to keep any
+  get: (name) => { try { return localStorage.getItem(name); } catch { return null; } },
+  set: (name, value) => { try { localStorage.setItem(name, value); } catch { /* it lasts until the page is left */ } },
+};
 
 // ---- generating
 
@@ -30,8 +36,8 @@ function settings() {
     penalty_window: number("penalty_window"), on_loop: $("on_loop").value, thinking_budget: number("thinking_budget") };
   const body = { stream: true, max_tokens: number("max_tokens"), temperature: number("temperature"), top_p: number("top_p"),
     stop: $("stop").value || undefined, longdraft: ours };
-  // A seed with more digits than a JavaScript number holds exactly is refused by the server.
   if ($("seed").value.trim()) body.seed = number("seed");
+  if (body.seed > Number.MAX_SAFE_INTEGER) throw new Error(`The seed is too large for this page, which takes 0 to ${Number.MAX_SAFE_INTEGER} (2^53 - 1). The API and the command line take larger ones.`);
   if ($("chat").checked) return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: $("prompt").value }], tools: functions() }];
   return ["/v1/completions", { ...body, prompt: $("prompt").value }];
 }
@@ -48,18 +54,50 @@ function functions() {
 
 async function generate() {
   let url, body;
-  try { [url, body] = settings(); } catch (error) { showError(error); return; }
+  try { [url, body] = settings(); } catch (error) { showFormError(error); return; }
+  if (!(await leave("Stop it and generate another?"))) return;
+  const isChat = Boolean(body.messages);
+  begin({ prompt: $("prompt").value, max: body.max_tokens, id: null, body, messages: body.messages, isOfForm: true, said: isChat ? "" : undefined });
   takes.clear();
-  begin({ prompt: $("prompt").value, max: body.max_tokens, id: null, body, messages: body.messages });
   await receive(url, body);
+}
+
+// ---- leaving a text that is being written
+
+// Ask in a dialog of the page. The answer of a dialog that is closed is no.
+function sure(text, yes) {
+  const box = $("sure");
+  if (box.open) return Promise.resolve(false);
+  $("sure-text").textContent = text;
+  $("sure-yes").textContent = yes;
+  box.returnValue = "";
+  box.showModal();
+  return new Promise((resolve) => { box.addEventListener("close", () => resolve(box.returnValue === "yes"), { once: true }); });
+}
+
+// Whether another text may be shown: none is being written, or it is stopped after a question.
+async function leave(question) {
+  if (!isRunning()) return true;
+  if (!(await sure(`A text is being written. ${question}`, "Stop the text"))) return false;
+  await halt();
+  return true;
+}
+
+// Stop the text on display, and keep what it has.
+async function halt() {
+  if (!isRunning()) return;
+  const mine = run;
+  await Promise.race([stop(), new Promise((resolve) => { setTimeout(resolve, 700); })]);
+  mine.controller.abort();
+  if (mine === run && !mine.hasEnded) onEnd("cut");
 }
 
 // ---- takes
 
 // Go on after the first `token` tokens of the text on display, with another seed or after words of one's own.
 async function fromHere(token, words) {
-  if (document.body.dataset.state === "running") { await stop(); run.controller.abort(); onEnd("cut"); }
   if (run.body.tools) throw new Error("A text with functions has no takes: its prompt lists them, and a grammar is on. Generate it with another seed.");
+  await halt();
   const before = run, tokens = view.tokens.slice(0, token), pieces = view.pieces.slice(0, token);
   takes.keep({ run: before, seed: before.seed, from: before.from });
   before.promptIds ??= (await ask("/tokenize", "POST", before.messages ? { messages: before.messages } : { prompt: before.prompt })).tokens;
@@ -70,55 +108,113 @@ async function fromHere(token, words) {
   }
   const { messages, ...kept } = before.body, seed = words ? before.seed : before.seed + 1;
   const body = { ...kept, prompt: [...before.promptIds, ...tokens], seed, max_tokens: Math.max(1, before.max - tokens.length) };
-  const { prompt, promptIds } = before;
+  const { prompt, promptIds } = before, { thoughtEnd } = view;
   begin({ prompt, promptIds, messages, body: kept, max: before.max, id: null, seed, from: token, offset: tokens.length });
   takes.begin();
   if (tokens.length) view.push({ tokens, pieces, sources: tokens.map(() => ""), steps: tokens.map(() => 1) }, true);
+  if (thoughtEnd && thoughtEnd <= token) view.think(thoughtEnd);
   await receive("/v1/completions", body);
 }
 
-function showTake(take) {
-  run?.controller.abort();
+async function showTake(take) {
+  if (take === takes.current || !(await leave(`Stop it and show take ${take.number}?`))) return;
+  takes.select(take);
   run = take.run;
   speed.clear();
   lengths.clear();
   view.show(run.prompt, take.text);
   drawCalls();
-  set("done", `Take ${take.number}`);
-  $("resume").hidden = true;
+  set(run.isCut ? "cut" : "done", `Take ${take.number}`);
+  offerResume();
   update();
 }
 
+function offerResume() {
+  $("resume").hidden = !run.isCut || !window.keepsJournals || !run.id;
+}
+
 async function resume(id) {
-  close();
   const about = await ask(`${GENERATIONS}/${id}`);
+  check(about);
+  if (!(await leave("Stop it and resume the other one?"))) return;
+  const known = await ofJournal(about, id);
+  close();
+  begin(known);
   takes.clear();
-  begin(ofJournal(about, id));
   await receive(`${GENERATIONS}/${id}/resume`, { stream: true, details: true });
 }
 
+// Resume the text on display, which may be a take. What the page knows of it remains.
+async function resumeShown() {
+  const { id, prompt, promptIds, messages, body, max, seed, from, offset = 0 } = run, { thoughtEnd } = view;
+  const tokens = view.tokens.slice(0, offset), pieces = view.pieces.slice(0, offset);
+  begin({ id, prompt, promptIds, messages, body, max, seed, from, offset, isResumed: true });
+  if (offset) view.push({ tokens, pieces, sources: tokens.map(() => ""), steps: tokens.map(() => 1) }, true);
+  if (Number.isFinite(thoughtEnd) && thoughtEnd) view.think(thoughtEnd);
+  await receive(`${GENERATIONS}/${id}/resume`, { stream: true, details: true });
+}
+
+// Whether the server still has the text and can read it.
+function check(about) {
+  if (about.tokens) return;
+  throw new ApiError("model" in about ? "This text belongs to another model. Open it on a server of that model." : "The server does not have this text any more.");
+}
+
 // What is known of a text from its journal.
-function ofJournal(about, id) {
+async function ofJournal(about, id) {
   const { temperature, top_p, stop, min_p, top_k, repetition_penalty, penalty_window, thinking_budget, on_loop } = about.sampling;
   const body = { stream: true, temperature, top_p, stop: stop?.length ? stop : undefined,
     longdraft: { details: true, journal: true, min_p, top_k, repetition_penalty, penalty_window, thinking_budget, on_loop } };
-  return { prompt: about.prompt, promptIds: about.prompt_ids, max: about.max_new_tokens, id, body, isResumed: true };
+  const message = await messageOf(about.prompt).catch(() => null);
+  return { prompt: message ?? about.prompt, promptIds: about.prompt_ids, max: about.max_new_tokens, id, body, isResumed: true,
+    messages: message === null ? undefined : [{ role: "user", content: message }] };
+}
+
+// The message in a prompt that the chat template made; null for a prompt that it did not make.
+async function messageOf(prompt) {
+  if ($("chat-row").hidden) return null;
+  const mark = "Message";
+  messageOf.template ??= ask("/tokenize", "POST", { messages: [{ role: "user", content: mark }] })
+    .then(({ tokens }) => ask("/detokenize", "POST", { tokens })).then((made) => made.prompt);
+  const made = await messageOf.template, at = made.lastIndexOf(mark);
+  const head = made.slice(0, at), tail = made.slice(at + mark.length);
+  if (at < 0 || !tail.trim() || !prompt.endsWith(tail)) return null;
+  return prompt.slice(prompt.startsWith(head) ? head.length : 0, -tail.length);
+}
+
+// What is on display, so that it can come back if the server refuses the next text.
+function shelve() {
+  const figures = FIGURES.map((id) => $(id).textContent), charts = [speed, lengths].map(({ points, stride, fresh }) => ({ points, stride, fresh }));
+  return { run, text: view.snapshot(), all: takes.all, current: takes.current, figures, charts, place: view.element.scrollTop };
+}
+
+function unshelve({ run: before, text, all, current, figures, charts, place }) {
+  run = before;
+  view.show(run.prompt, text);
+  takes.restore(all, current);
+  [speed, lengths].forEach((chart, i) => { Object.assign(chart, charts[i]); chart.dirty(); });
+  FIGURES.forEach((id, i) => { $(id).textContent = figures[i]; });
+  drawCalls();
+  update();
+  view.follows = false;
+  view.element.scrollTop = place;
 }
 
 function begin(next) {
   run?.controller.abort();
+  const shelf = run && view.length ? shelve() : null;
   view.clear();
   speed.clear();
   lengths.clear();
-  run = { stats: null, seed: null, promptTokens: null, progress: null, sawOld: false, began: performance.now(), ...next,
+  run = { stats: null, seed: null, promptTokens: null, progress: null, sawOld: false, began: performance.now(), shelf, ...next,
     controller: new AbortController(), calls: [] };
   drawCalls();
   view.prompt(run.prompt);
-  $("error").hidden = true;
+  $("error").hidden = $("failure").hidden = true;
   $("offer").hidden = true;
   $("follow").hidden = true;
   if (matchMedia("(min-width: 761px)").matches && !run.isResumed) fold(true);
-  for (const id of ["rate", "gain", "length", "context", "eta", "elapsed"]) $(id).textContent = "–";
+  for (const id of FIGURES) $(id).textContent = "–";
   legend();
   set("running", "Queued");
   if (matchMedia("(max-width: 760px)").matches) document.querySelector(".reading").scrollIntoView();
@@ -129,9 +225,9 @@ async function receive(url, body) {
   try {
     await stream(url, body, { open: (id) => { mine.id ??= id; }, chunk: (chunk) => mine === run && onChunk(chunk),
       progress: (progress) => mine === run && onProgress(progress) }, mine.controller.signal);
-    if (mine === run) onEnd("done");
+    if (mine === run && !mine.hasEnded) onEnd("done");
   } catch (error) {
-    if (mine !== run) return;
+    if (mine !== run || mine.hasEnded) return;
     if (mine.isStopped || error.name === "AbortError" || error.code === "cancelled") onEnd("cut");
     else onError(error);
   }
@@ -143,11 +239,45 @@ function onChunk(chunk) {
   if (!detail?.tokens) return;
   const isOld = run.isResumed && !run.sawOld;
   run.sawOld = true;
+  run.shelf = null;
   view.push(detail, isOld);
+  divide(detail.pieces, chunk.choices[0]?.delta);
   run.seed = detail.seed;
   run.stats = detail.stats ?? run.stats;
   run.reason = detail.finish_reason ?? run.reason;
   onProgress(detail.progress);
+}
+
+// Tell the thought from the answer. The reply of a chat has them apart, a continuation only the tag.
+function divide(pieces, delta) {
+  const first = view.length - pieces.length, isOpen = view.thoughtEnd === Infinity;
+  if (delta && run.said !== undefined) {
+    if (delta.reasoning_content && !run.said.trim()) view.think(Infinity);
+    run.said += delta.content ?? "";
+    if (view.thoughtEnd !== Infinity || !run.said.trim()) return;
+    const at = pieces.join("").lastIndexOf(delta.content);
+    let token = 0, length = 0;
+    while (token < pieces.length && length + pieces[token].length <= at) length += pieces[token++].length;
+    view.think(first + (at < 0 ? 0 : token));
+  } else if (run.messages && !view.thoughtEnd && !isOpen) {
+    const end = pieces.findIndex((piece) => piece.trim() === "</think>");
+    if (end >= 0) view.think(first + end + 1);
+  }
+}
+
+// The answer of a chat without its thought, or the continuation of a prompt.
+function answer() {
+  if (!run.messages) return view.string;
+  const own = run.said ?? view.pieces.slice(Math.min(view.thoughtEnd, view.length)).join("");
+  return own.trim() ? own.trimStart() : view.string;
+}
+
+const whole = () => (run.messages ? answer() : run.prompt + view.string);
+
+// The first words of a text, as a title.
+function firstWords(text) {
+  const line = text.slice(0, 400).trim().replace(/\s+/g, " ");
+  return line.length > 60 ? `${line.slice(0, 60).replace(/\s\S*$/, "")}…` : line;
 }
 
 // A call as a folded block: the function, and its arguments, which come in pieces.
@@ -206,7 +336,7 @@ function update() {
   $("count").textContent = run.max ? `${done.toLocaleString()} of ${run.max.toLocaleString()} tokens` : `${done.toLocaleString()} tokens`;
   if (progress) {
     const { own_tokens_per_second: rate, plain_tokens_per_second: plain } = progress;
-    const isOn = document.body.dataset.state === "running";
+    const isOn = isRunning();
     const shown = isOn ? rate : run.stats?.tokens_per_second ?? rate;
     $("rate").textContent = shown ? (shown < 10 ? shown.toFixed(1) : Math.round(shown).toLocaleString()) : "–";
     if (rate && plain) {
@@ -219,6 +349,7 @@ function update() {
     $("elapsed").textContent = clock(progress.elapsed_seconds);
     document.title = isOn ? `${Math.floor(100 * share)} % · longdraft` : "longdraft";
   }
+  $("seed-used").textContent = run.seed ?? "–";
   showThought(progress?.thinking, progress?.thinking_budget);
   for (const id of ["copy", "save-text", "save-markdown", "save-epub", "save-tokens", "save-report"]) $(id).disabled = !done;
   legend();
@@ -263,11 +394,25 @@ function legend() {
 }
 
 function onEnd(how) {
+  const { shelf } = run;
+  run.hasEnded = true;
+  run.shelf = null;
+  if (shelf && how === "cut" && !run.sawOld) { // stopped before its first token: the text before it comes back
+    unshelve(shelf);
+    set(run.isCut ? "cut" : "done", "Stopped");
+    offerResume();
+    refresh();
+    return;
+  }
+  run.isCut = how === "cut";
   view.flush();
   const reasons = { length: "Finished", eos: "Ended by the model", stop: "Stopped at the stop text", loop: "Stopped in a loop" };
   set(how === "cut" ? "cut" : "done", how === "cut" ? "Stopped" : reasons[run.reason] ?? "Finished");
-  if (how !== "cut" && !view.pieces.join("").trim()) showError(new Error(`The model ended the text ${run.reason === "eos" ? "at once" : "without a word"}. ${$("chat-row").hidden || $("chat").checked ? "Try another prompt or seed." : "Models that are tuned for chat answer messages: send the prompt as a chat message."}`));
-  $("resume").hidden = how !== "cut" || !window.keepsJournals || !run.id;
+  const stopText = run.body?.stop;
+  if (how === "cut" || view.string.trim()) { /* it has words */ }
+  else if (run.reason === "stop" && stopText) showError(new Error(`The model wrote the stop text “${[stopText].flat().join("” or “")}” at once, so the text is empty. Try another seed, or no stop text.`));
+  else showError(new Error(`The model ended the text ${run.reason === "eos" ? "at once" : "without a word"}. ${$("chat-row").hidden || $("chat").checked ? "Try another prompt or seed." : "Models that are tuned for chat answer messages: send the prompt as a chat message."}`));
+  offerResume();
   if (takes.all.length) takes.keep({ run, seed: run.seed, from: run.from });
   update();
   speed.draw();
@@ -277,18 +422,21 @@ function onEnd(how) {
 
 function onError(error) {
   const isCut = error.code === "cut" || error.code === "draining" || error instanceof TypeError;
+  const { sawOld: hasBegun, isOfForm } = run;
   onEnd("cut");
-  set("failed", isCut ? "Connection lost" : "Failed");
-  $("error").textContent = error.message;
-  $("error").hidden = false;
-  if (!view.length) fold(false);
+  set("failed", isCut ? "Connection lost" : hasBegun ? "Failed" : "Refused");
+  offerResume();
+  if (hasBegun || !isOfForm) showError(error);
+  else showFormError(error);
 }
 
+// A stream that does not end soon is left.
 async function stop() {
-  if (document.body.dataset.state !== "running" || !run) return;
-  run.isStopped = true;
-  if (run.id) await ask(`${GENERATIONS}/${run.id}/cancel`, "POST").catch(() => {});
-  setTimeout(() => run?.isStopped && run.controller.abort(), 700);
+  if (!isRunning() || !run) return;
+  const mine = run;
+  mine.isStopped = true;
+  setTimeout(() => mine.controller.abort(), 700);
+  if (mine.id) await ask(`${GENERATIONS}/${mine.id}/cancel`, "POST").catch(() => {});
 }
 
 function set(state, text) {
@@ -297,6 +445,7 @@ function set(state, text) {
   const isOn = state === "running";
   $("stop-run").hidden = !isOn;
   if (isOn) $("resume").hidden = true;
+  else document.title = "longdraft";
   $("start").textContent = isOn ? "Generate another" : "Generate";
 }
 
@@ -309,20 +458,31 @@ function clock(seconds) {
 
 async function refresh() {
   let found;
-  try { found = (await ask(GENERATIONS)).data; } catch { return; }
+  try { found = (await ask(GENERATIONS)).data; } catch (error) {
+    refresh.hasFailed = true;
+    if (!$("past").hidden) showError(error);
+    return;
+  }
+  if (refresh.hasFailed) $("past-failure").hidden = true;
+  refresh.hasFailed = false;
   const cut = found.find((each) => each.resumable);
   $("offer").hidden = !cut || document.body.dataset.state !== "idle";
   if (cut && !$("offer").hidden) showOffer(cut);
   if ($("past").hidden) return;
-  const rows = found.map(entry);
+  const rows = found.filter((each) => isActive(each) || isOnDisk(each)).map(entry);
   if (!rows.length) rows.push(Object.assign(document.createElement("li"), { textContent: "None yet." }));
   const had = document.activeElement?.dataset?.key;
   $("list").replaceChildren(...rows);
   if (had) document.querySelector(`[data-key="${CSS.escape(had)}"]`)?.focus();
 }
 
+const isActive = (about) => ["running", "prefill", "queued"].includes(about.state);
+// What the server knows from a journal has the model's name. A text that it only remembers cannot be read.
+const isOnDisk = (about) => "model" in about || about.state === "unreadable";
+
 function showOffer(about) {
   const text = document.createElement("p");
+  text.dir = "auto";
   text.textContent = `A text was interrupted after ${about.new_tokens.toLocaleString()} of ${about.max_new_tokens.toLocaleString()} tokens: “${about.title}”`;
   $("offer").replaceChildren(text, button("Resume", () => resume(about.id), "primary"), button("Not now", () => { $("offer").hidden = true; }));
 }
@@ -334,16 +494,29 @@ function button(text, action, kind = "", key = "") {
   return made;
 }
 
+const messageFor = (error) => (error instanceof TypeError && /fetch|network|load/i.test(error.message) ? "The server does not answer." : error.message);
+
+function tell(id, error) {
+  $(id).textContent = messageFor(error);
+  $(id).hidden = false;
+}
+
+// Beside the text, or in the list of texts while it is open.
 function showError(error) {
-  $("error").textContent = error.message;
-  $("error").hidden = false;
-  $("status").textContent = error.message;
+  tell($("past").hidden ? "failure" : "past-failure", error);
+}
+
+function showFormError(error) {
+  fold(false);
+  tell("error", error);
+  $("error").scrollIntoView({ block: "nearest" });
 }
 
 function entry(about) {
   const row = document.createElement("li"), title = document.createElement("p"), figures = document.createElement("span");
   const state = document.createElement("span"), line = document.createElement("div"), bar = document.createElement("div");
   title.className = "title";
+  title.dir = "auto";
   title.textContent = about.title || about.id;
   state.className = "state";
   state.textContent = { cut: "interrupted", running: "running", prefill: "prefill", queued: "queued", finished: { length: "finished", eos: "ended", stop: "ended", loop: "stopped in a loop" }[about.finish_reason] ?? "finished" }[about.state] ?? about.state;
@@ -352,13 +525,11 @@ function entry(about) {
   figures.append(state, ` · ${(about.new_tokens ?? 0).toLocaleString()} of ${(about.max_new_tokens ?? 0).toLocaleString()} · ${when}`);
   line.className = "row";
   line.append(figures);
-  const isOn = ["running", "prefill", "queued"].includes(about.state), onDisk = about.journal || about.state === "cut" || (about.state === "finished" && "model" in about);
+  const isOn = isActive(about);
   if (about.resumable) line.append(button("Resume", () => resume(about.id), "primary", `go ${about.id}`));
   if (isOn) line.append(button("Stop", async () => { await ask(`${GENERATIONS}/${about.id}/cancel`, "POST"); refresh(); }, "stop", `stop ${about.id}`));
-  if (onDisk && !isOn) {
-    line.append(button("Read", () => read(about.id), "", `read ${about.id}`),
-      button("Remove", async () => { if (confirm("Remove this text from the server’s disk?")) { await ask(`${GENERATIONS}/${about.id}`, "DELETE"); refresh(); } }, "", `remove ${about.id}`));
-  }
+  if (!isOn && about.state !== "unreadable") line.append(button("Read", () => read(about.id), "", `read ${about.id}`));
+  if (!isOn) line.append(button("Remove", () => remove(about.id), "", `remove ${about.id}`));
   bar.className = "mini";
   bar.append(document.createElement("i"));
   bar.firstChild.style.width = `${100 * (about.new_tokens ?? 0) / Math.max(1, about.max_new_tokens ?? 1)}%`;
@@ -366,13 +537,25 @@ function entry(about) {
   return row;
 }
 
+async function remove(id) {
+  if (!(await sure("Remove this text from the server’s disk?", "Remove"))) return;
+  await ask(`${GENERATIONS}/${id}`, "DELETE");
+  if (run?.id === id) { run.isCut = false; offerResume(); }
+  await refresh();
+  if (!document.activeElement || document.activeElement === document.body) $("close-past").focus();
+}
+
 async function read(id) {
   const about = await ask(`${GENERATIONS}/${id}`);
-  if (!about.text && !about.tokens) throw new ApiError("this text belongs to another model; open it on a server of that model");
+  check(about);
+  if (!(await leave("Stop it and read the other one?"))) return;
+  const known = await ofJournal(about, id);
   close();
+  begin(known);
   takes.clear();
-  begin(ofJournal(about, id));
   view.push({ tokens: about.tokens, pieces: about.pieces, sources: about.tokens.map(() => ""), steps: about.tokens.map(() => 1) }, true);
+  divide(about.pieces);
+  run.sawOld = true;
   run.seed = about.seed;
   run.reason = about.finish_reason;
   run.promptTokens = about.prompt_tokens;
@@ -386,12 +569,19 @@ async function read(id) {
 // ---- controls
 
 function fold(isFolded) {
+  if (isFolded && $("compose").contains(document.activeElement)) $("text").focus({ preventScroll: true });
   document.body.classList.toggle("folded", isFolded);
   $("show-compose").setAttribute("aria-expanded", String(!isFolded));
 }
 
-function open() { $("past").hidden = false; $("show-past").setAttribute("aria-expanded", "true"); refresh(); $("close-past").focus(); }
-function close() { $("past").hidden = true; $("show-past").setAttribute("aria-expanded", "false"); }
+function open() { $("past").hidden = false; $("past-failure").hidden = true; $("show-past").setAttribute("aria-expanded", "true"); refresh(); $("close-past").focus(); }
+
+function close() {
+  const hadFocus = $("past").contains(document.activeElement);
+  $("past").hidden = true;
+  $("show-past").setAttribute("aria-expanded", "false");
+  if (hadFocus) $("show-past").focus();
+}
 
 function theme(name) {
   document.documentElement.dataset.theme = name;
@@ -402,7 +592,7 @@ function theme(name) {
 
 function switchTheme() {
   const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  localStorage.setItem("theme", name);
+  kept.set("theme", name);
   theme(name);
 }
 
@@ -412,8 +602,8 @@ function tint(isOn) {
 }
 
 async function copy() {
-  try { await navigator.clipboard.writeText(view.string); } catch { // browsers offer the clipboard on https and localhost only
-    const area = Object.assign(document.createElement("textarea"), { value: view.string });
+  try { await navigator.clipboard.writeText(answer()); } catch { // browsers offer the clipboard on https and localhost only
+    const area = Object.assign(document.createElement("textarea"), { value: answer() });
     document.body.append(area);
     area.select();
     document.execCommand("copy");
@@ -425,7 +615,7 @@ async function copy() {
 
 function download(kind) {
   const name = `longdraft-${run.id ?? "text"}`;
-  if (kind === "text") save(`${name}.txt`, [view.string], "text/plain;charset=utf-8");
+  if (kind === "text") save(`${name}.txt`, [whole()], "text/plain;charset=utf-8");
   if (kind === "tokens") save(`${name}.npy`, npy(view.tokens), "application/octet-stream");
   if (kind === "report") {
     const total = Math.max(1, view.length - view.old);
@@ -444,7 +634,8 @@ function download(kind) {
 
 async function saveBook(format, ending) {
   try {
-    const reply = await request("/v1/longdraft/export", "POST", { text: run.prompt + view.string, format });
+    const title = run.messages ? firstWords(run.prompt) : undefined;
+    const reply = await request("/v1/longdraft/export", "POST", { text: whole(), title, format });
     save(`longdraft-${run.id ?? "text"}.${ending}`, [await reply.blob()], reply.headers.get("Content-Type"));
   } catch (error) { showError(error); }
   $("downloads").open = false;
@@ -466,10 +657,30 @@ const KEYS = { "/": () => { fold(false); $("prompt").focus(); }, p: () => fold(!
   "?": () => $("keys").showModal() };
 
 function pressed(event) {
-  if ((event.ctrlKey || event.metaKey) && event.key === "Enter") { event.preventDefault(); $("compose").requestSubmit(); return; }
-  if (event.key === "Escape") { if (!$("past").hidden) close(); else if (!$("keys").open) stop(); return; }
+  if (event.isComposing || document.querySelector("dialog[open]")) return;
+  if ((event.ctrlKey || event.metaKey) && event.key === "Enter") {
+    event.preventDefault();
+    if ($("here").contains(event.target)) $("here-go").click();
+    else if ($("past").hidden) {
+      if (!$("compose").checkValidity()) fold(false); // so that the browser can show what is wrong
+      $("compose").requestSubmit();
+    }
+    return;
+  }
+  if (event.key === "Escape") { escape(); return; }
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
   if (KEYS[event.key]) { event.preventDefault(); KEYS[event.key](); }
+}
+
+// Close what is open; with nothing open, stop the text.
+function escape() {
+  const menu = $("downloads");
+  if (!$("past").hidden) close();
+  else if (!$("here").hidden) takes.hide();
+  else if (menu.open) {
+    if (menu.contains(document.activeElement)) menu.firstElementChild.focus();
+    menu.open = false;
+  } else stop();
 }
 
 async function dropped(event) {
@@ -479,14 +690,16 @@ async function dropped(event) {
 }
 
 async function start() {
-  theme(localStorage.getItem("theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+  theme(kept.get("theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
   $("compose").addEventListener("submit", (event) => { event.preventDefault(); generate(); });
   for (const each of document.querySelectorAll("[data-tokens]")) each.addEventListener("click", () => { $("max_tokens").value = each.dataset.tokens; });
   const on = (id, action) => $(id).addEventListener("click", action);
   on("dice", () => { $("seed").value = Math.floor(Math.random() * 2 ** 31); });
   on("stop-run", stop);
   on("answer", answerNow);
-  on("resume", () => resume(run.id).catch(showError));
+  // The header stays above the page on narrow screens: nothing scrolls under it.
+  new ResizeObserver(() => { document.documentElement.style.scrollPaddingTop = `${document.querySelector(".bar").offsetHeight + 4}px`; }).observe(document.querySelector(".bar"));
+  on("resume", () => resumeShown().catch(showError));
   on("copy", copy);
   on("save-text", () => download("text"));
   on("save-markdown", () => saveBook("markdown", "md"));

@@ -22,7 +22,7 @@ export class Takes {
     view.element.addEventListener("click", (event) => this.#clicked(event));
     $("here-words").addEventListener("input", () => this.#label());
     $("here-go").addEventListener("click", () => { const { token } = this; this.hide(); on.go(token, $("here-words").value); });
-    $("here").addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); this.hide(); } });
+    $("here").addEventListener("keydown", (event) => { if (event.key === "Escape" && !event.isComposing) { event.stopPropagation(); this.hide(); } });
   }
 
   clear() {
@@ -39,6 +39,18 @@ export class Takes {
     if (!this.current) this.all.push((this.current = { number: this.all.length + 1 }));
     Object.assign(this.current, { ...about, text: this.view.snapshot() });
     this.#list();
+  }
+
+  // This take is on display.
+  select(take) {
+    this.current = take;
+    this.#list();
+  }
+
+  // Back to the takes that there were.
+  restore(all, current) {
+    this.all = all;
+    this.select(current);
   }
 
   // A new take begins.
@@ -73,7 +85,7 @@ export class Takes {
       const made = Object.assign(document.createElement("button"), { type: "button",
         textContent: `Take ${take.number}`, title: `seed ${take.seed}${take.from ? `, from token ${take.from + 1}` : ""}` });
       made.setAttribute("aria-pressed", String(take === this.current));
-      made.addEventListener("click", () => { this.current = take; this.on.show(take); this.#list(); });
+      made.addEventListener("click", () => this.on.show(take));
       return made;
     }));
   }

@@ -32,18 +32,36 @@ export class TextView {
     this.blocks = [];
     this.follows = true;
     this.shown = 0; // tokens that are in blocks
+    this.thoughtEnd = 0; // tokens of the thought, which is folded; Infinity: it goes on
+    this.folded = null; // its element
     this.width = this.element.clientWidth;
   }
 
   prompt(text) {
     const shown = document.createElement("div");
     shown.className = text.length > 700 ? "prompt long" : "prompt";
+    shown.dir = "auto";
     shown.textContent = text;
     this.element.prepend(shown);
   }
 
   get length() { return this.tokens.length; }
   get string() { return this.pieces.join(""); }
+
+  // The first `end` tokens are the thought. Call it before the tokens behind them are drawn.
+  think(end) {
+    this.thoughtEnd = end;
+    if (!this.folded) this.#foldThought();
+  }
+
+  #foldThought() {
+    this.folded = document.createElement("details");
+    this.folded.className = "thinking";
+    const summary = document.createElement("summary");
+    summary.textContent = "Thought";
+    this.folded.append(summary, ...this.blocks.map((block) => block.element));
+    this.element.append(this.folded);
+  }
 
   // Add a chunk's details. They are drawn with the next frame.
   push({ tokens, pieces, sources, steps }, isOld = false) {
@@ -70,14 +88,15 @@ export class TextView {
   // Everything that is needed to show this text again.
   snapshot() {
     this.#draw();
-    const { pieces, tokens, sources, runs, ends, names, counts, old } = this;
-    return { pieces, tokens, sources, runs, ends, names, counts, old };
+    const { pieces, tokens, sources, runs, ends, names, counts, old, thoughtEnd } = this;
+    return { pieces, tokens, sources, runs, ends, names, counts, old, thoughtEnd };
   }
 
   show(promptText, snapshot) {
     this.clear();
     this.prompt(promptText);
     Object.assign(this, snapshot);
+    if (this.thoughtEnd) this.#foldThought();
     this.#draw();
   }
 
@@ -105,12 +124,12 @@ export class TextView {
   #draw() {
     while (this.shown < this.tokens.length) {
       let block = this.blocks.at(-1);
-      if (!block || block.isFull) block = this.#begin();
+      if (!block || block.isFull || this.shown === this.thoughtEnd) block = this.#begin();
       const from = this.shown;
       while (this.shown < this.tokens.length && !block.isFull) {
         block.end = ++this.shown;
         const size = block.end - block.start;
-        block.isFull = size >= LARGEST || (size >= BLOCK && this.pieces[this.shown - 1].includes("\n"));
+        block.isFull = size >= LARGEST || (size >= BLOCK && this.pieces[this.shown - 1].includes("\n")) || this.shown === this.thoughtEnd;
       }
       if (block.isLive) block.element.append(this.#spans(from, block.end));
     }
@@ -120,10 +139,11 @@ export class TextView {
   #begin() {
     const element = document.createElement("div");
     element.className = "block";
+    element.dir = "auto";
     const block = { element, start: this.shown, end: this.shown, isFull: false, isLive: true, height: 0 };
     element.block = block;
     this.blocks.push(block);
-    this.element.append(element);
+    (this.shown < this.thoughtEnd ? this.folded : this.element).append(element);
     this.observer.observe(element);
     return block;
   }
