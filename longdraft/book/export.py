@@ -202,7 +202,8 @@ def _title(book: ExportedBook) -> str:
     """The title, or the book's first words; never empty."""
     if title := _line(book.title):
         return title
-    texts = (text for chapter in book.chapters for text in (chapter.title, *islice(paragraphs(chapter.text[:_BLOCK]), 1)))
+    texts = (text for chapter in book.chapters
+             for text in (chapter.title, *islice(paragraphs(chapter.text[:_BLOCK]), 1)))
     line = next(filter(None, map(_line, texts)), "Untitled")
     return line if len(line) <= _TITLE else f"{line[:_TITLE].rpartition(' ')[0] or line[:_TITLE]}…"
 

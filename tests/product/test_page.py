@@ -86,12 +86,13 @@ def test_a_text_is_generated_highlighted_measured_and_downloaded(page, server, t
     with page.expect_download() as text:
         page.click("#downloads summary")
         page.click("#save-text")
-    assert Path(text.value.path()).read_text() == expected
+    assert Path(text.value.path()).read_text() == "It was" + expected
     with page.expect_download() as book:
         page.click("#downloads summary")
         page.click("#save-epub")
     with zipfile.ZipFile(book.value.path()) as archive:
         assert "It was" in archive.read("OEBPS/chapter-0001.xhtml").decode()
+        assert "<dc:title>It was" in archive.read("OEBPS/package.opf").decode()
     with page.expect_download() as tokens:
         page.click("#downloads summary")
         page.click("#save-tokens")
@@ -161,7 +162,7 @@ def test_stop_reload_and_resume(page, server):
     with page.expect_download() as text:
         page.click("#downloads summary")
         page.click("#save-text")
-    assert Path(text.value.path()).read_text() == expected
+    assert Path(text.value.path()).read_text() == "The ship" + expected
     page.focus("#text")
     page.keyboard.press("g")
     page.wait_for_selector("#list li .state")
@@ -175,7 +176,7 @@ def text_on_display(page) -> str:
     with page.expect_download() as text:
         page.click("#downloads summary")
         page.click("#save-text")
-    return Path(text.value.path()).read_text()
+    return Path(text.value.path()).read_text().removeprefix("It was")
 
 
 def cut(page) -> int:
@@ -227,10 +228,93 @@ def test_a_text_is_cut_at_a_token_and_goes_on_with_another_seed_or_other_words(p
 
 
 def test_an_invalid_setting_shows_an_error_in_the_form(page):
-    page.fill("#seed", "99999999999999999999999")
+    page.fill("#seed", "9007199254740993")  # a JavaScript number does not hold it
+    page.click("#start")
+    assert "seed" in page.inner_text("#error")
+
+
+def test_a_refused_prompt_leaves_the_text_on_display(page):
+    write(page, 30)
+    state(page, "done")
+    text = page.inner_text("#text")
+    page.keyboard.press("p")
+    page.fill("#top_p", "0")
     page.click("#start")
     state(page, "failed")
-    assert "seed" in page.inner_text("#error")
+    assert "top_p" in page.inner_text("#error") and page.inner_text("#text") == text and count(page) == 30
+    page.fill("#top_p", "0.555")
+    page.click("#start")
+    state(page, "done")
+    assert page.evaluate("document.activeElement.id") == "text"
+
+
+def test_a_text_that_is_being_written_is_left_after_a_question_only(page):
+    write(page, 4000)
+    serving.wait_for(lambda: count(page) > 20)
+    page.keyboard.press("p")
+    page.press("#prompt", "Control+Enter")
+    page.wait_for_selector("#sure[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#sure", state="hidden")
+    assert page.get_attribute("body", "data-state") == "running"
+    cut(page)
+    page.press("#here-words", "Control+Enter")  # another take
+    page.wait_for_selector("#takes button:nth-child(1)")
+    page.wait_for_selector("body[data-state=running]")
+    page.click("#takes button:nth-child(1)")
+    page.click("#sure-yes")
+    page.wait_for_selector("#takes button:nth-child(1)[aria-pressed=true]")
+    assert page.is_visible("#resume") and page.title() == "longdraft"
+    page.click("#takes button:nth-child(2)")
+    page.wait_for_selector("#takes button:nth-child(2)[aria-pressed=true]")
+    assert page.is_visible("#resume")
+
+
+def test_stop_can_be_pressed_on_a_narrow_screen(page):
+    page.set_viewport_size({"width": 360, "height": 740})
+    write(page, 4000)
+    serving.wait_for(lambda: count(page) > 20)
+    assert page.evaluate("""() => { const r = document.querySelector("#stop-run").getBoundingClientRect();
+        return document.elementFromPoint(r.left + r.width / 2, r.top + r.height / 2).id; }""") == "stop-run"
+    assert page.evaluate("""document.querySelector("#count").getBoundingClientRect().top
+        >= document.querySelector(".bar").getBoundingClientRect().bottom""")
+    page.click("#stop-run")
+    state(page, "cut")
+
+
+def test_a_chat_has_its_thought_apart_and_a_book_of_its_answer(browser, tmp_path_factory):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:<answer>"
+    folder = make_thinker(tmp_path_factory.mktemp("thinker"), template, ("<answer>",), ("<think>", "</think>"),
+                          ("<think>", "The", " plan", "</think>", "\n\n", "Hello", " you"))
+    with serving.running(serving.load(folder, drafter="plain"), journals=tmp_path_factory.mktemp("kept")) as server:
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(server.url)
+        page.wait_for_selector("#chat-row:not([hidden])")
+        page.check("#chat")
+        page.fill("#temperature", "0")
+        write(page, 30, "Greet me")
+
+        def check() -> None:
+            state(page, "done")
+            assert not page.locator("#text .thinking .block").first.is_visible()
+            assert page.locator("#text > .block").first.inner_text().strip() == "Hello you"
+            assert text_on_display(page) == "Hello you"
+            with page.expect_download() as book:
+                page.click("#downloads summary")
+                page.click("#save-epub")
+            with zipfile.ZipFile(book.value.path()) as archive:
+                assert "<dc:title>Greet me</dc:title>" in archive.read("OEBPS/package.opf").decode()
+                chapter = archive.read("OEBPS/chapter-0001.xhtml").decode()
+                assert "Hello you</p>" in chapter and "plan" not in chapter
+
+        check()
+        shot(page, "thought")
+        page.click("#show-past")
+        page.click("#list button:text('Read')")
+        page.wait_for_selector("#past", state="hidden")
+        assert page.inner_text("#text .prompt") == "Greet me"
+        check()
+        page.close()
 
 
 @at_length
