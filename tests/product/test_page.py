@@ -249,7 +249,7 @@ def test_a_refused_prompt_leaves_the_text_on_display(page):
 
 
 def test_a_text_that_is_being_written_is_left_after_a_question_only(page):
-    write(page, 4000)
+    write(page, 3000)
     serving.wait_for(lambda: count(page) > 20)
     page.keyboard.press("p")
     page.press("#prompt", "Control+Enter")
@@ -267,7 +267,47 @@ def test_a_text_that_is_being_written_is_left_after_a_question_only(page):
     assert page.is_visible("#resume") and page.title() == "longdraft"
     page.click("#takes button:nth-child(2)")
     page.wait_for_selector("#takes button:nth-child(2)[aria-pressed=true]")
+    second = text_on_display(page)
+    page.click("#resume")
+    state(page, "done")
+    whole = text_on_display(page)
+    assert count(page) == 3000 and whole.startswith(second) and whole != second
+    page.click("#takes button:nth-child(1)")
+    page.wait_for_selector("#takes button:nth-child(1)[aria-pressed=true]")
     assert page.is_visible("#resume")
+    page.click("#takes button:nth-child(2)")
+    assert text_on_display(page) == whole and not page.is_visible("#resume")
+
+
+def test_failures_are_told_beside_the_text(page):
+    """Of a text that had begun, and of the list of texts."""
+    detail = {"id": "x", "seed": 1, "tokens": [5], "pieces": [" so"], "sources": [""], "steps": [1], "progress": {
+        "state": "running", "prompt_tokens": 4, "new_tokens": 1, "max_new_tokens": 9, "elapsed_seconds": 1}}
+    lines = [{"choices": [{}], "longdraft": detail}, {"error": {"message": "too slow " * 60, "code": "timeout"}}]
+    page.route("**/v1/completions", lambda route: route.fulfill(
+        body="".join(f"data: {json.dumps(line)}\n\n" for line in lines),
+        headers={"Content-Type": "text/event-stream", "X-Generation-Id": "x"}))
+    write(page, 9)
+    state(page, "failed")
+    assert page.is_visible("#failure") and "too slow" in page.inner_text("#failure")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1440
+    page.route("**/generations", lambda route: route.fulfill(status=400, json={"error": {"message": "no list"}}))
+    page.keyboard.press("g")
+    page.wait_for_selector("#past-failure:has-text('no list')")
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "show-past"
+
+
+def test_the_page_works_without_storage(browser, server):
+    page = browser.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error('denied'); } })")
+    page.goto(server.url)
+    page.wait_for_selector("#drafter option", state="attached")
+    page.click("#theme")
+    page.close()
+    assert not faults
 
 
 def test_stop_can_be_pressed_on_a_narrow_screen(page):

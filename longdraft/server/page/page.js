@@ -442,7 +442,8 @@ async function stop() {
 function set(state, text) {
   document.body.dataset.state = state;
   $("status").textContent = text;
-  const isOn = state === "running";
+  const isOn = state === "running", hidden = $(isOn ? "resume" : "stop-run");
+  if (document.activeElement === hidden) $("text").focus({ preventScroll: true }); // a hidden button cannot keep the focus
   $("stop-run").hidden = !isOn;
   if (isOn) $("resume").hidden = true;
   else document.title = "longdraft";
@@ -626,7 +627,7 @@ function download(kind) {
         ["exactness", run.stats?.exactness ?? "–"], ["sha256 of the tokens", run.stats?.sha256_tokens ?? "–"]],
       charts: [["Speed", speed.canvas.toDataURL()], ["Accepted length", lengths.canvas.toDataURL()]],
       shares: view.names.map((who, i) => [SOURCES[who] ?? who, `${(100 * view.counts[i] / total).toFixed(1)} %`]),
-      stats: run.stats, text: run.prompt + view.string,
+      stats: run.stats, text: whole(),
     })], "text/html;charset=utf-8");
   }
   $("downloads").open = false;
