@@ -211,6 +211,7 @@ function begin(next) {
   drawCalls();
   view.prompt(run.prompt);
   $("error").hidden = $("failure").hidden = true;
+  if ($("offer").contains(document.activeElement)) $("text").focus({ preventScroll: true });
   $("offer").hidden = true;
   $("follow").hidden = true;
   if (matchMedia("(min-width: 761px)").matches && !run.isResumed) fold(true);

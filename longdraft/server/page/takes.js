@@ -32,7 +32,10 @@ export class Takes {
     this.#list();
   }
 
-  hide() { $("here").hidden = true; }
+  hide() {
+    if ($("here").contains(document.activeElement)) this.view.element.focus({ preventScroll: true });
+    $("here").hidden = true;
+  }
 
   // Keep the text on display as a take. `about` is what the page needs to show it again.
   keep(about) {
