@@ -36,7 +36,7 @@ class OutputFile:
             if is_special:
                 self._file = open(self._partial, "wb")  # noqa: SIM115
             else:
-                self._file = os.fdopen(open_locked(self._partial, os.O_WRONLY, _lock_if_possible), "wb")
+                self._file = os.fdopen(open_locked(self._partial, os.O_WRONLY, lock_if_possible), "wb")
                 self._file.truncate()
         except BlockingIOError as error:
             raise UsageError(f"{option} cannot write {path}: another process is writing it; wait for that, or choose "
@@ -101,7 +101,8 @@ def open_locked(path: Path, flags: int, lock_file: Callable[[int], None] = lock)
         os.close(file)  # another process replaced, renamed or deleted it meanwhile: try again
 
 
-def _lock_if_possible(file: int) -> None:
+def lock_if_possible(file: int) -> None:
+    """As `lock`, where the file system has locks."""
     try:
         lock(file)
     except BlockingIOError:

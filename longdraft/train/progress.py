@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from longdraft.errors import OutputError, UsageError
+from longdraft.system.files import lock_if_possible, open_locked
 
 PLAIN_LINE_EVERY_S = 15.0
 
@@ -60,8 +62,8 @@ class TrainingProgress:
 class MetricsLog(AbstractContextManager["MetricsLog"]):
     """A file of JSON lines, each with its step, and TensorBoard's event files if `tensorboard`.
 
-    A resumed training removes the lines after its checkpoint. With `path` None nothing is written: only the
-    main process has a path.
+    A resumed training removes the lines after its checkpoint. With `path` None nothing is written: only the main
+    process has a path. UsageError where another process writes the file.
     """
 
     def __init__(self, path: Path | None, last_step: int, tensorboard: bool = False) -> None:
@@ -71,13 +73,18 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             return
         if tensorboard:
             self._board = _board(path.parent, last_step)
-        with path.open("ab") as file:
-            file.truncate(_bytes_until(path, last_step))  # in place: the kept lines are not rewritten
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            file = open_locked(path, os.O_RDWR | os.O_APPEND, lock_if_possible)
+        except BlockingIOError as error:
+            raise UsageError(f"{str(path.parent)!r} is being trained by another process; wait for its end, or give "
+                             "another --output") from error
+        os.ftruncate(file, _bytes_until(path, last_step))  # in place: the kept lines are not rewritten
+        self._file = os.fdopen(file, "a", encoding="utf-8")
 
     def __exit__(self, *exception: object) -> None:
         if self._file:
-            self._file.close()
+            with suppress(OSError):  # after a failure to write, which is the error that counts
+                self._file.close()
         if self._board:
             self._board.close()
 

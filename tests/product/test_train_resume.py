@@ -141,6 +141,8 @@ def test_kept_metrics_are_not_rewritten(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", full)
     with MetricsLog(path, 3) as told:
+        with pytest.raises(UsageError, match="is being trained by another process"):
+            MetricsLog(path, 3)
         assert path.read_text() == "".join(lines[:3]) and path.stat().st_ino == before
         told.write({"step": 4, "loss": 2.0})
     assert path.read_text() == "".join(lines[:3]) + '{"step": 4, "loss": 2.0}\n'
