@@ -222,13 +222,14 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """Stop writing. The events so far remain valid, and a journal can be resumed. Any thread may call this: a step
         that another thread is in ends first."""
+        self._is_asked_to_close = True
         try:
             self._work.close()
-        except ValueError:
-            if not self._work.gi_running:
+        except ValueError as error:
+            if "already executing" not in str(error):
                 raise
-            self._is_asked_to_close = True
-            return
+            return  # `advance` closes it
+        self._is_asked_to_close = False
         self.reuse.close()
         self.is_closed = True
         self._record(Journal.close)
