@@ -154,7 +154,7 @@ def test_doctor_reports_the_context_limit_of_the_model(quick, capfd, tmp_path):
 
 def test_doctor_prints_one_line_for_a_folder_without_a_model(capfd, tmp_path):
     assert run(["doctor", "--model", str(tmp_path)]) == 2
-    assert "cannot read" in (line := capfd.readouterr().err) and line.count("\n") == 1
+    assert "has no config.json; give a model's folder" in (line := capfd.readouterr().err) and line.count("\n") == 1
 
 
 def test_the_memory_bandwidth_is_measured():
