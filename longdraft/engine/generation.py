@@ -341,17 +341,22 @@ class Generation(Iterator[Event]):
                            logprobs=logprobs[:count], seconds=seconds)
 
     def _close_thought(self) -> None:
-        """Close the thought from the next token on, if the text is in one. The journal has the place first."""
+        """Close the thought from the next token on, if the text is in one that may end here. The journal has the place
+        first."""
         self._is_asked_to_answer = False
         context, model, thought = self.step.context, self.model, self.stream.thought
-        params = closed_here(model, self.params, thought.rules, context, self.step.sampler) if thought else None
+        params = closed_here(model, self.params, thought.rules, context) if thought else None
         if thought is None or params is None:
+            return
+        rules = replace(thought.rules, forced=params.thinking_close, close_at=context.num_new)
+        sampler = new_sampler(model, self.step.model, params, self.prompt, rules)
+        if not sampler.survives(context, params.thinking_close):
+            log.warning("the thought cannot be closed, because structured_outputs covers it and does not let it end "
+                        "here; a prompt that ends with the opening of a thought, or a thinking_budget, leaves it free")
             return
         self._record(lambda journal: journal.close_thought(Closing(context.num_new, list(params.thinking_close))))
         self.params = self.statistics.params = params
-        rules = replace(thought.rules, forced=params.thinking_close, close_at=context.num_new)
         thought.replace_rules(rules)
-        sampler = new_sampler(model, self.step.model, params, self.prompt, rules)
         self.step = self.step._replace(sampler=sampler, drafts_forced=self.choice.name != "plain", ahead=None)
 
     def _new_drafter(self, sampler: Sampler) -> Drafter:

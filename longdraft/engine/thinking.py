@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -19,8 +18,6 @@ from longdraft.text.banned_phrases import PhraseFilter
 from longdraft.text.stream import stop_ids
 from longdraft.text.thought_rules import require_rules_for_tools
 from longdraft.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 
 def new_sampler(model: LoadedModel, target: Transformer, params: SamplingParams, prompt: Sequence[int],
@@ -59,10 +56,9 @@ def require_closable(model: LoadedModel, params: SamplingParams) -> None:
         require_rules_for_tools(form, params)
 
 
-def closed_here(model: LoadedModel, params: SamplingParams, rules: ThoughtRules, context: Context, sampler: Sampler
+def closed_here(model: LoadedModel, params: SamplingParams, rules: ThoughtRules, context: Context
                 ) -> SamplingParams | None:
-    """The settings that close the thought of a text from its next token on; None if the text is in no open thought, or
-    in one that a grammar covers, which does not let it end here."""
+    """The settings that close the thought of a text from its next token on; None if the text is in no open thought."""
     if rules.close_at <= context.num_new:
         return None
     thought = Thought(rules)  # the tokens that are held, too, which the text's stream has not seen
@@ -70,9 +66,4 @@ def closed_here(model: LoadedModel, params: SamplingParams, rules: ThoughtRules,
         thought.push(token)
     if thought.state.phase != INSIDE:
         return None
-    closed = model.with_closing(replace(params, thinking_close_at=context.num_new))
-    if not sampler.lets_follow(context, closed.thinking_close):
-        log.warning("the thought cannot be closed, because structured_outputs covers it and does not let it end here; "
-                    "a prompt that ends with the opening of a thought, or a thinking_budget, leaves it free")
-        return None
-    return closed
+    return model.with_closing(replace(params, thinking_close_at=context.num_new))

@@ -350,6 +350,14 @@ class Grammar:
         self._matcher.rollback(consumed)
         return mask
 
+    def survives(self, context: Context, tokens: Sequence[int]) -> bool:
+        """Whether the text can go on under the grammar after these tokens, which are not chosen under it."""
+        self._update(context)
+        trial = self._matcher.deep_copy()
+        for token in tokens:
+            trial.consume_token(token)
+        return not trial.is_error()
+
     def masks(self, tree: Tree, context: Context) -> list[Mask | None]:
         """The tokens that may follow each node; None for nodes that are not allowed themselves."""
         if self._walked and self._walked[0] is tree and self._walked[1] == len(context):
