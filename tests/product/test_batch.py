@@ -92,7 +92,7 @@ def test_a_job_interrupted_anywhere_writes_the_same_bytes(job, tmp_path):
 
 def test_retry_errors_replaces_error_records(job, tmp_path):
     rows, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    put(rows, [ROWS[0], {**ROWS[1], "top_k": -1}, ROWS[2]])
+    put(rows, [ROWS[0], {**ROWS[1], "top_k": -2}, ROWS[2]])
     assert run(rows, output, job, in_process).failed == 1
     put(rows, ROWS[:3])
     assert run(rows, output, job, in_process).done == 0
@@ -239,7 +239,7 @@ def test_parquet_input_and_output(job, tmp_path):
 
     rows = [*ROWS[:2], {"custom_id": "o", "url": "/v1/completions", "body": json.dumps({"prompt": "It",
                                                                                         "max_tokens": 8})},
-            {"id": "bad", "prompt": "x", "top_k": -1}]
+            {"id": "bad", "prompt": "x", "top_k": -2}]
     columns = ("id", "prompt", "max_new_tokens", "ignore_eos", "custom_id", "url", "body", "top_k")
     table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
     parquet.write_table(table, tmp_path / "in.parquet")
