@@ -350,7 +350,11 @@ class Generation(Iterator[Event]):
             return
         rules = replace(thought.rules, forced=params.thinking_close, close_at=context.num_new)
         sampler = new_sampler(model, self.step.model, params, self.prompt, rules)
+        assert isinstance(sampler, ThinkingSampler)
         if not sampler.survives(context, params.thinking_close):
+            if not sampler.is_whole(context):
+                self._is_asked_to_answer = True  # again, when the text does not end within a character
+                return
             log.warning("the thought cannot be closed, because structured_outputs covers it and does not let it end "
                         "here; a prompt that ends with the opening of a thought, or a thinking_budget, leaves it free")
             return

@@ -328,14 +328,8 @@ class Sampler:
         return self._grammar.mask(context, path)
 
     def survives(self, context: Context, tokens: Sequence[int]) -> bool:
-        """Whether the text can go on under its grammar after these tokens, which are given and not chosen.
-
-        The grammar of tools, which has a part for thoughts, is not asked.
-        """
-        grammar = self._grammar
-        if grammar is None or not grammar.has_begun or self.params.structured_outputs[0] == "tools":
-            return True
-        return grammar.survives(context, tokens)
+        """Whether the text can go on under its grammar after these tokens, which are given and not chosen."""
+        return self._grammar is None or not self._grammar.has_begun or self._grammar.survives(context, tokens)
 
     def _biased(self, logits: torch.Tensor, positions: Sequence[int],
                 masks: Sequence[Mask | None] | None) -> torch.Tensor:

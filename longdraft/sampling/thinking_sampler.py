@@ -86,6 +86,11 @@ class ThinkingSampler(Sampler):
         for sampler in self._plain.values():
             sampler.ban(position, tokens)
 
+    def is_whole(self, context: Context) -> bool:
+        """Whether the text ends with a whole character, and not with the beginning of a marker."""
+        self._follow(context)
+        return self._text.state.is_whole
+
     def quiet_for(self, context: Context) -> int:
         """Tokens until a rule of counts, or a loop, can be due: it falls on the root of a tree then."""
         self._follow(context)
