@@ -37,13 +37,19 @@ def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
 
 
+def _quieten(is_quiet: bool) -> bool:
+    if is_quiet:
+        leave_remarks_out()
+    return is_quiet
+
+
 ChatOption = Annotated[list[str] | None, option("KEY=VALUE for the chat template, such as enable_thinking=false. "
                                                 "Repeatable.", FILES, "--chat-option")]
 Output = Annotated[Path | None, option("Write the text to this file.", FILES, "--output", show_default="stdout")]
 TokensOut = Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES, "--tokens-out")]
 Stats = Annotated[Path | None, option("Write statistics to this JSON file.", FILES, "--stats")]
 Quiet = Annotated[bool, option("Print no progress, summary or remarks on stderr.", FILES, "--quiet",
-                               callback=lambda is_quiet: (leave_remarks_out() if is_quiet else None, is_quiet)[1])]
+                               callback=_quieten)]
 
 # The three ways to give `structured_outputs`.
 _STRUCTURES = (
