@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from longdraft.errors import UsageError
-from longdraft.request.openai_body import UNSUPPORTED, unsupported
+from longdraft.request.openai_body import UNSUPPORTED, known_spellings, unsupported
 from longdraft.request.sampling_params import ALIASES, SamplingParams
 from longdraft.request.tools import FIELDS as TOOL_FIELDS
 from longdraft.request.tools import ToolRequest, history, is_shallow, parse_tools
@@ -160,9 +160,9 @@ def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
                         tools=tools)
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
     """The settings, checked, by longdraft's names: `max_tokens` becomes `max_new_tokens`."""
-    given = {**given, "top_k": 0} if given.get("top_k") == -1 else given  # vLLM's spelling, as in the server
+    given = known_spellings(given)
     structure = SamplingParams.from_names(given).structured_outputs
     settings = {ALIASES.get(name, name): value for name, value in given.items() if value is not None}
     settings.pop("structured_outputs", None)

@@ -47,6 +47,11 @@ def _parse_int(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MAX_DIGITS else -math.inf if digits.startswith("-") else math.inf
 
 
+def known_spellings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with longdraft's value where that of another engine means the same: vLLM's `top_k` of -1 is 0."""
+    return settings | {"top_k": 0} if settings.get("top_k") == -1 else settings
+
+
 def unsupported(body: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> tuple[str, str] | None:
     """The first parameter with an unsupported value, and its allowed values; None if there is none."""
     for name, idle in known.items():

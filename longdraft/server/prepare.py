@@ -20,6 +20,7 @@ from longdraft.engine.engine import Engine
 from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal.format import journal_exists, read_journal
+from longdraft.request.openai_body import known_spellings
 from longdraft.request.sampling_params import ALIASES, MAX_SEED, SamplingParams
 from longdraft.request.tools import FIELDS as TOOL_FIELDS
 from longdraft.request.tools import ToolRequest, parse_tools
@@ -351,8 +352,7 @@ class Preparer:
                 raise ApiError(400, f"{name} is {given[name]!r} and longdraft.{name} is {value!r}; give one of them",
                                param=name, code="invalid_value")
             given[name] = value
-        if given.get("top_k") == -1:  # vLLM's spelling of 0
-            given["top_k"] = 0
+        given = known_spellings(given)
         if "max_new_tokens" not in map(ALIASES.get, given):
             given["max_new_tokens"] = default_tokens
         return given
