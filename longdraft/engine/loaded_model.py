@@ -216,7 +216,7 @@ class LoadedModel:
             _warn_of_two_begins(self.tokenizer)
         vocabulary = self.target.config.vocab_size
         bad = next((i for i in ids if not 0 <= i < vocabulary), None)
-        token = self.tokenizer.letters(bad) if bad is not None and bad >= 0 else ""
+        token = "" if bad is None else self.tokenizer.letters(bad)
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}",
               f"the model has no row for the token {token!r}, so leave that text out" if token else "")
         return ids

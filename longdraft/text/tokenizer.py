@@ -227,7 +227,8 @@ class Tokenizer:
 
     def letters(self, token: int) -> str:
         """A token as spelled in the vocabulary; empty for ids without a token."""
-        return self._tokenizer.id_to_token(self._twins.get(token, token)) or ""
+        is_id = 0 <= token < 2**32  # those that the library can be asked for
+        return (self._tokenizer.id_to_token(self._twins.get(token, token)) or "") if is_id else ""
 
     def is_silent(self, token: int) -> bool:
         """Whether `decode` skips it: special tokens, and ids without a token."""

@@ -337,3 +337,10 @@ def test_accepted_tokens_after_the_end_are_not_counted(tiny):
         stats = events[-1].stats
         assert stats["new_tokens"] == flat.index(stop) + 1 == sum(stats["tokens_by_choice"].values())
         assert sum(sum(counts.values()) for counts in stats["choices"]) == stats["new_tokens"]
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**32, 2**62])
+def test_a_token_id_outside_the_vocabulary_is_refused(engine, token):
+    """Those that no tokenizer can be asked for, too."""
+    with pytest.raises(UsageError, match=f"a prompt token id is {token}; allowed: 0 to"):
+        engine.encode([5, token])
