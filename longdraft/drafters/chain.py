@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from longdraft.cache.partial import PartialCache
-from longdraft.drafters.auto.confidence import Confidence
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, ChainPlan, Ranked
 from longdraft.kernels.launched import LaunchedWork

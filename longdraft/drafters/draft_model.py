@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.options import DrafterOptions, check_chain, check_window
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import check

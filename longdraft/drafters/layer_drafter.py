@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, DraftModel
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.marginal_tree import MarginalTrees, Slot
 from longdraft.drafters.options import ChainOptions
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions

@@ -32,8 +32,8 @@ from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
 from longdraft.cache.taps import TapLog
-from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import (
     AUTO,
     DraftVocabulary,

@@ -31,9 +31,9 @@ from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
 from longdraft.cache.taps import TapLog
-from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.block import BLOCK, BlockModel, BlockOptions
 from longdraft.drafters.chain import Chain, DraftModel
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_model import DRAFT, windowed
 from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
 from longdraft.drafters.draft_vocabulary import (

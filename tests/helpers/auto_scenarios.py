@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from helpers.simulated_text import FORWARD, Clock
-from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.drafters.auto.drafter import AutoDrafter
 from longdraft.drafters.auto.shared import Guesser, SharedStatistics
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams

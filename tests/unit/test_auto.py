@@ -14,12 +14,12 @@ from helpers.checkpoints import make_checkpoint
 from helpers.simulated_text import FORWARD, Chained, Clock, Text
 from longdraft.drafters.auto import costs
 from longdraft.drafters.auto.acceptance import AcceptanceByDepth
-from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.drafters.auto.policy import Policy
 from longdraft.drafters.auto.report import TOKENS_PER_PART
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.drafters.auto.shared import Candidate, Guesser, SharedStatistics
+from longdraft.drafters.confidence import Confidence
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import chain, from_paths

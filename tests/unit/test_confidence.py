@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from longdraft.drafters.auto.confidence import Confidence, confidence_of
+from longdraft.drafters.confidence import Confidence, confidence_of
 from longdraft.drafters.plain import PlainDrafter
 
 

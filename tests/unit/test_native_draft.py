@@ -10,8 +10,8 @@ from helpers.equality import SETTINGS, params_of, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, MIXTURES, make_family
 from longdraft import kernels
 from longdraft.drafters import draft_vocabulary
-from longdraft.drafters.auto.confidence import Confidence
 from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.drafters.streaming_model import StreamingDraftModel

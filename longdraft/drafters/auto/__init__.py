@@ -5,7 +5,7 @@
     policy.py       which candidate drafts next, how deep, and what is probed
     shared.py       what the requests of a model share: rates, costs, losses of probes
     acceptance.py   acceptance rates by depth and by node
-    confidence.py   when a chain of drafts ends
+    watch.py        drafts of candidates that read the text alone, beside another candidate
     costs.py        the model of the seconds of forwards and drafts, and the file that keeps them
     calibration.py  the measurement of these, once for each model and machine
     pace.py         how far the costs are off now

@@ -19,7 +19,7 @@ rated by the steps that these drafts would have made.
 Costs and acceptance can be wrong together, and then no outcome contradicts them. So what the candidate in use delivers
 is compared with what its rating promises, and a tree of which no guess seems to pay is verified.
 
-Chains end by themselves (longdraft/drafters/auto/confidence.py) where a further token costs more than it gains.
+Chains end by themselves (longdraft/drafters/confidence.py) where a further token costs more than it gains.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 
 from longdraft.cache.partial import PartialCache
 from longdraft.drafters.auto.acceptance import NodeAcceptance
-from longdraft.drafters.auto.confidence import confidence_of
 from longdraft.drafters.auto.observation import Observation
 from longdraft.drafters.auto.policy import Policy
 from longdraft.drafters.auto.report import TokenReport
 from longdraft.drafters.auto.settings import AUTO_SETTINGS
 from longdraft.drafters.auto.shared import SharedStatistics
 from longdraft.drafters.auto.watch import Watch
+from longdraft.drafters.confidence import confidence_of
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
 from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
