@@ -19,10 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from longdraft.errors import UsageError
-from longdraft.request.openai_body import UNSUPPORTED, known_spellings, unsupported
+from longdraft.request.openai_body import (
+    THINKING_FIELDS,
+    UNSUPPORTED,
+    ThinkingRequest,
+    known_spellings,
+    read_thinking,
+    unsupported,
+)
 from longdraft.request.sampling_params import ALIASES, SamplingParams
 from longdraft.request.tools import FIELDS as TOOL_FIELDS
-from longdraft.request.tools import ToolRequest, history, is_shallow, parse_tools
+from longdraft.request.tools import ToolRequest, history, is_shallow, parse_tools, parsed_arguments
 from longdraft.system.files import require_text
 from longdraft.text.tools.reader import WholeAnswer, chat_message, finish_reason_of
 
@@ -50,6 +57,7 @@ class BatchRequest:
     settings  sampling settings, by longdraft's names
     problem   why the text cannot be written; the other fields have no meaning then
     tools     functions that the answer may call
+    thinking  what the chat asks of the model's thinking, beside the settings
     """
 
     key: str
@@ -61,6 +69,7 @@ class BatchRequest:
     metadata: Any = None
     problem: str = ""
     tools: ToolRequest | None = None
+    thinking: ThinkingRequest = field(default_factory=lambda: read_thinking({}))
 
 
 class RowProgress(NamedTuple):
@@ -154,10 +163,12 @@ def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
         raise UsageError(f"a body for {row['url']} has {wanted}, and no {other}")
     prompt = _messages(body["messages"]) if kind == "chat" else _prompt(body["prompt"])
     tools = parse_tools(body) if kind == "chat" else None
-    settings = {name: value for name, value in body.items() if name not in (*_OTHER_FIELDS, *_ALLOWED_VALUES)}
+    thinking = read_thinking(body if kind == "chat" else {})
+    others = (*_OTHER_FIELDS, *_ALLOWED_VALUES, *(THINKING_FIELDS if kind == "chat" else ()))
+    settings = {name: value for name, value in body.items() if name not in others} | thinking.settings
     settings |= _options(body, "longdraft", "settings that OpenAI has no name for")  # as in the server
     return BatchRequest(key, kind, prompt, kind == "chat", _options(body, "chat_template_kwargs"), _settings(settings),
-                        tools=tools)
+                        tools=tools, thinking=thinking)
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -225,8 +236,8 @@ def text_record(request: BatchRequest, text: str, answer: WholeAnswer, stats: Ma
         return _with_metadata(request, {"id": request.key, "text": text, **counts, **facts,
                                      "system_fingerprint": fingerprint})
     number = hashlib.blake2b(f"{fingerprint} {request.key}".encode(), digest_size=12).hexdigest()
-    calls = "function_call" if request.tools and request.tools.is_legacy else "tool_calls"
-    reason = finish_reason_of(stats["finish_reason"], answer.calls[-1].arguments if answer.calls else None, calls)
+    has_whole_call = bool(answer.calls) and parsed_arguments(answer.calls[-1].arguments) is not None
+    reason = finish_reason_of(stats["finish_reason"], request.tools, has_whole_call=has_whole_call)
     choice: OutputRecord = {"index": 0, "logprobs": None, "finish_reason": reason}
     choice |= {"message": chat_message(answer, request.tools)} if request.kind == "chat" else {"text": text}
     name, prefix = ("chat.completion", "chatcmpl") if request.kind == "chat" else ("text_completion", "cmpl")

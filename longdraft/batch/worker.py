@@ -181,7 +181,9 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         """The parts of a row's text. Only those of OpenAI's chats are apart."""
         if row.request.kind != "chat":
             return WholeAnswer("", text, [])
-        answers, generation = self._tools.answers(row.request.tools), row.generation
+        thinking, generation = row.request.thinking, row.generation
+        answers = self._tools.answers(row.request.tools, shows_thinking=thinking.format != "none",
+                                      sends_thinking=thinking.is_sent)
         return put_together(answers.whole(generation.prompt, generation.tokens.tolist(), row.pieces,
                                           generation.params.seed))
 
@@ -195,7 +197,7 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         params = engine.params(**{**self._job.defaults, **request.settings})
         prompt, tools = request.prompt, request.tools
         if request.is_chat:
-            effort = engine.effort(params, request.chat_options)
+            effort = engine.effort(params, request.chat_options, turns_on=request.thinking.turns_on)
             text = self._tools.prompt(prompt, tools, effort.variables)
             prompt = engine.tokenizer.encode(text, add_special_tokens=False)
             params = self._tools.applied(effort.applied(params), tools, prompt)

@@ -1,12 +1,19 @@
-"""Request bodies in OpenAI's format, for the server and the rows of a batch: their JSON, and what is unsupported."""
+"""Request bodies in OpenAI's format, for the server and the rows of a batch: their JSON, what is unsupported, and what
+chats ask of a model's thinking."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from longdraft.errors import UsageError, check
+
+THINKING_FIELDS = ("thinking", "reasoning", "reasoning_format")  # of chats, see `read_thinking`
+_REASONING = ("effort", "max_tokens", "enabled", "exclude")  # members of OpenRouter's object
+_KINDS = ("enabled", "disabled", "adaptive")  # of Anthropic's
+_FORMATS = ("auto", "none")
 _MAX_DIGITS = 100  # of an integer: Python neither reads nor shows one of thousands of digits. 2**64 has 20
 
 
@@ -58,3 +65,57 @@ def unsupported(body: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]] = 
         if body.get(name) is not None and body[name] not in idle:
             return name, " or ".join(map(repr, idle)) or "leaving it out"
     return None
+
+
+class ThinkingRequest(NamedTuple):
+    """What a chat asks of the model's thinking.
+
+    settings  of sampling; they take the place of those of the body
+    turns_on  thinking is on where the chat template has a switch, without an effort
+    is_sent   the reply has the thinking
+    format    none: the thinking is part of the content; auto: it is apart; None: as usual
+    """
+
+    settings: dict[str, Any]
+    turns_on: bool
+    is_sent: bool
+    format: str | None
+
+
+def read_thinking(body: Mapping[str, Any]) -> ThinkingRequest:
+    """The request of a chat's body. `thinking` has sampling settings, and may have the members of Anthropic's, GLM's
+    and DeepSeek's objects; `reasoning` is OpenRouter's object. UsageError for what cannot be used, or contradicts."""
+    thinking, reasoning = (dict(_object(body, name)) for name in ("thinking", "reasoning"))
+    unknown = next((name for name in reasoning if name not in _REASONING), None)
+    check(unknown is None, "reasoning", unknown, ", ".join(_REASONING))
+    for name in ("enabled", "exclude"):
+        if not isinstance(reasoning.get(name), bool | None):
+            raise UsageError(f"reasoning.{name} is {reasoning[name]!r}; allowed: true or false", "reasoning")
+    format, kind = body.get("reasoning_format"), thinking.pop("type", None)
+    check(format in (None, *_FORMATS), "reasoning_format", format, " or ".join(_FORMATS))
+    if kind not in (None, *_KINDS):
+        raise UsageError(f"thinking.type is {repr(kind)[:80]}; allowed: enabled, disabled or adaptive", "thinking")
+    budget = _agreed("thinking_budget", "budgets", thinking.pop("budget_tokens", None), reasoning.get("max_tokens"),
+                     body.get("thinking_budget"))
+    effort = _agreed("reasoning", "efforts", "none" if reasoning.get("enabled") is False else None,
+                     reasoning.get("effort"), body.get("reasoning_effort"))
+    settings = {"reasoning_effort": "none" if kind == "disabled" else effort, "thinking_budget": budget,
+                "thinking": thinking or None}
+    return ThinkingRequest({name: value for name, value in settings.items() if value is not None},
+                           kind in ("enabled", "adaptive") or bool(reasoning.get("enabled")),
+                           not reasoning.get("exclude"), format)
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = {} if body.get(name) is None else body[name]
+    check(isinstance(value, Mapping), name, value, "an object")
+    return value
+
+
+def _agreed(param: str, what: str, *values: Any) -> Any:
+    """The value that several members give alike; None if none gives one."""
+    given = [value for value in values if value is not None]
+    if any(value != given[0] for value in given):
+        raise UsageError(f"the request has the {what} {', '.join(str(value)[:80] for value in given)}; give one of "
+                         "them", param)
+    return given[0] if given else None

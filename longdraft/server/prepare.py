@@ -125,8 +125,9 @@ class Preparer:
                                          logprobs, events, effort, tools)
         for job in jobs:
             job.message_at = partial(self._message_at, request.messages, ids)
-        divides = (request.reasoning_format or self.settings.reasoning_format) == "auto"
-        answers = self._tools.answers(tools, shows_thinking=divides)
+        thinking = request.asked_thinking
+        divides = (thinking.format or self.settings.reasoning_format) == "auto"
+        answers = self._tools.answers(tools, shows_thinking=divides, sends_thinking=thinking.is_sent)
         last = request.messages[-1].for_template() if request.continue_final_message else {}
         begun, thought = last.get("content", ""), last.get("reasoning_content", "")
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
@@ -134,8 +135,7 @@ class Preparer:
                                   has_prompt_progress=request.return_progress,
                                   new_reader=partial(answers.reader, ids, begun, thought),
                                   tools=tools,
-                                  warnings=partial(self.engine.loaded.grammar_warnings, jobs[0].params, ids),
-                                  sends_reasoning=not (request.reasoning and request.reasoning.exclude))
+                                  warnings=partial(self.engine.loaded.grammar_warnings, jobs[0].params, ids))
         return PreparedRequest(jobs, options, events, check_grammar, is_detached=request.longdraft.detach)
 
     def _message_at(self, messages: list[ChatMessage], ids: list[int], position: int) -> int:
@@ -159,7 +159,8 @@ class Preparer:
         names = [name for name in given if ALIASES[name] in ("reasoning_effort", "thinking_budget")]
         with _spelled(given, request.longdraft.model_fields_set):
             params = SamplingParams.from_names({name: given[name] for name in names})
-            return self.engine.effort(params, request.chat_template_kwargs or {}, turns_on=request.turns_thinking_on)
+            return self.engine.effort(params, request.chat_template_kwargs or {},
+                                      turns_on=request.asked_thinking.turns_on)
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""

@@ -50,7 +50,6 @@ class ResponseOptions:
     has_prompt_progress  send chunks with `prompt_progress` while prompts are read
     new_reader     divides an answer into thinking, text and calls; takes the seed. None: all of it is text
     tools          of the request
-    sends_reasoning  replies have the thinking, too
     warnings       returns what of the request could not be honoured
     """
 
@@ -66,7 +65,6 @@ class ResponseOptions:
     has_prompt_progress: bool = False
     new_reader: Callable[..., ToolReader] | None = None
     tools: ToolRequest | None = None
-    sends_reasoning: bool = True
     warnings: Callable[[], Sequence[str]] = tuple
 
 
@@ -76,11 +74,11 @@ class Choice:
 
     job: GenerationJob
     reader: ToolReader | None
+    tools: ToolRequest | None
     parts: list[Part] = field(default_factory=list)  # of a whole reply
     num_calls: int = 0  # so far
     arguments: list[str] = field(default_factory=list)  # of the latest call, so far
-    sends_reasoning: bool = True
-    calls_reason: str = "tool_calls"  # the reason for the end of an answer with calls
+    has_whole_call: bool = False  # at the end: the latest call is complete
     end: str | None = None  # why the text ended, by longdraft's name
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -92,17 +90,10 @@ class Choice:
         """The whole answer, of the parts that were collected."""
         return put_together(self.parts)
 
-    @property
-    def has_cut_call(self) -> bool:
-        """Whether the latest call is not complete."""
-        return self.num_calls > 0 and parsed_arguments("".join(self.arguments)) is None
-
     @classmethod
     def of(cls, options: ResponseOptions, job: GenerationJob) -> Choice:
         reader = options.new_reader(seed=job.params.seed) if options.new_reader else None
-        is_legacy = options.tools is not None and options.tools.is_legacy
-        return cls(job, reader, calls_reason="function_call" if is_legacy else "tool_calls",
-                   sends_reasoning=options.sends_reasoning)
+        return cls(job, reader, options.tools)
 
     def read(self, events: list[Event]) -> list[Part]:
         """The parts of new events. Notes the end of the text."""
@@ -111,16 +102,15 @@ class Choice:
             parts = [Part("text", "".join(event.text for event in events))]
         else:
             parts = self.reader.read(events, is_end=reason is not None)
-        if not self.sends_reasoning:
-            parts = [part for part in parts if part.kind != "thought"]
         for part in parts:
             if part.kind == "call":
                 self.num_calls, self.arguments = self.num_calls + 1, []
             elif part.kind == "arguments":
                 self.arguments.append(part.text)
         if reason:
-            arguments = "".join(self.arguments) if self.num_calls else None
-            self.end, self.finish_reason = reason, finish_reason_of(reason, arguments, self.calls_reason)
+            self.has_whole_call = self.num_calls > 0 and parsed_arguments("".join(self.arguments)) is not None
+            self.end = reason
+            self.finish_reason = finish_reason_of(reason, self.tools, has_whole_call=self.has_whole_call)
         self.stats = events[-1].stats
         return parts
 

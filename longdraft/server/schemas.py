@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
-from longdraft.request.openai_body import UNSUPPORTED, parse_json, unsupported
+from longdraft.request.openai_body import UNSUPPORTED, ThinkingRequest, parse_json, read_thinking, unsupported
 from longdraft.request.sampling_params import EFFORTS
 from longdraft.server.body_types import (
     AnyObject,
@@ -241,48 +241,16 @@ class ChatRequest(SamplingRequest):
         return self
 
     @property
-    def settings(self) -> dict[str, Any]:
-        given, reasoning = super().settings, self.reasoning or ReasoningOptions()
-        sampling = dict(given.pop("thinking", {}))
-        is_off = reasoning.enabled is False or sampling.pop("type", None) == "disabled"
-        own = {"reasoning_effort": "none" if is_off else reasoning.effort, "thinking": sampling or None,
-               "thinking_budget": sampling.pop("budget_tokens", reasoning.max_tokens)}
-        return given | {name: value for name, value in own.items() if value is not None}
+    def asked_thinking(self) -> ThinkingRequest:
+        """UsageError where the request contradicts itself."""
+        return read_thinking(super().settings | {"reasoning": self.reasoning and self.reasoning.model_dump(),
+                                                 "reasoning_format": self.reasoning_format})
 
     @property
-    def turns_thinking_on(self) -> bool:
-        """Whether the request asks for thinking without an effort."""
-        kind = (getattr(self, "thinking", None) or {}).get("type")
-        return kind in ("enabled", "adaptive") or bool(self.reasoning and self.reasoning.enabled)
-
-    @model_validator(mode="after")
-    def _check_thinking(self) -> ChatRequest:
-        """`thinking` has sampling settings, and may have the members of Anthropic's, GLM's and DeepSeek's objects."""
-        thinking = getattr(self, "thinking", None) or {}
-        if thinking.get("type", "enabled") not in ("enabled", "disabled", "adaptive"):
-            raise PydanticCustomError("thinking", "thinking.type is {kind}; allowed: enabled, disabled or adaptive",
-                                      {"kind": str(thinking["type"])[:80], "param": "thinking"})
-        if type(thinking.get("budget_tokens", 0)) is not int:
-            raise PydanticCustomError("thinking", "thinking.budget_tokens must be a whole number",
-                                      {"param": "thinking"})
-        budgets: set[Any] = {thinking.get("budget_tokens"), self.reasoning and self.reasoning.max_tokens,
-                   getattr(self, "thinking_budget", None)} - {None}
-        if len(budgets) > 1:
-            raise PydanticCustomError("thinking", "the request has the budgets {budgets}; give one of them",
-                                      {"budgets": ", ".join(map(str, sorted(budgets))), "param": "thinking_budget"})
-        return self
-
-    @model_validator(mode="after")
-    def _check_reasoning(self) -> ChatRequest:
-        reasoning, effort = self.reasoning, getattr(self, "reasoning_effort", None)
-        if reasoning is not None and reasoning.enabled is False and reasoning.effort not in (None, "none"):
-            raise PydanticCustomError("reasoning", "reasoning has enabled false and the effort {effort}; give one of "
-                                      "them", {"effort": reasoning.effort, "param": "reasoning"})
-        if reasoning is not None and effort is not None and (reasoning.effort not in (None, effort)
-                                                             or (reasoning.enabled is False and effort != "none")):
-            raise PydanticCustomError("reasoning", "reasoning contradicts reasoning_effort {effort}; give one of them",
-                                      {"effort": effort, "param": "reasoning"})
-        return self
+    def settings(self) -> dict[str, Any]:
+        given = super().settings
+        given.pop("thinking", None)
+        return given | self.asked_thinking.settings
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatRequest:

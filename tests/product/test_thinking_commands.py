@@ -84,9 +84,9 @@ def test_several_texts_of_a_request_are_under_the_same_rules(server):
     ({"thinking_budget": 5, "thinking_token_budget": 6}, "thinking_token_budget", "contradicts"),
     ({"reasoning_effort": "much"}, "reasoning_effort", "minimal"),
     ({"reasoning": {"effort": "low", "enabled": False}}, "reasoning", "give one of"),
-    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning", "contradicts"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning", "low, high; give one of"),
     ({"thinking": {"type": "much"}}, "thinking", "enabled, disabled or adaptive"),
-    ({"thinking": {"budget_tokens": "5"}}, "thinking", "whole number"),
+    ({"thinking": {"budget_tokens": "5"}}, "thinking_budget", "whole number"),
     ({"thinking": {"budget_tokens": 5}, "reasoning": {"max_tokens": 6}}, "thinking_budget", "5, 6; give one"),
     ({"longdraft": {"thinking": {"seed": 1}}}, "longdraft.thinking", "temperature, top_k"),
     ({"longdraft": {"thinking": {"temperature": -1}}}, None, "temperature is -1"),
@@ -161,7 +161,7 @@ def test_every_api_has_the_rules_of_the_chat(server, path, body, rule):
 
 @pytest.mark.parametrize("path, body, words", [
     ("/v1/messages", {"output_config": {"effort": "much"}}, "output_config.effort is 'much'; allowed: none"),
-    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "budget_tokens must be a whole number"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "is 1.5; allowed: a whole number"),
     ("/v1/messages", {"thinking": {"budget_tokens": 5}}, "thinking.type is None; allowed: enabled"),
     ("/v1/messages", {"thinking": {"type": "enabled", "mood": 1}}, "temperature, top_k"),
     ("/v1/responses", {"reasoning": {"effort": ["low"]}}, "reasoning.effort"),
@@ -273,6 +273,37 @@ def test_a_batch_job_writes_the_texts_of_the_server(engine, folder, server, tmp_
     records = [json.loads(line) for line in output.read_text().splitlines()]
     expected = ask(server, thinking_budget=12)["longdraft"]["stats"]["sha256_tokens"]
     assert {record["sha256_tokens"] for record in records} == {expected}
+
+
+def test_a_row_asks_of_the_thinking_what_a_request_to_the_server_asks(folder, server, tmp_path):
+    asked = [{"reasoning": {"effort": "low"}}, {"reasoning": {"enabled": False}}, {"thinking": {"type": "disabled"}},
+             {"thinking": {"type": "enabled", "budget_tokens": 12}}, {"reasoning_format": "none"},
+             {"reasoning": {"max_tokens": 12, "exclude": True}}]
+    common = SETTINGS | {"messages": [{"role": "user", "content": "Hi"}], "longdraft": EXTENSION}
+    source, output = tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({
+        "custom_id": str(number), "url": "/v1/chat/completions", "body": common | each}) + "\n"
+        for number, each in enumerate(asked)))
+    command = ["batch", str(source), str(output), "--model", str(folder), "--drafter", "suffix", "--quiet"]
+    assert run(command) == 0
+    for record in map(json.loads, output.read_text().splitlines()):
+        message = record["response"]["body"]["choices"][0]["message"]
+        assert message == ask(server, **asked[int(record["custom_id"])])["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("body, words", [
+    ({"reasoning": {"mood": 1}}, "reasoning is 'mood'; allowed: effort, max_tokens"),
+    ({"reasoning": 3}, "reasoning is 3; allowed: an object"),
+    ({"reasoning": {"enabled": 1}}, "reasoning.enabled is 1; allowed: true or false"),
+    ({"reasoning": {"effort": "much"}}, "reasoning_effort is 'much'; allowed: none"),
+    ({"reasoning": {"enabled": False, "effort": "low"}}, "none, low; give one of them"),
+    ({"thinking": {"type": ["on"]}}, "thinking.type is ['on']; allowed: enabled"),
+    ({"thinking": {"budget_tokens": 5}, "thinking_budget": 6}, "the budgets 5, 6; give one of them"),
+    ({"reasoning_format": "some"}, "reasoning_format is 'some'; allowed: auto or none")])
+def test_wrong_rules_in_a_row_are_refused_by_name(body, words):
+    row = {"custom_id": "a", "url": "/v1/chat/completions", "body": {
+        "messages": [{"role": "user", "content": "Hi"}], **body}}
+    assert words in requests.parse(row, 1, "").problem
 
 
 @pytest.mark.full

@@ -291,7 +291,7 @@ class MessagesReply(TextReply):
         if choice.finish_reason in ("length", "loop"):
             is_full = self._options.prompt_tokens + job.num_tokens >= self._limit > 0
             return "model_context_window_exceeded" if is_full else "max_tokens", None
-        if choice.finish_reason == choice.calls_reason:
+        if choice.finish_reason == "tool_calls":
             return "tool_use", None
         if choice.end == "stop" and (stop := self._stops.stop) is not None:
             return "stop_sequence", stop

@@ -238,7 +238,7 @@ class ResponsesReply(TextReply):
     def _last_status(self) -> str:
         """The status of the item that the text ends in."""
         is_call = self._item is not None and self._item["type"] == "function_call"
-        return ("incomplete" if self._choice.has_cut_call else "completed") if is_call else self._status
+        return ("completed" if self._choice.has_whole_call else "incomplete") if is_call else self._status
 
     def _event(self, kind: str, **content: Any) -> bytes:
         self._number += 1

@@ -67,11 +67,16 @@ class ModelTools:
             tools, params.structured_outputs, is_behind=is_opened or params.steers_thoughts)
         return replace(params, structured_outputs=structure)
 
-    def answers(self, tools: ToolRequest | None, *, shows_thinking: bool = True) -> ToolAnswers:
-        """Readers of answers. shows_thinking: apart from the text, as it always is beside calls"""
+    def answers(self, tools: ToolRequest | None, *, shows_thinking: bool = True, sends_thinking: bool = True
+                ) -> ToolAnswers:
+        """Readers of answers.
+
+        shows_thinking  apart from the text, as it always is beside calls
+        sends_thinking  otherwise it is left out where it is apart
+        """
         return ToolAnswers(self.form if tools else GENERIC, self.tokenizer,
                            self.thinking if shows_thinking or tools else None, tools,
-                           tools is not None and self._is_free(tools))
+                           tools is not None and self._is_free(tools), sends_thinking)
 
     def _is_free(self, tools: ToolRequest) -> bool:
         """Whether the model may write anything in the place of calls."""

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 from longdraft.request.events import Event, Finish
-from longdraft.request.tools import ToolRequest, parsed_arguments
+from longdraft.request.tools import ToolRequest
 from longdraft.text.harmony import ARGUMENTS_MARK, CALL_MARK, ChannelText, Harmony
 from longdraft.text.stream import TokenMarker
 from longdraft.text.thinking import AnswerFormat, AnswerReader, ThinkingTags, begun_length
@@ -88,15 +88,11 @@ def chat_message(answer: WholeAnswer, tools: ToolRequest | None) -> dict[str, An
     return message
 
 
-def finish_reason_of(end: Finish, arguments: str | None, calls_reason: str) -> str:
-    """OpenAI's reason for the end of a text. A call that is not complete is none.
-
-    arguments     of the answer's last call; None: it has none
-    calls_reason  of an answer with calls
-    """
-    reason = "stop" if end == "eos" else end
-    is_call = reason == "stop" and arguments is not None and parsed_arguments(arguments) is not None
-    return calls_reason if is_call else reason
+def finish_reason_of(end: Finish, tools: ToolRequest | None, *, has_whole_call: bool) -> str:
+    """OpenAI's reason for the end of a text. has_whole_call: it has calls, and the last one is complete"""
+    if has_whole_call and end in ("eos", "stop"):
+        return "function_call" if tools and tools.is_legacy else "tool_calls"
+    return "stop" if end == "eos" else end
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
@@ -117,6 +113,7 @@ class ToolAnswers:
     thinking  how they show thinking; None: they show none, or it is part of the text
     tools     of the request; None: answers have no calls
     is_free   no grammar is on: calls that cannot be read are text
+    sends_thinking  otherwise answers are read without their thinking
     """
 
     form: ToolForm
@@ -124,6 +121,7 @@ class ToolAnswers:
     thinking: AnswerFormat | None
     tools: ToolRequest | None
     is_free: bool = False
+    sends_thinking: bool = True
 
     def reader(self, prompt: Sequence[int], begun: str = "", thought: str = "", seed: int | None = 0) -> ToolReader:
         """A reader for the answer to a prompt. seed: of the text; begun, thought: the beginnings of the answer and of
@@ -140,7 +138,7 @@ class ToolAnswers:
             parser = (_FreeCallParser(self._form, self.tools, self._letters) if self.is_free else
                       _CallParser(self._form, self.tools))
         ids = _Ids(prompt, seed, is_short=self.form.has_short_ids) if parser else None
-        return ToolReader(inner, parser, ids)
+        return ToolReader(inner, parser, ids, sends_thinking=self.sends_thinking)
 
     def whole(self, prompt: Sequence[int], tokens: Sequence[int], pieces: Sequence[str], seed: int | None = 0
               ) -> list[Part]:
@@ -214,8 +212,10 @@ class _Ids:
 class ToolReader:
     """The parts of one answer. parser, ids: None for an answer without calls"""
 
-    def __init__(self, inner: AnswerReader, parser: _CallParser | None, ids: _Ids | None) -> None:
+    def __init__(self, inner: AnswerReader, parser: _CallParser | None, ids: _Ids | None, *, sends_thinking: bool
+                 ) -> None:
         self._inner, self._parser, self._ids = inner, parser, ids
+        self._sends_thinking = sends_thinking
         self._num_calls = 0
 
     def push(self, tokens: Sequence[int], text: str) -> list[Part]:
@@ -238,7 +238,7 @@ class ToolReader:
         return parts + (self._named(self._parser.finish()) if self._parser else [])
 
     def _parts(self, text: ChannelText) -> list[Part]:
-        thought = [Part("thought", text.reasoning)] if text.reasoning else []
+        thought = [Part("thought", text.reasoning)] if text.reasoning and self._sends_thinking else []
         if self._parser is None:
             return thought + ([Part("text", text.content)] if text.content else [])
         return thought + self._named(self._parser.push(text.content))
