@@ -63,6 +63,9 @@ class LayerDrafter:
     def nbytes(self) -> int:
         return self._draft_model.nbytes + (self._suffix.nbytes if self._suffix else 0)
 
+    def inherit(self, earlier: LayerDrafter, num_retracted: int) -> None:
+        self._suffix = earlier._suffix
+
     def begin(self, context: Context, verified: Verified | None) -> None:
         if self._suffix:
             self._suffix.update(context)
@@ -112,6 +115,9 @@ class SlotDrafter:
     @property
     def nbytes(self) -> int:
         return self._draft_model.nbytes + (self._suffix.nbytes if self._suffix else 0)
+
+    def inherit(self, earlier: SlotDrafter, num_retracted: int) -> None:
+        self._suffix = earlier._suffix
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         if verified:

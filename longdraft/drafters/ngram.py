@@ -48,6 +48,8 @@ class NgramOptions(DrafterOptions):
 class DelayedTokens:
     """Gives each token of a growing text once, when `delay` more tokens have been written.
 
+    After a cut of the text it goes on with the new tokens. Those that were taken back and given before remain given.
+
     delay  a number of tokens; -1: the penalty window of `params` if there is a penalty, else 0
     """
 
@@ -59,7 +61,8 @@ class DelayedTokens:
 
     def take(self, context: Context) -> NDArray[np.int32]:
         """The tokens [N] that have become due since the last call."""
-        start, self._end = self._end, max(self._end, len(context) - self._delay)
+        start = min(self._end, len(context))
+        self._end = max(start, len(context) - self._delay)
         return context.slice(start, self._end)
 
 
@@ -86,6 +89,9 @@ class NgramDrafter:
 
     def __init__(self, options: NgramOptions, params: SamplingParams) -> None:
         self._matcher = NgramMatcher(options, params)
+
+    def inherit(self, earlier: NgramDrafter, num_retracted: int) -> None:
+        self._matcher = earlier._matcher
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._matcher.update(context)

@@ -234,6 +234,9 @@ class SelfDrafter:
         partial = 0 if self._is_shared else self.partial.nbytes
         return partial + sum(part.nbytes for part in (self._suffix, self._vocabulary) if part)
 
+    def inherit(self, earlier: SelfDrafter, num_retracted: int) -> None:
+        self._ngrams, self._suffix = earlier._ngrams, earlier._suffix
+
     def begin(self, context: Context, verified: Verified | None) -> None:
         self.partial.update(verified.attention if verified else None)
         if self._ngrams:

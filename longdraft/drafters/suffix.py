@@ -133,6 +133,9 @@ class SuffixDrafter:
     def nbytes(self) -> int:
         return self._matcher.nbytes
 
+    def inherit(self, earlier: SuffixDrafter, num_retracted: int) -> None:
+        self._matcher = earlier._matcher
+
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._matcher.update(context)
 

@@ -293,6 +293,10 @@ class TriForceDrafter:
     def read_prompt(self, context: Context) -> Routine[None]:
         yield from self._first_level.read_prompt(context)
 
+    def inherit(self, earlier: TriForceDrafter, num_retracted: int) -> None:
+        if isinstance(earlier._first_level, FirstLevelNgrams):
+            self._first_level = earlier._first_level
+
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._update(verified)
         self._first_level.begin(context)

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from longdraft.request.events import TokenLogprob
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.abilities import HasSummary
+from longdraft.speculation.abilities import Inherits
 from longdraft.speculation.drafter import Accepted, Drafter
 from longdraft.speculation.step import Step
 from longdraft.text.banned_phrases import ChosenToken, PhraseFilter
@@ -48,7 +48,7 @@ def _rewound(step: Step, num_new: int, banned: Sequence[int],
     sampler = step.sampler.of_another_text()
     sampler.ban(len(context), banned)
     drafter = new_drafter(sampler)
-    if isinstance(drafter, HasSummary):
+    if isinstance(drafter, Inherits):
         drafter.inherit(step.drafter, num_retracted)
     drafter.begin(context, None)
     ahead = step.ahead.with_sampler(sampler) if step.ahead else None

@@ -34,9 +34,14 @@ class HasSummary(Protocol):
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """Figures over the first `num_tokens` observed tokens. Later ones are after the end of the text."""
 
+
+@runtime_checkable
+class Inherits(Protocol):
+    """A drafter that takes over from the one before a cut of the text what grows with the text."""
+
     def inherit(self, earlier: Any, num_retracted: int) -> None:
-        """Continue the figures of `earlier`, a drafter of the same class and text. The last tokens that it observed,
-        `num_retracted` of them, were taken back."""
+        """Take over indexes and figures of `earlier`, a drafter of the same class and text. The last tokens that it
+        observed, `num_retracted` of them, were taken back. `begin` comes after this."""
 
 
 @runtime_checkable

@@ -12,8 +12,10 @@ import pytest
 import longdraft
 from helpers.equality import DRAFTERS, prompt_of
 from helpers.processes import Fork, run_longdraft, wait_for
+from longdraft.drafters.ngram import DelayedTokens
 from longdraft.errors import UsageError
 from longdraft.journal.format import FILE, read_journal
+from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.text.banned_phrases import MAX_BANS, ChosenToken, PhraseFilter, folded
 
@@ -126,6 +128,38 @@ def test_every_drafter_writes_the_plain_text(tiny, engine, params, plain, drafte
     generation = other.generate(prompt_of(60), params)
     list(generation)
     assert generation.tokens.tolist() == plain
+
+
+@pytest.mark.parametrize("drafter", ["auto", "ngram", "suffix", "tokenswift", "magicdec, streaming", "glide",
+                                     "triforce, n-grams"])
+def test_a_cut_has_no_index_read_the_text_again(tiny, params, monkeypatch, drafter):
+    name, options = DRAFTERS[drafter]
+    other = longdraft.load(str(tiny["gqa"]), drafter=name, drafter_options=options, threads=1)
+    readers: set[DelayedTokens] = set()
+    take = DelayedTokens.take
+    monkeypatch.setattr(DelayedTokens, "take", lambda self, context: readers.add(self) or take(self, context))
+    counts = []
+    for banned in ((), (), params.banned_strings):  # the first text of `auto` measures costs, with indexes of its own
+        readers.clear()
+        list(generation := other.generate(prompt_of(60), replace(params, banned_strings=banned)))
+        counts.append(len(readers))
+    assert generation.stats()["rewinds"] > 2
+    assert counts[2] == counts[1] > 0
+
+
+@pytest.mark.parametrize("delay", [0, 10])
+def test_an_index_goes_on_behind_a_cut_with_the_new_tokens(delay):
+    context, index = Context(range(60)), DelayedTokens(delay, SamplingParams())
+    given = index.take(context).tolist()
+    context.extend(range(100, 103))
+    given += index.take(context).tolist()
+    context.truncate(61)
+    given += index.take(context).tolist()
+    context.extend(range(200, 220))
+    given += index.take(context).tolist()
+    taken_back = [] if delay else [101, 102]
+    assert given == ([*range(60), 100, *taken_back, *range(200, 220)])[: len(given)]
+    assert len(given) == len(context) - delay + len(taken_back)
 
 
 def test_a_batch_writes_the_plain_texts(engine, params, plain):

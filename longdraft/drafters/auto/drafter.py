@@ -46,7 +46,7 @@ from longdraft.parts.draft_copy import check_draft_weights
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, root_only
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.abilities import ReadsPrompt, ReadsStates, ReadsText, memory_of
+from longdraft.speculation.abilities import Inherits, ReadsPrompt, ReadsStates, ReadsText, memory_of
 from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.routine import Routine
@@ -348,6 +348,9 @@ class AutoDrafter:
         self.report = earlier.report
         if self.report.choices:
             self.report.retract(num_retracted)
+        for name, drafter in self._drafters.items():
+            if isinstance(drafter, Inherits):
+                drafter.inherit(earlier._drafters[name], num_retracted)
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
         self._report_plain()
