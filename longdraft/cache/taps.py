@@ -7,7 +7,7 @@ will read the states, forwards need not copy them (`TapLog.is_on`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,9 +26,20 @@ class TappedRows(NamedTuple):
     start: int
     states: Tensor
 
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.start + self.states.shape[1]
+
     def cut(self, start: int, stop: int) -> TappedRows:
         """The rows at positions start .. stop - 1."""
         return TappedRows(start, self.states[:, start - self.start : stop - self.start])
+
+    def seen(self, sinks: int, first: int, chunk: int) -> Iterator[TappedRows]:
+        """The rows before position `sinks` and those from `first` on, at most `chunk` at a time."""
+        for start, stop in ((self.start, min(self.end, sinks)), (max(self.start, first, sinks), self.end)):
+            for position in range(start, stop, chunk):
+                yield self.cut(position, min(position + chunk, stop))
 
 
 class TapLog:
@@ -100,7 +111,7 @@ class TapLog:
         """All rows that are held, in order, in as few runs as possible; the log forgets them."""
         joined: list[list[TappedRows]] = []
         for run in [*self._first, *self._runs]:
-            if joined and run.start == joined[-1][-1].start + joined[-1][-1].states.shape[1]:
+            if joined and run.start == joined[-1][-1].end:
                 joined[-1].append(run)
             else:
                 joined.append([run])

@@ -130,10 +130,8 @@ class ContextRows:
             self._drop_drafts()
         first_seen = len(context) - 1 - self._longest
         for run in self._taps.take():
-            end = run.start + run.states.shape[1]
-            for start, stop in ((run.start, min(end, self._sinks)), (max(run.start, first_seen, self._sinks), end)):
-                for place in range(start, stop, READ_CHUNK):
-                    self._read(run.cut(place, min(place + READ_CHUNK, stop)))
+            for part in run.seen(self._sinks, first_seen, READ_CHUNK):
+                self._read(part)
         if self.end != len(context) - 1:
             return False
         for run in self._drafted.take() if self._drafted else ():
@@ -149,7 +147,7 @@ class ContextRows:
 
     def _context(self, run: TappedRows) -> Iterator[tuple[RowWindow, Tensor, Tensor]]:
         """The keys and values of rows for each group of layers."""
-        k, v = self._head.context(run.states, range(run.start, run.start + run.states.shape[1]))
+        k, v = self._head.context(run.states, range(run.start, run.end))
         for size, layers in self._groups.items():
             yield self.windows[size], k[layers], v[layers]
 

@@ -154,7 +154,7 @@ class EagleDraftModel:
             self._read_unread(context)
         if taken:
             count = taken[0].states.shape[1]
-            is_next = len(taken) == 1 and taken[0].start == rows.end and rows.end + count == len(context) - 1
+            is_next = len(taken) == 1 and taken[0].start == rows.end and taken[0].end == len(context) - 1
             if not (is_next and rows.has_sinks and count <= min(MOST_UNREAD, self._window)):
                 self._read_runs(context, taken)
                 return None
@@ -227,10 +227,8 @@ class EagleDraftModel:
             self._forget_drafts(0)
         first_seen, chunk = len(context) - 1 - self._window, min(READ_CHUNK, self._window)
         for run in runs:
-            end = run.start + run.states.shape[1]
-            for start, stop in ((run.start, min(end, self._sinks)), (max(run.start, first_seen, self._sinks), end)):
-                for place in range(start, stop, chunk):
-                    self._read(context, run.cut(place, min(place + chunk, stop)), num_masks)
+            for part in run.seen(self._sinks, first_seen, chunk):
+                self._read(context, part, num_masks)
         if self.rows.end != len(context) - 1:  # the state of the text's last row is not known
             self._outputs = []
 
@@ -242,19 +240,19 @@ class EagleDraftModel:
         self._read(context, run)
 
     def _read(self, context: Context, run: TappedRows, num_masks: int = 0) -> None:
-        count = run.states.shape[1]
+        count = run.end - run.start
         if run.start != self.rows.end:
             self.rows.restart(run.start)
         self.rows.make_room(count)
         self.rows.turn_sinks(self._head.rotations)
         self._outputs = []
-        is_last = run.start + count == len(context) - 1
+        is_last = run.end == len(context) - 1
         y, of_masks = self._with_masks(self._head.fuse(run.states), num_masks if is_last else 0)
         self._forward(y, self._tokens_after(context, run) + of_masks, run.start, count)
 
     @staticmethod
     def _tokens_after(context: Context, run: TappedRows) -> list[int]:
-        tokens: list[int] = context.slice(run.start + 1, run.start + 1 + run.states.shape[1]).tolist()
+        tokens: list[int] = context.slice(run.start + 1, run.end + 1).tolist()
         return tokens
 
     def _forward(self, y: Tensor, tokens: Sequence[int], start: int, num_text: int = 0) -> None:
