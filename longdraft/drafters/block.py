@@ -19,7 +19,7 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TapLog, TappedRows
 from longdraft.cache.window import RowWindow
 from longdraft.drafters.draft_vocabulary import (
-    AUTO,
+    AUTO_VOCABULARY,
     DraftVocabulary,
     VocabularySize,
     check_draft_vocabulary,
@@ -33,8 +33,7 @@ from longdraft.errors import check
 from longdraft.kernels import KVStore
 from longdraft.kernels.launched import HostWork, LaunchedWork
 from longdraft.parts.block import BlockHead, DraftBlock, SlotRows
-from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
-from longdraft.parts.draft_copy import check_head_weights
+from longdraft.parts.draft_copy import AUTO_WEIGHTS, check_head_weights
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.sampling.sampler import Sampler
@@ -66,7 +65,7 @@ class BlockOptions(DrafterOptions):
     window: int = 0
     sinks: int = USUAL_SINKS
     draft_weights: str = AUTO_WEIGHTS
-    draft_vocabulary: VocabularySize = AUTO
+    draft_vocabulary: VocabularySize = AUTO_VOCABULARY
 
     def __post_init__(self) -> None:
         check(1 <= self.nodes <= MAX_NODES, "nodes", self.nodes, f"1 to {MAX_NODES}")

@@ -26,7 +26,7 @@ from longdraft.parts.draft_copy import outweighs_cache
 from longdraft.request.context import Context
 from longdraft.speculation.drafter import Verified
 
-AUTO, ALL = "auto", "all"
+AUTO_VOCABULARY, ALL = "auto", "all"
 VocabularySize = int | str  # auto | all | number of tokens
 LEAST_SIZE = 64
 _AUTO_SIZE = 32_768
@@ -41,7 +41,7 @@ _MAX_CANDIDATES = 256  # of a row; a row with more of them tells little
 def check_draft_vocabulary(value: VocabularySize) -> None:
     """UsageError unless `value` is auto, all, or a number of tokens that some vocabulary can have."""
     is_size = isinstance(value, int) and not isinstance(value, bool) and value >= LEAST_SIZE
-    check(is_size or value in (AUTO, ALL), "draft_vocabulary", value,
+    check(is_size or value in (AUTO_VOCABULARY, ALL), "draft_vocabulary", value,
           f"auto, all, or {LEAST_SIZE} to the model's number of tokens")
 
 
@@ -54,7 +54,7 @@ def vocabulary_size(asked: VocabularySize, model: Transformer) -> int | None:
     if asked in (ALL, total):
         return None
     is_possible = can_take_rows(model.kernels, head)
-    if asked == AUTO:
+    if asked == AUTO_VOCABULARY:
         saved = head.nbytes * (1 - _AUTO_SIZE / total) / model.weights_bytes
         pays = total > _AUTO_MIN_VOCABULARY and saved >= _AUTO_MIN_SAVED and outweighs_cache(model)
         return _AUTO_SIZE if pays and is_possible else None

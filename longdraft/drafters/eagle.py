@@ -33,8 +33,7 @@ from longdraft.kernels.chain_plan import (
     TrainedLayers,
     UnreadRows,
 )
-from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
-from longdraft.parts.draft_copy import check_head_weights
+from longdraft.parts.draft_copy import AUTO_WEIGHTS, check_head_weights
 from longdraft.parts.eagle import Eagle
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams

@@ -35,7 +35,7 @@ from longdraft.cache.taps import TapLog
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import (
-    AUTO,
+    AUTO_VOCABULARY,
     DraftVocabulary,
     VocabularySize,
     check_draft_vocabulary,
@@ -50,8 +50,7 @@ from longdraft.drafters.template import MAX_NODES, ranked_heads
 from longdraft.errors import UsageError, check
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
-from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
-from longdraft.parts.draft_copy import check_draft_weights
+from longdraft.parts.draft_copy import AUTO_WEIGHTS, check_draft_weights
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import Tree, Trie
@@ -90,7 +89,7 @@ class SelfDraftOptions(ChainOptions):
     budget: int = 256
     sinks: int = 16
     draft_weights: str = AUTO_WEIGHTS
-    draft_vocabulary: VocabularySize = AUTO
+    draft_vocabulary: VocabularySize = AUTO_VOCABULARY
 
     def __post_init__(self) -> None:
         super().__post_init__()

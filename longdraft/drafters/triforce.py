@@ -35,8 +35,8 @@ from longdraft.drafters.block import BLOCK, BlockModel, BlockOptions
 from longdraft.drafters.chain import Chain, DraftModel
 from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_model import DRAFT, windowed
-from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
 from longdraft.drafters.draft_vocabulary import (
+    AUTO_VOCABULARY,
     DraftVocabulary,
     VocabularySize,
     check_draft_vocabulary,
@@ -52,8 +52,7 @@ from longdraft.errors import check
 from longdraft.kernels.chain_plan import Ranked
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.parts.block import BlockHead
-from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
-from longdraft.parts.draft_copy import check_draft_weights
+from longdraft.parts.draft_copy import AUTO_WEIGHTS, check_draft_weights
 from longdraft.parts.eagle import Eagle
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams

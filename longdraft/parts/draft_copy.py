@@ -26,8 +26,8 @@ from longdraft.parallel import shard_of
 from longdraft.system.machine import available_memory
 
 log = logging.getLogger(__name__)
-AUTO, SAME = "auto", "same"
-CHOICES = (AUTO, SAME, FILE, "int8", "int4")
+AUTO_WEIGHTS, SAME = "auto", "same"
+CHOICES = (AUTO_WEIGHTS, SAME, FILE, "int8", "int4")
 # `auto` makes a copy in int4 of models whose weights are as large as the cache of this many tokens. Below, drafts cost
 # less beside a verification, and a copy that agrees less often is slower: int8 then (notebook/2026-11.md).
 _MIN_WEIGHTS_IN_TOKENS = 16_384
@@ -60,7 +60,7 @@ def auto_format(weights_bytes: int, weights_in_tokens: float) -> str:
 def head_format(asked: str, nbytes: int, kernels: Kernels) -> str:
     """The format of the layers of a head that drafts, for `pack`. asked: one of CHOICES, where `auto` is int4 for
     layers of 4 MiB or more on the compiled CPU kernels, and so is `file`, which says nothing of heads"""
-    if asked in (AUTO, FILE):
+    if asked in (AUTO_WEIGHTS, FILE):
         return "int4" if is_compiled(kernels) and nbytes >= _MIN_BYTES else "none"
     return "none" if asked == SAME else asked
 
@@ -103,7 +103,7 @@ def resolve(asked: str, target: Transformer, files: TensorSource) -> str:
     UsageError if a format is asked for by name and cannot be had.
     """
     is_divided = shard_of(target.kernels).size > 1
-    if asked == AUTO:
+    if asked == AUTO_WEIGHTS:
         if is_divided or target.weights.quantize == "int4":
             return SAME
         if is_compiled(target.kernels):
@@ -137,11 +137,11 @@ def load_copy(files: TensorSource, target: Transformer, asked: str, cache: Path 
     size = files.nbytes if quantize == FILE else quantized_bytes(
         target.whole, quantize, is_draft_copy=True, is_on_device=target.kernels.is_device)
     free = target.kernels.free_bytes() or available_memory()
-    share = _SHARE_OF_DEVICE if asked == AUTO and target.kernels.is_device else USABLE
+    share = _SHARE_OF_DEVICE if asked == AUTO_WEIGHTS and target.kernels.is_device else USABLE
     if size > free * share:
         message = (f"the {quantize} copy of the weights that drafts takes {size / 2**30:.1f} GiB, and "
                    f"{free / 2**30:.1f} GiB are free{', most of which is left to the cache' * (share < USABLE)}")
-        if asked != AUTO:
+        if asked != AUTO_WEIGHTS:
             raise MemoryError(f"{message}; use --drafter-option draft_weights=same")
         log.warning("%s: drafting with the unquantised weights", message)
         return None

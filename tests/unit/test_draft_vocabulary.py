@@ -11,7 +11,13 @@ import longdraft
 from helpers.checkpoints import VOCAB, load
 from helpers.equality import SETTINGS, params_of, prompt_of
 from longdraft.drafters import draft_vocabulary
-from longdraft.drafters.draft_vocabulary import ALL, AUTO, DraftVocabulary, check_draft_vocabulary, vocabulary_size
+from longdraft.drafters.draft_vocabulary import (
+    ALL,
+    AUTO_VOCABULARY,
+    DraftVocabulary,
+    check_draft_vocabulary,
+    vocabulary_size,
+)
 from longdraft.drafters.self_draft import MagicDecOptions
 from longdraft.errors import UsageError
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary, rows_of_head
@@ -103,14 +109,14 @@ def test_its_memory_is_counted(tiny):
 
 def test_auto_limits_large_vocabularies_whose_head_is_a_large_share(tiny, monkeypatch):
     model = load(tiny["gqa"])
-    assert vocabulary_size(AUTO, model) is None, "a small vocabulary"
+    assert vocabulary_size(AUTO_VOCABULARY, model) is None, "a small vocabulary"
     monkeypatch.setattr(draft_vocabulary, "_AUTO_MIN_VOCABULARY", 100)
     monkeypatch.setattr(draft_vocabulary, "_AUTO_SIZE", 80)
     monkeypatch.setattr(draft_copy, "_MIN_WEIGHTS_IN_TOKENS", 1)
     monkeypatch.setattr(draft_vocabulary, "_AUTO_MIN_SAVED", 0.05)
-    assert vocabulary_size(AUTO, model) == 80
+    assert vocabulary_size(AUTO_VOCABULARY, model) == 80
     monkeypatch.setattr(draft_vocabulary, "_AUTO_MIN_SAVED", 0.9)
-    assert vocabulary_size(AUTO, model) is None, "the layers are what a draft token reads"
+    assert vocabulary_size(AUTO_VOCABULARY, model) is None, "the layers are what a draft token reads"
     assert vocabulary_size(ALL, model) is None and vocabulary_size(VOCAB, model) is None
 
 

@@ -38,11 +38,9 @@ from longdraft.drafters.auto.shared import SharedStatistics
 from longdraft.drafters.auto.watch import Watch
 from longdraft.drafters.confidence import confidence_of
 from longdraft.drafters.draft_model import DraftModelOptions
-from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
-from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
+from longdraft.drafters.draft_vocabulary import AUTO_VOCABULARY, VocabularySize, check_draft_vocabulary
 from longdraft.drafters.options import DrafterOptions
-from longdraft.parts.draft_copy import AUTO as AUTO_WEIGHTS
-from longdraft.parts.draft_copy import check_draft_weights
+from longdraft.parts.draft_copy import AUTO_WEIGHTS, check_draft_weights
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, root_only
 from longdraft.sampling.sampler import Sampler
