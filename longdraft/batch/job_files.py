@@ -21,7 +21,7 @@ from typing import Any
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError, missing_extra
 from longdraft.request.openai_body import parse_json
-from longdraft.system.files import append_synced, open_locked, sync_file, sync_folder, write_synced
+from longdraft.system.files import append_synced, open_locked, replacing, sync_folder, write_synced
 
 PARQUET = ".parquet"
 _LONGEST_LINE = 1 << 28  # bytes
@@ -209,12 +209,10 @@ class RecordFile(AbstractContextManager["RecordFile"]):
     def _drop_errors(self) -> None:
         """Replace the file by one without its error records. The new file is locked before it has the name."""
         kept = b"".join(line for line in self._lines() if not is_failed(json.loads(line)))
-        partial = self._path.with_name(self._path.name + ".partial")
         try:
-            write_synced(partial, kept, os.O_TRUNC)
-            fresh = open_locked(partial, os.O_RDWR | os.O_APPEND)
-            os.replace(partial, self._path)
-            sync_folder(self._path.parent)  # else a power cut could leave the old file without the records to come
+            with replacing(self._path) as partial:
+                write_synced(partial, kept, os.O_TRUNC)
+                fresh = open_locked(partial, os.O_RDWR | os.O_APPEND)
         except OSError as error:
             raise self._failure(error) from error
         os.close(self._file)
@@ -243,10 +241,9 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         if not is_parquet(self._output):
             return
         pyarrow, parquet = parquet_library()
-        partial = self._output.with_name(self._output.name + ".partial")
         schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in _COLUMNS.items()])
         try:
-            with parquet.ParquetWriter(partial, schema) as writer:
+            with replacing(self._output) as partial, parquet.ParquetWriter(partial, schema) as writer:
                 batch: list[dict[str, Any]] = []
                 for line in self._lines():
                     batch.append(_cells(json.loads(line)))
@@ -254,10 +251,6 @@ class RecordFile(AbstractContextManager["RecordFile"]):
                         writer.write_table(pyarrow.Table.from_pylist(batch, schema))
                         batch = []
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema))
-            with open(partial, "rb") as file:
-                sync_file(file.fileno())
-            os.replace(partial, self._output)
-            sync_folder(self._output.parent)
             self._path.unlink()
         except OSError as error:
             raise self._failure(error) from error

@@ -8,11 +8,11 @@ import fcntl
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from longdraft.errors import OutputError, UsageError
+from longdraft.errors import OutputError, UsageError, check
 
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS
 
@@ -146,16 +146,27 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """A file with this content, which has its name only when it is complete and on the disk. Raises OSError."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The name for a new file, which gets the name `path` after the block: it is complete and on the disk then. If the
+    block fails, it is removed. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
     try:
-        write_synced(partial, data, os.O_TRUNC)
+        yield partial
+        with partial.open("rb") as file:
+            sync_file(file.fileno())
         os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A file with this content, all of it or nothing. Raises OSError."""
+    with replacing(path) as partial:
+        write_synced(partial, data, os.O_TRUNC)
 
 
 def write_synced(path: Path, data: bytes, flag: int = os.O_APPEND) -> None:
@@ -173,6 +184,13 @@ def append_synced(file: int, data: bytes) -> None:
     while remainder:
         remainder = remainder[os.write(file, remainder) :]
     sync_file(file)
+
+
+def named_folder(name: str | Path) -> Path:
+    """The folder of this name. UsageError for an empty name, which would mean the current folder, and other types."""
+    check(isinstance(name, str | Path) and str(name) != "", "the folder's path", name, "a path such as work",
+          "'.' is the current folder")
+    return Path(name)
 
 
 def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:

@@ -5,9 +5,7 @@ It is one file because two cannot be replaced atomically: a kill at any moment l
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longdraft.errors import ModelError, OutputError
-from longdraft.system.files import sync_file
+from longdraft.system.files import replacing
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 CHECKPOINT_FORMAT = 1
@@ -44,20 +42,15 @@ def save(path: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
     """Replace a safetensors file in one atomic step. Raises OutputError if the system refuses, such as on a full
     disk."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.touch()
-        mode = stat.S_IMODE(partial.stat().st_mode)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
-        partial.chmod(mode)  # save_file creates a file that only its owner can read
-        with partial.open("rb") as file:
-            sync_file(file.fileno())
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            partial.touch()
+            mode = stat.S_IMODE(partial.stat().st_mode)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
+            partial.chmod(mode)  # save_file creates a file that only its owner can read
         for left in path.parent.glob(".tmp??????"):  # save_file's own, of a process that was killed
             left.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; the last checkpoint is "
                           "kept: free disk space, then continue with --resume") from error
 
