@@ -12,11 +12,13 @@ import typer
 from longdraft.cli import options
 from longdraft.cli.options import FILES, RUNNING, OptionValues, engine_options, option, with_option_groups
 from longdraft.engine.settings import JOURNALING, SETTINGS
+from longdraft.system.files import named_folder
 
 if TYPE_CHECKING:
     from longdraft.journal.format import JournalContent, StepRecord
 
-Folder = Annotated[Path, typer.Argument(metavar="JOURNAL", help="The folder given as --journal.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(
+    metavar="JOURNAL", help="The folder given as --journal.", show_default=False, parser=named_folder)]
 _ELSEWHERE = dict(help="Where the model is now.", default=None, shown="as in the journal")
 _MAX_TABLE_ROWS = 12
 

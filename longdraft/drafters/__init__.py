@@ -290,19 +290,14 @@ WITH_HEADS = tuple(name for name, spec in DRAFTERS.items() if spec.uses(*_TRAINE
 WITH_DRAFT = tuple(name for name, spec in DRAFTERS.items() if spec.uses("draft"))
 
 _NAMES = {"heads": "Medusa", "glide": "glide", "eagle": "EAGLE", "block": "block"}
-_CURES = {"heads": "trained heads; give --heads or train them with `longdraft train heads`",
-          "glide": "a trained layer; give --heads or train it with `longdraft train glide`",
-          "eagle": "an EAGLE head; give --heads or train it with `longdraft train eagle`",
-          "block": "a block head; give --heads or train it with `longdraft train block`",
-          "draft": "a smaller model; give its option model"}
+NEEDED = {"heads": "trained heads", "glide": "a trained glide layer", "eagle": "an EAGLE head",
+          "block": "a block head", "draft": "a smaller model"}
+"""What a drafter needs, in words, by the names of `DrafterSpec.needs`."""
 
 
 def new_drafter(name: str, options: DrafterOptions, resources: Resources) -> Drafter:
-    """A drafter for one request. UsageError where the trained part that it needs is missing."""
-    spec = DRAFTERS[name]
-    if spec.needs and getattr(resources, spec.needs) is None:
-        raise UsageError(f"drafter {name!r} needs {_CURES[spec.needs]}")
-    return spec.build(options, resources)
+    """A drafter for one request, with the part that it needs."""
+    return DRAFTERS[name].build(options, resources)
 
 
 def check_loaded_heads(name: str, heads: str, parts: object) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from longdraft import kernels
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
-from longdraft.errors import LongdraftError, UsageError
+from longdraft.errors import LongdraftError, UsageError, check
 from longdraft.kernels.launched import Launched, read_together
 from longdraft.model.transformer import Forward, ForwardRequest
 from longdraft.request.context import Prompt
@@ -68,10 +68,13 @@ class Batch:
         return self.admit(Generation.resume(self._model, self._drafter, journal, **options))
 
     def admit(self, generation: Generation) -> int:
-        """Add a generation that was not iterated over yet; returns its number.
+        """Add a generation that was not iterated over yet; returns its number. UsageError for anything else.
 
         It may belong to another engine. Texts of one model share forwards; texts of other models share only rounds.
         """
+        is_open = isinstance(generation, Generation) and generation.finish_reason is None
+        check(is_open and generation not in self._texts.values(), "generation", generation,
+              "one that has not ended and is not in the batch", "engine.generate(...) begins one")
         number = next(self._numbers)
         self._texts[number] = generation
         return number

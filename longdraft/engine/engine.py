@@ -27,7 +27,7 @@ from longdraft.engine import batching
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import provenance
-from longdraft.errors import JournalError, LongdraftError, NumericalError, UsageError, check
+from longdraft.errors import JournalError, LongdraftError, NumericalError, UsageError
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.parts.block import BlockHead
@@ -36,6 +36,7 @@ from longdraft.parts.glide import Glide
 from longdraft.request.context import Prompt
 from longdraft.request.events import Event
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.settings import Range
 from longdraft.text.chat_template import Message
 from longdraft.text.effort import Effort, find_effort
 from longdraft.text.tokenizer import Tokenizer
@@ -47,10 +48,10 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, choice: DrafterChoice) -> None:
         """Loads nothing. UsageError if the drafter needs a part that `loaded` does not have."""
-        is_other = choice.draft_name not in ("", loaded.draft_name)
-        if is_other or (choice.needs and getattr(loaded, choice.needs) is None):
-            raise UsageError(f"drafter {choice.name!r} needs {choice.needs or 'a smaller model'}, which this engine "
-                             "was loaded without", "drafter")
+        if loaded.lacks(choice):
+            needed = drafters.NEEDED[choice.needs or "draft"]
+            raise UsageError(f"drafter {choice.name!r} needs {needed}, which the model was loaded without; choose this "
+                             "drafter when you load it", "drafter")
         self.loaded = loaded
         self.choice = choice.with_draft_name(loaded.draft_name)
 
@@ -183,8 +184,8 @@ class Engine:
         """An engine with another drafter on the same weights.
 
         Heads of all kinds and glide are those of this engine. A draft model that the options name is loaded; if they
-        name none, it is this engine's. UsageError for options; ModelError if a part that the drafter needs does not
-        exist.
+        name none, it is this engine's. UsageError for options, and where the model was loaded without a part that the
+        drafter needs; ModelError for a draft model that does not exist.
         """
         choice = DrafterChoice.parse(name, options)
         return Engine(self.loaded.with_draft_for(choice), choice)
@@ -238,7 +239,7 @@ class Engine:
         """
         if isinstance(prompts, str):
             raise UsageError("prompts is a single text; allowed: several prompts, such as a list of texts", "prompts")
-        check(1 <= batch_size <= 4096, "batch_size", batch_size, "1 to 4096 texts")
+        Range(1, 4096, words="1 to 4096 texts").require("batch_size", batch_size)
         return batching.generate_many(self.loaded, self.choice, iter(prompts), params, batch_size)
 
     def batch(self) -> batching.Batch:

@@ -28,7 +28,7 @@ from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
 from longdraft.engine.run_statistics import RunStatistics
 from longdraft.engine.thinking import closed_here, new_phrase_filter, new_sampler, require_closable
-from longdraft.errors import OutputError, check, translate_memory_errors
+from longdraft.errors import OutputError, translate_memory_errors
 from longdraft.journal.format import Closing
 from longdraft.journal.snapshot import Snapshot
 from longdraft.journal.snapshot_folder import SnapshotOptions
@@ -40,6 +40,7 @@ from longdraft.request.context import Context, Prompt
 from longdraft.request.events import Event, Finish
 from longdraft.request.loops import FullAcceptance
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.settings import Range
 from longdraft.sampling.sampler import Sampler
 from longdraft.sampling.thinking_sampler import ThinkingSampler
 from longdraft.sampling.thought import INSIDE, Thought
@@ -50,6 +51,7 @@ from longdraft.speculation.prefill import prefill
 from longdraft.speculation.reuse import WAITING, PrefixReuse, Waiting
 from longdraft.speculation.routine import Routine, run_batched
 from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.system.files import named_folder
 from longdraft.text.stream import DecodedTokens, TextStream, stop_ids
 
 log = logging.getLogger(__name__)
@@ -130,12 +132,13 @@ class Generation(Iterator[Event]):
         ids = model.encode(prompt)
         params = model.completed(params, ids).with_seed(seed)
         model.check_request(ids, params)
-        interval, vocabulary = parse_fsync(fsync), model.target.config.vocab_size
-        check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
+        interval, folder = parse_fsync(fsync), None if journal is None else named_folder(journal)
+        if logprobs is not None:
+            Range(0, model.target.config.vocab_size).require("logprobs", logprobs)
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
-        if journal is not None:  # created last, so that a request that is refused leaves none
-            opened = generation._open_snapshot(Path(journal), snapshot_options)
-            generation._journal = create_journal(model, drafter, ids, params, Path(journal), interval)
+        if folder is not None:  # created last, so that a request that is refused leaves none
+            opened = generation._open_snapshot(folder, snapshot_options)
+            generation._journal = create_journal(model, drafter, ids, params, folder, interval)
             generation._journal.snapshot = opened
         return generation
 
@@ -146,13 +149,14 @@ class Generation(Iterator[Event]):
                cache_salt: str | None = "", snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """The text of a journal. See `Engine.resume`."""
         snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
-        content, params, is_pure, run, writer = open_for_resume(Path(journal), model, drafter, parse_fsync(fsync),
+        folder = named_folder(journal)
+        content, params, is_pure, run, writer = open_for_resume(folder, model, drafter, parse_fsync(fsync),
                                                                 allow_different_kernels)
         try:
             generation = cls(model, drafter, content.header.prompt, params, on_prefill=on_prefill,
                              written=content.tokens, is_pure=is_pure, cache_salt=cache_salt)
             if writer:
-                writer.snapshot = generation._open_snapshot(Path(journal), snapshot_options)
+                writer.snapshot = generation._open_snapshot(folder, snapshot_options)
                 writer.begin(run)
         except BaseException:
             if writer:
@@ -165,9 +169,9 @@ class Generation(Iterator[Event]):
         step = self.step
         return Snapshot.open(folder, options, lambda: self.model.identity, step.model, step.cache, step.context)
 
-    def save_journal(self, folder: Path) -> None:
+    def save_journal(self, folder: str | Path) -> None:
         """Create a journal of what was written so far, for `resume`. JournalError if `folder` holds one already."""
-        with create_journal(self.model, self.choice, self.prompt, self.params, folder, 1.0) as journal:
+        with create_journal(self.model, self.choice, self.prompt, self.params, named_folder(folder), 1.0) as journal:
             if len(self.tokens):
                 journal.append(self.tokens.tolist(), 0, self.statistics.decode_seconds)
 

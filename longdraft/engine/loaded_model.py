@@ -81,7 +81,7 @@ class DrafterChoice:
         return self.options.draft_model
 
     def build(self, resources: drafters.Resources) -> Drafter:
-        """The drafter of one request. UsageError where the trained part that it needs is missing."""
+        """The drafter of one request, with the part that it needs."""
         return drafters.new_drafter(self.name, self.options, resources)
 
     def with_draft_name(self, name: str) -> DrafterChoice:
@@ -153,14 +153,22 @@ class LoadedModel:
         loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
                      SharedStatistics(target.weights_in_tokens), heads_name, *parts,
                      quantized_cache=quantized_cache, ranks=ranks or parallel.SingleProcess())
-        return loaded.with_draft_for(choice)
+        loaded = loaded.with_draft_for(choice)
+        if loaded.lacks(choice):
+            cure = "--drafter-option model=NAME" if choice.needs == "draft" else "--heads"
+            raise ModelError(f"drafter {choice.name!r} needs {drafters.NEEDED[choice.needs]} and {files.folder} has "
+                             f"none; give {cure}, train with `longdraft train {choice.needs}`, or use --drafter "
+                             "magicdec")
+        return loaded
+
+    def lacks(self, choice: DrafterChoice) -> bool:
+        """Whether a part that the drafter cannot work without is missing."""
+        is_other = choice.draft_name not in ("", self.draft_name)
+        return is_other or bool(choice.needs and getattr(self, choice.needs) is None)
 
     def with_draft_for(self, choice: DrafterChoice) -> LoadedModel:
         """This model with the draft model and the quantised copy that `choice` drafts with, loaded now if they are not
-        loaded yet.
-
-        ModelError if a part that the drafter needs does not exist.
-        """
+        loaded yet. ModelError for a draft model that does not exist."""
         loaded, name = self, choice.draft_name or self.draft_name
         is_other = name != self.draft_name
         if choice.name in drafters.WITH_DRAFT and (self.draft is None or is_other):
@@ -172,12 +180,6 @@ class LoadedModel:
                              draft_copy=load_copy(self.files, self.target, weights, self.quantized_cache))
         if is_other:  # its costs and its acceptance differ
             loaded = replace(loaded, knowledge=SharedStatistics(self.target.weights_in_tokens))
-        if choice.needs and getattr(loaded, choice.needs) is None:
-            what, cure = (("a smaller model", "--drafter-option model=NAME") if choice.needs == "draft" else
-                          ({"eagle": "an EAGLE head", "block": "a block head"}.get(
-                              choice.needs, f"trained {choice.needs}"), "--heads"))
-            raise ModelError(f"drafter {choice.name!r} needs {what} and {self.files.folder} has none; give {cure}, "
-                             f"train with `longdraft train {choice.needs}`, or use --drafter magicdec")
         return loaded
 
     def _load_draft(self, name: str, required: str) -> Transformer | None:

@@ -22,12 +22,14 @@ from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import load_options
+from longdraft.engine.settings import SETTINGS
 from longdraft.errors import UsageError, check
 from longdraft.journal.format import Header, read_journal
 from longdraft.kernels.weights import FILE
 from longdraft.parts.heads import require_model
 from longdraft.parts.public_heads import chosen_heads
 from longdraft.system import machine
+from longdraft.system.files import named_folder
 from longdraft.text.tokenizer import Tokenizer, require_ids_in_vocabulary
 
 log = logging.getLogger(__name__)
@@ -82,9 +84,12 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     check(dtype in dtypes, "dtype", dtype, f"{', '.join(dtypes[:-1])} or {dtypes[-1]}",
           "float16 is for CUDA devices" if dtype == "float16" else "")
     check(quantize in (AUTO, *checkpoint.QUANTIZE), "quantize", quantize, f"{AUTO}, {checkpoint.QUANTIZE_CHOICES}")
-    check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
-    check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
-    check(cache_ram is None or 0 <= cache_ram <= 1 << 30, "cache_ram", cache_ram, "0 to 1073741824 MiB")
+    for name, count in (("threads", threads), ("tensor_parallel", tensor_parallel), ("cache_ram", cache_ram)):
+        SETTINGS[name].require(count)
+    for name, text in (("model", model), ("heads", heads), ("tokenizer", tokenizer), ("chat_template", chat_template),
+                       ("kernels_name", kernels_name)):
+        is_left_out = text is None and name != "model"
+        check(is_left_out or isinstance(text, str | Path), name, text, "a name, or the path of a file or folder")
     group = parallel.join(tensor_parallel, device) if tensor_parallel > 1 else None
     if threads is None and group:
         threads = group.cores  # torchrun sets one thread
@@ -97,7 +102,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     folder = hub.resolve(model, hub_options)
     require_model(folder)
     config_file.require_family(folder)
-    words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder,
+    words = Tokenizer(hub.resolve_tokenizer(str(tokenizer), hub_options) if tokenizer else folder,
                       None if chat_template is None else Path(chat_template))
     if chat_template is not None:
         _ = words.chat_template  # raises now for a file that cannot be used
@@ -178,5 +183,5 @@ def load_for(header: Header, *, model: str | None = None, drafter: str | None = 
 def resume(journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,
            on_prefill: Callable[[int, int], None] | None = None, **options: Any) -> Generation:
     """Load the model of a journal and resume its text: `Engine.resume`, with the `options` of `load_for`."""
-    engine = load_for(read_journal(Path(journal)).header, **options)
+    engine = load_for(read_journal(named_folder(journal)).header, **options)
     return engine.resume(journal, fsync=fsync, allow_different_kernels=allow_different_kernels, on_prefill=on_prefill)

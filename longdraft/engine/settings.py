@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from longdraft.request.settings import Setting
+from longdraft.request.settings import Range, Setting
 
 LOADING = (
     Setting("model", str, "novelist",
@@ -34,17 +34,18 @@ LOADING = (
             "auto: file for quantised files, else none. The text differs from the unquantised model's."),
     Setting("quantized_cache", str, None, "Folder that keeps quantised weights for the next start, or none.",
             has_env=True, shown="the user's cache folder"),
-    Setting("threads", int, None, "CPU threads.", shown="PyTorch's choice"),
+    Setting("threads", int, None, "CPU threads.", Range(1, 1024), shown="PyTorch's choice"),
 )
 """What every command that loads a model has."""
 
 TENSOR_PARALLEL = Setting(
     "tensor_parallel", int, 1,
-    "Number of ranks that share the model. Start them with `torchrun --nproc-per-node N -m longdraft ...`.")
+    "Number of ranks that share the model. Start them with `torchrun --nproc-per-node N -m longdraft ...`.",
+    Range(1, 1024))
 CACHE_RAM = Setting(
     "cache_ram", int, None,
     "MiB for the prefix tree: keys and values of earlier texts, for texts that begin alike; 0: off.",
-    shown="a quarter of the free memory, at most 8192; 0 on CUDA")
+    Range(0, 1 << 30, words="0 to 1073741824 MiB"), shown="a quarter of the free memory, at most 8192; 0 on CUDA")
 
 FSYNC = Setting(
     "fsync", str, "1",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longdraft.errors import check
+from longdraft.request.settings import Range
 
 FOLDER, INDEX = "kv", "index"
 MODES = ("auto", "never", "always")
@@ -31,7 +32,7 @@ class SnapshotOptions:
     @classmethod
     def parse(cls, mode: str, max_gib: float) -> SnapshotOptions:
         """From the values of --snapshot and --snapshot-max."""
-        check(0 <= max_gib <= 1 << 20, "snapshot_max", max_gib, "0 to 1048576 GiB")
+        Range(0, 1 << 20, words="0 to 1048576 GiB").require("snapshot_max", max_gib, float)
         return cls(mode, int(max_gib * 2**30))
 
 

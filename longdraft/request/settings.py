@@ -64,6 +64,16 @@ class Range:
             self.below and value == self.high)
         check(is_inside or value in self.others, name, value, str(self), self.cure)
 
+    def require(self, name: str, value: Any, kind: type = int) -> None:
+        """Raise UsageError unless the value is a number of this kind, int or float, in the range."""
+        if kind is int:
+            check(is_whole(value), name, value, f"a whole number, {self}")
+        else:
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            is_finite = is_number and abs(value) <= sys.float_info.max  # false for integers too large for a float
+            check(is_finite, name, value, "a finite number")
+        self.check(name, value)
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -130,13 +140,7 @@ class Setting:
         elif isinstance(self.allowed, tuple):
             check(value in self.allowed, name, value, self.allowed_words)
         elif isinstance(self.allowed, Range):
-            if self.type is int:
-                check(is_whole(value), name, value, "a whole number")
-            else:
-                is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-                is_finite = is_number and abs(value) <= sys.float_info.max  # false for integers too large for a float
-                check(is_finite, name, value, "a finite number")
-            self.allowed.check(name, value)
+            self.allowed.require(name, value, self.type)
 
 
 def is_whole(value: object) -> bool:

@@ -11,6 +11,7 @@ The loss mixes the text's token with the model's own distribution at row t + j, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from longdraft.train.frozen_model import (
     write_part,
 )
 from longdraft.train.settings import HeadSettings
+
+log = logging.getLogger(__name__)
 
 
 class LinearHead(nn.Module):
@@ -235,7 +238,11 @@ class HeadsTask:
         return scores.metrics()
 
     def start_from(self, folder: Path) -> None:
-        read_part(TensorFiles(folder, self.module.FILE), self.module.stored())
+        files, tensors, wanted = TensorFiles(folder, self.module.FILE), list(self.module.stored()), self.settings.heads
+        read_part(files, tensors)
+        if (found := len(files.names()) * wanted // len(tensors)) > wanted:
+            log.warning("--start %s has %d heads, and the first %d are trained further; --heads %d keeps all", folder,
+                        found, wanted, found)
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         write_part(folder / self.module.FILE, self.module.stored(), self.base.saved_dtype, self.module.config(record))

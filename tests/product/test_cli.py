@@ -106,6 +106,8 @@ MISTAKES = {
     "prompt that is no text": (["generate", "a\udcff"], "is not UTF-8 text"),
     "temperature too small": (["generate", "a", "--temperature", "1e-9"], "0, or 0.001 and more"),
     "output is a folder": (["generate", "a", "--stats", "/tmp"], "is a folder"),
+    "journal without a name": (["generate", "a", "--journal", ""], "the folder's path is ''; allowed: a path such as"),
+    "work without a name": (["batch", "a", "b", "--work="], "'.' is the current folder"),
     "fsync of no journal": (["generate", "a", "--fsync", "5"], "give --journal with them"),
     "snapshot of no journal": (["generate", "a", "--snapshot", "always"], "give --journal with them"),
     "doctor of no model": (["doctor", "--offline"], "give --model with them"),

@@ -94,9 +94,10 @@ def test_a_part_of_other_sizes_or_another_tokenizer_is_refused(trained, base, tm
         job.train(wanted(base, name, start=str(copy)), tmp_path / "nor")
 
 
-def test_fewer_heads_than_the_part_has_can_go_on(base, tmp_path):
+def test_fewer_heads_than_the_part_has_can_go_on(base, tmp_path, caplog):
     job.train(settings(base, heads=3, steps=2), tmp_path / "three")
     job.train(replace(settings(base, heads=2, start=str(tmp_path / "three")), **NO_STEP), tmp_path / "two")
+    assert "has 3 heads, and the first 2 are trained further; --heads 3 keeps all" in caplog.text
     three, two = weights(tmp_path / "three"), weights(tmp_path / "two")
     assert len(two) < len(three) and all(torch.allclose(three[key], tensor, rtol=1e-5) for key, tensor in two.items())
 

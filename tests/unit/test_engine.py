@@ -108,6 +108,30 @@ def test_settings_of_another_type_and_a_single_text_for_many_are_refused(engine)
         engine.generate("It was", {"max_new_tokens": 3})
     with pytest.raises(UsageError, match="prompts is a single text"):
         engine.generate_many("It was")
+    with pytest.raises(UsageError, match="batch_size is '2'; allowed: a whole number, 1 to 4096 texts"):
+        engine.generate_many(["It was"], batch_size="2")
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(logprobs="2"), "logprobs is '2'; allowed: a whole number, 0 to 4096"),
+    (dict(snapshot_max="8"), "snapshot_max is '8'; allowed: a finite number"),
+    (dict(journal=""), "the folder's path is ''; allowed: a path such as work; '.' is the current folder"),
+    (dict(journal=3), "the folder's path is 3"),
+])
+def test_options_of_another_type_and_a_folder_without_a_name_are_refused(engine, options, message):
+    with pytest.raises(UsageError, match=message):
+        engine.generate("It was", **options)
+
+
+def test_a_batch_admits_only_a_generation_that_can_go_on(engine):
+    begun, closed, finished = (engine.generate("It was", SamplingParams(max_new_tokens=2)) for _ in range(3))
+    closed.close()
+    list(finished)
+    with engine.batch() as batch:
+        batch.admit(begun)
+        for wrong in (begun, closed, finished, 3):
+            with pytest.raises(UsageError, match="allowed: one that has not ended and is not in the batch"):
+                batch.admit(wrong)
 
 
 def test_a_stop_token_among_accepted_tokens_ends_the_text(engine):
@@ -240,7 +264,12 @@ def test_setting_names_of_other_libraries_are_accepted():
     (dict(drafter="psychic"), UsageError, "unknown drafter 'psychic'; known: auto, plain, ngram, suffix, tokenswift"),
     (dict(dtype="float8"), UsageError, "dtype is 'float8'"),
     (dict(device="abacus"), UsageError, "device is 'abacus'"),
-    (dict(threads=0), UsageError, "threads is 0"),
+    (dict(threads=0), UsageError, "threads is 0; allowed: 1 to 1024"),
+    (dict(threads="2"), UsageError, "threads is '2'; allowed: a whole number, 1 to 1024"),
+    (dict(cache_ram="5"), UsageError, "cache_ram is '5'; allowed: a whole number, 0 to 1073741824 MiB"),
+    (dict(tensor_parallel=1.5), UsageError, "tensor_parallel is 1.5; allowed: a whole number, 1 to 1024"),
+    (dict(model=None), UsageError, "model is None; allowed: a name, or the path of a file or folder"),
+    (dict(tokenizer=3), UsageError, "tokenizer is 3; allowed: a name, or the path"),
     (dict(drafter="ngram", drafter_options={"x": 1}), UsageError, "no option 'x'; known"),
 ])
 def test_a_failed_load_raises_an_error_with_the_reason(settings, error, message):

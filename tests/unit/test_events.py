@@ -196,11 +196,12 @@ def test_another_drafter_on_the_same_weights(engine):
     for name, options in (("oracle", {}), ("suffix", {"what": 1}), ("draft-model", {"model": "novelist"})):
         with pytest.raises(UsageError):
             on_loaded(engine, name, options)
-    with pytest.raises(UsageError, match="needs draft, which this engine was loaded without"):
+    with pytest.raises(UsageError, match="needs a smaller model, which the model was loaded without; choose"):
         on_loaded(engine, "draft-model", {"chain": 2})
     bare = longdraft.load(engine.name, drafter="plain", dtype="float32")
-    with pytest.raises(UsageError, match="heads"):
-        on_loaded(bare, "medusa")
+    for switch in (on_loaded, Engine.with_drafter):
+        with pytest.raises(UsageError, match="needs trained heads, which the model was loaded without; choose this"):
+            switch(bare, "medusa")
 
 
 @pytest.mark.parametrize("switch", [Engine.with_drafter, on_loaded])
@@ -219,5 +220,5 @@ def test_every_drafter_can_take_over_from_one_with_a_model_of_its_own(engine, tm
         if name in ("draft-model", "triforce"):
             assert other.options.model == small
     assert drafting.with_drafter("plain").with_drafter("draft-model").options.model == small
-    with pytest.raises(UsageError, match="needs draft, which this engine was loaded without"):
+    with pytest.raises(UsageError, match="needs a smaller model, which the model was loaded without; choose"):
         on_loaded(drafting, "draft-model", {"model": "novelist"})

@@ -155,7 +155,7 @@ def test_a_layer_of_another_model_is_refused(tiny, tmp_path, changes, message):
 
 def test_options_out_of_range_and_missing_layers_get_a_clear_error(tmp_path):
     make_checkpoint(tmp_path)
-    with pytest.raises(ModelError, match=r"needs trained glide .* `longdraft train glide`"):
+    with pytest.raises(ModelError, match=r"needs a trained glide layer .* `longdraft train glide`"):
         longdraft.load(str(tmp_path), drafter="glide")
     with pytest.raises(UsageError, match="chain is 0; allowed: 1 to 64"):
         longdraft.load(str(tmp_path), drafter="glide", drafter_options={"chain": 0})
