@@ -61,14 +61,15 @@ class DraftModelOptions(DrafterOptions):
 
 
 def windowed(model: Transformer, target: Transformer, budget: int, sinks: int, refresh: int,
-             clock: CostClock | None = None) -> StreamingDraftModel:
+             clock: CostClock | None = None, name: str = "budget") -> StreamingDraftModel:
     """`model` as a drafter of `target` that reads a window of the text. UsageError if its context is smaller.
 
     clock  of the request; None: the request runs alone
+    name   of the option that is its budget
     """
     most = model.config.max_positions
-    check(budget <= most, "budget", budget, f"at most {most}, the draft model's context")
-    check(sinks + refresh < budget, "budget", budget, f"more than sinks and refresh, {sinks + refresh}; the "
+    check(budget <= most, name, budget, f"at most {most}, the draft model's context")
+    check(sinks + refresh < budget, name, budget, f"more than sinks and refresh, {sinks + refresh}; the "
           "draft model's context must hold them")
     return StreamingDraftModel(model, target.config.vocab_size, budget, sinks, refresh, clock)
 

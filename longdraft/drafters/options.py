@@ -79,11 +79,14 @@ class ChainOptions(DrafterOptions):
         check_chain(self.chain, self.width, self.margin)
 
 
-def check_window(budget: int, sinks: int, refresh: int) -> None:
-    """Raise UsageError unless a draft model's window (longdraft/drafters/streaming_model.py) can have these sizes."""
+def check_window(budget: int, sinks: int, refresh: int, name: str = "budget") -> None:
+    """Raise UsageError unless a draft model's window (longdraft/drafters/streaming_model.py) can have these sizes.
+
+    name  of the option that is its budget
+    """
     check(sinks >= 0, "sinks", sinks, "0 or more")
     check(refresh >= 1, "refresh", refresh, "1 or more")
-    check(budget > sinks + refresh, "budget", budget, f"more than sinks + refresh ({sinks + refresh})")
+    check(budget > sinks + refresh, name, budget, f"more than sinks + refresh ({sinks + refresh})")
 
 
 Options = TypeVar("Options", bound=DrafterOptions)

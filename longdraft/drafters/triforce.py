@@ -122,7 +122,7 @@ class TriForceOptions(DrafterOptions):
         check(0 <= self.least < 1, "least", self.least, "0 to below 1")
         check_draft_weights(self.draft_weights)
         check_draft_vocabulary(self.draft_vocabulary)
-        check_window(self.window, self.sinks, self.refresh)
+        check_window(self.window, self.sinks, self.refresh, "window")
 
     @property
     def copy_weights(self) -> str:
@@ -241,9 +241,9 @@ class TriForceDrafter:
     """
 
     def __init__(self, options: TriForceOptions, model: Transformer, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams, draft: Transformer | None, clock: CostClock | None = None,
-                 head: Eagle | BlockHead | None = None, copy: Transformer | None = None,
-                 partial: PartialCache | None = None, reader: Reader | None = None) -> None:
+                 params: SamplingParams, draft: Transformer | None, clock: CostClock | None,
+                 head: Eagle | BlockHead | None, copy: Transformer | None, partial: PartialCache | None,
+                 reader: Reader | None) -> None:
         self._options = options
         self._model = model if copy is None else copy
         self._sampler = sampler
@@ -271,7 +271,7 @@ class TriForceDrafter:
                 own.append(reader)
             self._first_level = _with_head(head, reader, sampler, options.guesses)
         elif first == "model" and draft is not None:
-            small = windowed(draft, model, options.window, options.sinks, options.refresh, clock)
+            small = windowed(draft, model, options.window, options.sinks, options.refresh, clock, "window")
             self._first_level = FirstLevelModel(small, sampler)
             own.append(small.cache)
         self._own = own

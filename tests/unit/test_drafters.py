@@ -229,6 +229,8 @@ def test_heads_of_another_model_are_refused(tiny, tmp_path):
     ("tokenswift", {"tree": "9,9,9,9"}, "at most 1024 nodes"),
     ("tokenswift", {"budget": "20"}, r"budget is 20; allowed: at least sinks \+ recent \+ room"),
     ("tokenswift", {"cache": "none"}, "dynamic, static or full"),
+    ("block", {"rows": 1}, "rows is 1; allowed: 0, or 2 or more"),
+    ("ngram", {"continuations": 10**6}, "continuations is 1000000; allowed: 1 to"),
 ])
 def test_options_are_checked_and_an_unknown_option_lists_the_known_ones(name, options, message):
     with pytest.raises(UsageError, match=message):
@@ -241,8 +243,16 @@ def test_options_are_parsed_from_text_as_on_the_command_line():
 
 
 OPTIONS = [(name, field.name) for name, spec in drafters.DRAFTERS.items() for field in fields(spec.options)]
+NUMBERS = [(name, field.name) for name, spec in drafters.DRAFTERS.items() for field in fields(spec.options)
+           if type(field.default) in (int, float)]
 ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
                         lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(), each, max_size=2))
+
+
+@pytest.mark.parametrize("name, key", NUMBERS)
+def test_no_option_takes_a_number_below_its_range(name, key):
+    with pytest.raises(UsageError, match=f"{key} is -2"):
+        drafters.parse_options(name, {key: "-2"})
 
 
 @given(option=st.sampled_from(OPTIONS), value=ANYTHING | st.sampled_from([10**400, -(2**63), [10**9] * 3000]))
