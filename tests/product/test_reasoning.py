@@ -114,9 +114,12 @@ def test_completions_have_the_text_as_it_is_written(server, thinker):
 
 
 def test_a_template_that_closes_the_thinking_leaves_only_content(server, thinker):
+    closed = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
     if thinker.is_opened:
-        reply = ask(server, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
-        assert parts(reply) == (None, "Hello")
+        assert parts(ask(server, **closed)) == (None, "Hello")
+    else:
+        with pytest.raises(openai.BadRequestError, match="template has no variable 'enable_thinking'"):
+            ask(server, **closed)
 
 
 def test_a_continued_message_goes_on_in_its_part(server, thinker):

@@ -99,6 +99,7 @@ def test_tokens_are_in_the_journal_before_they_are_returned(engine, tmp_path):
         for event in generation:
             given += event.tokens
             assert read_journal(tmp_path).tokens.tolist() == given
+    assert given
 
 
 def test_two_writers_exclude_each_other_until_one_is_dropped(engine, tmp_path):
