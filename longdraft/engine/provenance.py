@@ -48,8 +48,11 @@ def new_header(model: LoadedModel, drafter: DrafterChoice, prompt: Sequence[int]
 
 
 def _arithmetic(model: LoadedModel, params: SamplingParams) -> dict[str, str]:
-    """The inputs that determine the logits and the allowed tokens: with a grammar also the version of llguidance."""
-    return model.arithmetic | ({"llguidance": grammar.version()} if params.structured_outputs else {})
+    """The inputs that determine the logits and the allowed tokens: with a grammar also the version of llguidance, with
+    a JSON schema also that its objects are closed."""
+    kind = params.structured_outputs[:1]
+    return model.arithmetic | ({"llguidance": grammar.version()} if kind else {}) | (
+        {"schemas": "closed"} if kind == ("json",) else {})
 
 
 def new_run(model: LoadedModel, drafter: DrafterChoice, params: SamplingParams, num_tokens: int) -> Run:

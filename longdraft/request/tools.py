@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ _CHOICES = ("'none', 'auto', 'required', {'type': 'function', 'function': {'name
 # Keywords whose value is no schema for the members of the object itself.
 _COMBINATORS = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "patternProperties",
                 "additionalProperties", "unevaluatedProperties")
+_OF_ONE_OBJECT = ("properties", "allOf", "anyOf", "oneOf", "$ref")  # two of them beside each other describe one object
 
 
 class Tool(NamedTuple):
@@ -166,9 +167,13 @@ def _shown(value: Any) -> str:
 
 def closed_schema(schema: Any) -> Any:
     """The schema without descriptions, in which objects have the properties that they list and no others, unless they
-    say otherwise. What matches it matches the schema."""
+    say otherwise or are parts of another object. What matches it matches the schema."""
+    return _closed(schema, _parts(schema))
+
+
+def _closed(schema: Any, parts: Container[int]) -> Any:
     if isinstance(schema, list | tuple):
-        return [closed_schema(each) for each in schema]
+        return [_closed(each, parts) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     closed: dict[str, Any] = {}
@@ -176,12 +181,48 @@ def closed_schema(schema: Any) -> Any:
         if key in ("description", "title", "examples", "default", "$comment", "deprecated"):
             continue
         if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):
-            closed[key] = {name: closed_schema(each) for name, each in value.items()}
+            closed[key] = {name: _closed(each, parts) for name, each in value.items()}
         else:
-            closed[key] = value if key in ("enum", "const", "required") else closed_schema(value)
-    if isinstance(schema.get("properties"), Mapping) and not any(key in schema for key in _COMBINATORS):
+            closed[key] = value if key in ("enum", "const", "required") else _closed(value, parts)
+    is_open = id(schema) in parts or any(key in schema for key in _COMBINATORS)
+    if isinstance(schema.get("properties"), Mapping) and not is_open:
         closed["additionalProperties"] = False
     return closed
+
+
+def _parts(root: Any) -> set[int]:
+    """The ids of the schemas within one whose objects have further properties by another schema, such as the members of
+    `allOf`."""
+    schemas, waiting = [root], []
+    for each in schemas:  # which grows
+        if isinstance(each, Mapping):
+            schemas += each.values()
+            if sum(key in each for key in _OF_ONE_OBJECT) > 1 or _has_several(each.get("allOf")):
+                waiting += _members(each, root)
+        elif isinstance(each, list | tuple):
+            schemas += each
+    parts: set[int] = set()
+    for each in waiting:  # which grows
+        if id(each) not in parts:
+            parts.add(id(each))
+            waiting += _members(each, root)
+    return parts
+
+
+def _members(schema: Mapping[str, Any], root: Any) -> list[Mapping[str, Any]]:
+    """The schemas, apart from its properties, that what matches this schema matches, or one of them."""
+    members = [each for key in ("allOf", "anyOf", "oneOf") if isinstance(schema.get(key), list | tuple)
+               for each in schema[key]]
+    if isinstance(place := schema.get("$ref"), str):
+        target = root
+        for name in place.split("/")[1:]:
+            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        members.append(target)
+    return [each for each in members if isinstance(each, Mapping)]
+
+
+def _has_several(schemas: Any) -> bool:
+    return isinstance(schemas, list | tuple) and len(schemas) > 1
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from longdraft.errors import UsageError, missing_extra
 from longdraft.request.context import Context
 from longdraft.request.structured import Structure
+from longdraft.request.tools import closed_schema
 from longdraft.request.tree import Tree
 from longdraft.system.limited import LimitedProcess, LimitError, on_large_stack
 
@@ -205,13 +206,13 @@ def _translated(kind: str, text: str) -> str:
 
 
 def _schema(text: str) -> dict[str, Any]:
-    """The JSON schema, as an object."""
+    """The JSON schema, as an object whose objects are closed."""
     schema = json.loads(text)  # its message names the place
     if schema is False:
         raise ValueError(_NOTHING)
     if schema is not True and not isinstance(schema, dict):
         raise ValueError(f"it is {text[:80]}; allowed: an object, or true")
-    return {} if schema is True else schema
+    return {} if schema is True else dict(closed_schema(schema))
 
 
 def _after_text(after: str, kind: str, text: str, *, is_token: bool) -> str:

@@ -131,6 +131,16 @@ def test_another_version_of_llguidance_is_refused_like_other_kernels(tiny_engine
         tiny_engine.resume(tmp_path)
 
 
+def test_a_journal_of_a_schema_whose_objects_were_open_is_refused_by_name(tiny_engine, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "_arithmetic", lambda model, _: model.arithmetic | {
+            "llguidance": llguidance.__version__})
+        with tiny_engine.generate("It was", params_of(), journal=tmp_path) as generation:
+            next(generation)
+    with pytest.raises(JournalError, match="begun with other kernels: schemas open, now closed"):
+        tiny_engine.resume(tmp_path)
+
+
 # Every text matches
 
 
@@ -380,6 +390,13 @@ def test_a_grammar_without_any_text_is_refused(engine, structure, message):
 
 def test_the_schema_true_allows_every_value(engine):
     json.loads(text_of(engine.generate("It was", params_of(("json", "true"), max_new_tokens=300, seed=4))))
+
+
+def test_an_object_has_the_properties_that_its_schema_lists_and_no_others(engine):
+    schema = json.dumps({"type": "object", "properties": {"a": {"const": 1}}})
+    for structure in (("json", schema), ("json", schema[:-1] + ', "x-guidance": {"lenient": true}}')):
+        for seed in range(3):
+            assert json.loads(text_of(engine.generate("It was", params_of(structure, seed=seed)))) in ({}, {"a": 1})
 
 
 def test_an_error_of_the_engine_is_shown_instead_of_a_mismatch(engine):

@@ -272,6 +272,21 @@ def test_objects_are_closed_where_the_schema_lists_their_members():
     assert closed_schema({"properties": {}, "allOf": [{"type": "object"}]}).get("additionalProperties") is None
 
 
+A, B = ({"properties": {name: {"const": 1}}, "required": [name]} for name in "ab")
+
+
+@pytest.mark.parametrize("schema", [
+    {"allOf": [A, B]}, {**A, "anyOf": [B, {"type": "null"}]}, {"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}, B]},
+    {"$defs": {"A": A}, "$ref": "#/$defs/A", **B}])
+def test_parts_of_one_object_stay_open_because_each_lacks_the_properties_of_the_others(schema):
+    assert "additionalProperties" not in str(closed_schema(schema))
+
+
+def test_alternatives_and_a_definition_under_another_name_are_closed():
+    for schema in ({"anyOf": [A, B]}, {"$defs": {"A": A, "B": B}, "allOf": [{"$ref": "#/$defs/A"}]}):
+        assert str(closed_schema(schema)).count("additionalProperties") == 2
+
+
 def test_a_strict_function_with_an_unknown_keyword_is_refused_and_another_one_leaves_it_out(tmp_path):
     from longdraft.sampling.grammar import checked, new_tokenizer
 
