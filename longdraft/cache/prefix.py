@@ -289,8 +289,8 @@ class PrefixTree:
         with self._lock:
             self._readings.discard(reading)
 
-    def reading_ahead(self, group: Hashable, ids: Ids, least: int, *, by_state: bool = False,
-                      chunk: int | None = None) -> Reading | None:
+    def reading_ahead(self, group: Hashable, ids: Ids, least: int, *, by_state: bool,
+                      chunk: int | None) -> Reading | None:
         """A prompt being read that will soon have `least` or more rows of a text's beginning; None if there is none.
 
         by_state  only rows up to a position where that text keeps its states count; chunk: see `kept_positions`

@@ -30,7 +30,7 @@ _SETTLED_ROWS = 64  # rows whose inputs are held although they are settled
 _FIRST_ENDS = (512, 1024, 2048)  # blocks are STORE_BLOCK rows, but many texts share a short beginning
 
 
-def kept_positions(first: int, last: int, prompt_rows: int, chunk: int | None = None) -> Iterator[int]:
+def kept_positions(first: int, last: int, prompt_rows: int, chunk: int | None) -> Iterator[int]:
     """The positions in (first, last] at which a text keeps its states.
 
     prompt_rows  rows of the prompt

@@ -98,7 +98,7 @@ def load_transformer(files: TensorSource, config: ModelConfig, kernels: Kernels,
 
 
 def load_draft_copy(files: TensorSource, target: Transformer, quantize: str,
-                    packed: PackedFile | None = None) -> Transformer:
+                    packed: PackedFile | None) -> Transformer:
     """A copy of `target` with quantised matrices, read from its files again, for drafts that the target verifies.
 
     quantize  int8 | int4, for the layers; the head is int8 with both, and so are the last MLPs of an int4 copy for the

@@ -44,7 +44,7 @@ class Found(NamedTuple):
     problem: str
 
 
-def models_here(hub_cache: Path | None = None) -> list[Found]:
+def models_here(hub_cache: Path | None) -> list[Found]:
     """All of them, by place. hub_cache: the hub's cache; None: that of HF_HOME."""
     found = [describe(name, hub.BUNDLED_DIR / name, "bundled") for name in hub.bundled_models()]
     for models in (_of_hub(hub_cache), _of_ollama(), _of_lmstudio()):

@@ -43,7 +43,7 @@ class NgramTable:
     capacity  n-grams stored at most; beyond it, all counts are halved and n-grams whose count becomes 0 are dropped
     """
 
-    def __init__(self, order: int = 4, capacity: int = 262_144) -> None:
+    def __init__(self, order: int, capacity: int = 262_144) -> None:
         self._order = order
         self._capacity = capacity
         self._by_token: dict[int, _Continuations] = {}

@@ -206,9 +206,8 @@ class SelfDrafter:
     """
 
     def __init__(self, options: TokenSwiftOptions | MagicDecOptions, model: Transformer, cache: FullCache,
-                 sampler: Sampler, params: SamplingParams, heads: Heads | None = None,
-                 partial: PartialCache | None = None, copy: Transformer | None = None,
-                 clock: CostClock | None = None) -> None:
+                 sampler: Sampler, params: SamplingParams, heads: Heads | None,
+                 partial: PartialCache | None, copy: Transformer | None, clock: CostClock | None) -> None:
         num_heads = len(heads) if heads else 0
         if len(options.tree) > num_heads + 1:
             raise UsageError(f"tree {list(options.tree)} is {len(options.tree)} deep; allowed: at most "

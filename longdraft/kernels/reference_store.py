@@ -15,7 +15,7 @@ SPLIT = 4096  # positions of a block of storage; one call reduces each, and the 
 class ReferenceStore:
     """Blocks of SPLIT positions [Hkv, SPLIT, D] float32. Positions that were never written are zeros."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, device: torch.device, score_cap: float = 0.0) -> None:
+    def __init__(self, num_kv_heads: int, head_dim: int, device: torch.device, score_cap: float) -> None:
         self.num_kv_heads = num_kv_heads
         self.score_cap = score_cap
         self._shape = (num_kv_heads, SPLIT, head_dim)

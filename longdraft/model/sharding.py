@@ -12,7 +12,7 @@ from longdraft.model.config import ModelConfig
 from longdraft.parallel import Shard
 
 
-def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> ModelConfig:
+def shard_config(config: ModelConfig, shard: Shard, quantize: str) -> ModelConfig:
     """The configuration of a rank's share. Raises ModelError for a model that cannot be divided like this."""
     size = shard.size
     if size == 1:

@@ -37,7 +37,7 @@ class FastSampler:
         return not native.IMPORT_ERROR and not replace(params, top_k=0, top_p=1.0).needs_sums
 
     def __init__(self, params: SamplingParams, banned: NDArray[np.int64], vocabulary: int,
-                 penalties: PathPenalties | None = None) -> None:
+                 penalties: PathPenalties | None) -> None:
         """penalties: compiled ones, which the caller keeps up to date with the text; None: there are none."""
         self._params = params
         self._vocabulary = vocabulary

@@ -1,6 +1,6 @@
 """Penalties that depend on the tokens before a position: presence and frequency, DRY, and repeated n-grams.
 
-    penalties = new_path_penalties(params, vocabulary=4096, prompt_length=3, breakers=[13])
+    penalties = new_path_penalties(params, vocabulary=4096, prompt_length=3, breakers=[13], is_fast=True)
     penalties.extend(np.array([5, 6, 7, 5, 6], np.int32))
     tokens, amounts = penalties.edits([], follows=True)     # 7 would continue a repeat of two tokens
 
@@ -51,7 +51,7 @@ class PathPenalties(Protocol):
 
 
 def new_path_penalties(params: SamplingParams, vocabulary: int, prompt_length: int, breakers: Iterable[int],
-                       is_fast: bool = True) -> PathPenalties:
+                       is_fast: bool) -> PathPenalties:
     """The penalties of a text that is still empty.
 
     breakers  ids of the tokens that end a repeated passage

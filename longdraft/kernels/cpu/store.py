@@ -42,7 +42,7 @@ class CpuStore:
     """See :class:`longdraft.kernels.interface.KVStore`. `csrc/layout.h` draws the layout."""
 
     def __init__(self, kernels: _cpu.Kernels, dtype: torch.dtype, num_kv_heads: int, head_dim: int,
-                 score_cap: float = 0.0) -> None:
+                 score_cap: float) -> None:
         self.kernels, self.dtype = kernels, dtype
         self._heads, self._dim = num_kv_heads, head_dim
         self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim, score_cap)
