@@ -17,12 +17,8 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
     block         block.py        trained layers that guess a block of tokens in one pass
     triforce      triforce.py     a head or a small model, for the target on a partial cache, for the target
 
-**How to add a drafter.**
-
-1. Write a module with a frozen dataclass of options (a subclass of `DrafterOptions`) and a class with the three
-   methods. `template.py` and `chain.py` help with trees of heads and with chains of forwards.
-2. Add it to `DRAFTERS` below. The command line, the server, `auto` and the benchmarks read this table.
-3. Add it to `DRAFTERS` in tests/helpers/equality.py, and its options to docs/drafters.md.
+CONTRIBUTING.md has the steps to add one. `template.py` and `chain.py` help with trees of heads and with chains of
+forwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The interface of drafters: a drafter proposes a tree of tokens. A wrong proposal costs time, never a wrong token.
 
-To add a drafter, write a class with the methods of `Drafter` in a module of longdraft/drafters/ and register it by
-name in longdraft/drafters/__init__.py.
+longdraft/drafters/ has the drafters; CONTRIBUTING.md has the steps to add one.
 """
 
 from __future__ import annotations
