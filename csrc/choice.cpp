@@ -11,6 +11,7 @@ namespace longdraft {
 namespace {
 
 constexpr double NOISE_MIN = -4.0, NOISE_STEP = 0.25, NOISE_MAX = 37.0;  // the range of Gumbel noise from 52 bits
+constexpr long NEIGHBOURS = 256;  // tokens whose noise is compared with that which the best of them needs
 constexpr long POOL = 128;  // number of best logits from which tokens outside the support are ranked
 
 // Bit-identical to longdraft/kernels/noise.py.
@@ -53,10 +54,7 @@ float penalised(float logit, float by) { return logit < 0 ? logit * by : logit /
 
 Choice::Choice(const ChoiceRules& rules, long vocabulary, std::vector<int64_t> banned)
     : rules_(rules), vocabulary_(vocabulary), banned_(std::move(banned)) {
-    if (penalises()) {
-        counts_.resize(static_cast<size_t>(vocabulary));
-        place_.resize(static_cast<size_t>(vocabulary));
-    }
+    if (penalises()) counts_ = TokenCounts(vocabulary);
     for (double wanted = NOISE_MIN; wanted <= NOISE_MAX; wanted += NOISE_STEP) {
         double u = std::exp(-std::exp(-wanted)) * (1 - 1e-9) * 0x1p52;  // with a margin for rounding
         min_bits_.push_back(u > 2 ? static_cast<uint64_t>(u) - 2 : 0);
@@ -70,19 +68,9 @@ void Choice::extend(const int32_t* tokens, long count) {
         if (written_ < rules_.window) {  // grows with the text: a window may be longer than any text
             recent_.push_back(token);
         } else {
-            int32_t& oldest = recent_[static_cast<size_t>(written_ % rules_.window)];
-            if (--counts_[static_cast<size_t>(oldest)] == 0) {
-                int32_t hole = place_[static_cast<size_t>(oldest)], last = distinct_.back();
-                distinct_[static_cast<size_t>(hole)] = last;
-                place_[static_cast<size_t>(last)] = hole;
-                distinct_.pop_back();
-            }
-            oldest = token;
+            counts_.remove(std::exchange(recent_[static_cast<size_t>(written_ % rules_.window)], token));
         }
-        if (counts_[static_cast<size_t>(token)]++ == 0) {
-            place_[static_cast<size_t>(token)] = static_cast<int32_t>(distinct_.size());
-            distinct_.push_back(token);
-        }
+        counts_.add(token);
     }
 }
 
@@ -93,14 +81,14 @@ Choice::WindowChange Choice::window_change(const int32_t* path, long length) con
     const long inside = std::min(length, rules_.window), held = std::min(written_, rules_.window);
     const int32_t* first = path + length - inside;
     for (long i = 0; i < inside; i++)
-        if (!counts_[static_cast<size_t>(first[i])]) change.added.push_back(first[i]);
+        if (!counts_.of(first[i])) change.added.push_back(first[i]);
     std::vector<int32_t> gone;
     for (long i = 0; i < held + inside - rules_.window; i++)
         gone.push_back(recent_[static_cast<size_t>((written_ - held + i) % rules_.window)]);
     std::sort(gone.begin(), gone.end());
     for (size_t i = 0, next; i < gone.size(); i = next) {
         for (next = i; next < gone.size() && gone[next] == gone[i];) next++;
-        bool stays = counts_[static_cast<size_t>(gone[i])] > static_cast<int32_t>(next - i) ||
+        bool stays = counts_.of(gone[i]) > static_cast<int32_t>(next - i) ||
                      std::find(first, first + inside, gone[i]) != first + inside;
         if (!stays) change.removed.push_back(gone[i]);
     }
@@ -111,24 +99,26 @@ Choice::PathChange Choice::path_change(const int32_t* path, long length, bool fo
     return {window_change(path, length), penalties_ ? penalties_->edits(path, length, follows) : std::vector<Edit>{}};
 }
 
-// Apply penalties and bans to a row, and find its first highest logit. False where the logits are not finite.
-bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const PathChange& change, bool is_banned, float* row,
-                     long& best) const {
+// A row with penalties and bans, and its first highest logit. The row is null where the logits are not finite.
+Choice::Row Choice::prepare(const float* logits, const PartOfVocabulary* part, const PathChange& change, bool is_banned) const {
     const long size = size_of(part);
+    const bool is_changed = penalises() || !change.edits.empty() || is_banned;
+    float* const copy = is_changed ? static_cast<float*>(workspace<3>(static_cast<size_t>(size) * sizeof(float))) : nullptr;
+    const float* const row = is_changed ? copy : logits;
     // Calls set(place) for each of the tokens that the row has.
     auto each = [&](const auto& tokens, auto set) {
         for (auto token : tokens)
             if (long place = part ? part->places[static_cast<size_t>(token)] : token; place >= 0) set(place);
     };
-    std::copy_n(logits, size, row);
+    if (is_changed) std::copy_n(logits, size, copy);
     if (penalises()) {
-        each(distinct_, [&](long place) { row[place] = penalised(logits[place], rules_.penalty); });
-        each(change.window.removed, [&](long place) { row[place] = logits[place]; });
-        each(change.window.added, [&](long place) { row[place] = penalised(logits[place], rules_.penalty); });
+        each(counts_.distinct(), [&](long place) { copy[place] = penalised(logits[place], rules_.penalty); });
+        each(change.window.removed, [&](long place) { copy[place] = logits[place]; });
+        each(change.window.added, [&](long place) { copy[place] = penalised(logits[place], rules_.penalty); });
     }
     for (const Edit& edit : change.edits)
-        if (long place = part ? part->places[static_cast<size_t>(edit.token)] : edit.token; place >= 0) row[place] -= edit.amount;
-    if (is_banned) each(banned_, [&](long place) { row[place] = LOWEST; });
+        if (long place = part ? part->places[static_cast<size_t>(edit.token)] : edit.token; place >= 0) copy[place] -= edit.amount;
+    if (is_banned) each(banned_, [&](long place) { copy[place] = LOWEST; });
     float most[LANES];
     int32_t is_nan[LANES] = {};
     std::fill_n(most, LANES, LOWEST);
@@ -142,9 +132,8 @@ bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const Pa
     for (; at + LANES <= size; at += LANES) compare(row + at, LANES);
     compare(row + at, size - at);
     const float highest = *std::max_element(most, most + LANES);
-    if (std::any_of(is_nan, is_nan + LANES, [](int32_t lane) { return lane != 0; }) || !std::isfinite(highest)) return false;
-    best = std::find(row, row + size, highest) - row;
-    return true;
+    if (std::any_of(is_nan, is_nan + LANES, [](int32_t lane) { return lane != 0; }) || !std::isfinite(highest)) return {};
+    return {row, std::find(row, row + size, highest) - row};
 }
 
 Cut Choice::cut(const float* row, const PartOfVocabulary* part, long best) const {
@@ -165,11 +154,11 @@ float Choice::least_value(float best) const {
 
 double Choice::noise(uint64_t key, int64_t token) const { return gumbel(bits_of(key, token)); }
 
-// Whether noise of these bits may be `wanted` or more. A false result is always right.
-bool Choice::could_reach(uint64_t bits, double wanted) const {
-    if (wanted <= NOISE_MIN) return true;
+// Noise of smaller bits is less than `wanted`.
+uint64_t Choice::least_bits(double wanted) const {
+    if (wanted <= NOISE_MIN) return 0;
     size_t step = static_cast<size_t>((std::min(wanted, NOISE_MAX) - NOISE_MIN) / NOISE_STEP);
-    return bits >= min_bits_[std::min(step, min_bits_.size() - 1)];
+    return min_bits_[std::min(step, min_bits_.size() - 1)];
 }
 
 // The `count` best tokens of the support, or all if there are fewer, best first. temperature > 0.
@@ -177,19 +166,29 @@ std::vector<Guess> Choice::best_few(const float* row, const PartOfVocabulary* pa
                                     uint64_t key, long count) const {
     // The tokens so far set a mark. Another token needs noise that makes up for its lower score.
     std::vector<Guess> few = {{row[best] / rules_.temperature + noise(key, id_of(part, best)), best}};
-    for_each_reaching(std::max(least_value(row[best]), cut.value), row, size_of(part), [&](long i) {
-        if (i == best || !is_in_support(row[i], i, row[best], cut)) return;
-        const double score = row[i] / rules_.temperature;
-        const uint64_t bits = bits_of(key, id_of(part, i));
-        const bool is_full = static_cast<long>(few.size()) == count;
-        if (is_full && !could_reach(bits, few.back().score - score)) return;
-        const Guess other{score + gumbel(bits), i};
-        if (is_full) {
+    auto bits_for = [&](float logit) {
+        return static_cast<long>(few.size()) < count ? 0 : least_bits(few.back().score - logit / rules_.temperature);
+    };
+    auto consider = [&](long i, uint64_t bits) {
+        if (i == best || bits < bits_for(row[i]) || !is_in_support(row[i], i, row[best], cut)) return;
+        const Guess other{row[i] / rules_.temperature + gumbel(bits), i};
+        if (static_cast<long>(few.size()) == count) {
             if (!(other < few.back())) return;
             few.pop_back();
         }
         few.insert(std::upper_bound(few.begin(), few.end(), other), other);
-    });
+    };
+    // Most tokens have too little noise even for the highest logit among their neighbours.
+    const float mark = std::max(least_value(row[best]), cut.value);
+    for (long start = 0, end, size = size_of(part); start < size; start = end) {
+        end = std::min(size, start + NEIGHBOURS);
+        const float most = highest_value(row + start, end - start);
+        if (most < mark) continue;
+        const uint64_t least = bits_for(most);
+        for (long i = start; i < end; i++)
+            if (row[i] >= mark)
+                if (const uint64_t bits = bits_of(key, id_of(part, i)); bits >= least) consider(i, bits);
+    }
     return few;
 }
 
@@ -215,11 +214,8 @@ void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* p
         }
         parallel(static_cast<long>(some.size()), [&](long i) {
             const long n = some[static_cast<size_t>(i)], depth = static_cast<long>(paths[static_cast<size_t>(n)].size());
-            float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
-            long best;
-            const bool is_finite = prepare(logits + n * vocabulary_, nullptr, changes[static_cast<size_t>(n)],
-                                           depth < banned_depth, row, best);
-            chosen[n] = is_finite ? best_of(row, nullptr, best, key_of(rules_.seed, position + depth)) : -1;
+            const auto [row, best] = prepare(logits + n * vocabulary_, nullptr, changes[static_cast<size_t>(n)], depth < banned_depth);
+            chosen[n] = row ? best_of(row, nullptr, best, key_of(rules_.seed, position + depth)) : -1;
         });
     };
     // The first child of a node, or of those with a token; `nodes`: there is none.
@@ -244,9 +240,10 @@ void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* p
 Choice::Guesses Choice::guesses_of(const float* logits, const PathChange& change, long position, bool is_banned, long count,
                                    const PartOfVocabulary* part) const {
     const long size = size_of(part), few = std::max(count, 2L);
-    float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(size) * sizeof(float)));
-    long best;
-    if (!prepare(logits, part, change, is_banned, row, best)) return {{}, INFINITY};
+    const Row prepared = prepare(logits, part, change, is_banned);
+    const float* const row = prepared.logits;
+    const long best = prepared.best;
+    if (!row) return {{}, INFINITY};
     const uint64_t key = key_of(rules_.seed, position);
     const Cut kept = cut(row, part, best);
     std::vector<Guess> guesses = rules_.temperature > 0 ? best_few(row, part, best, kept, key, few) : highest_of(row, size, few);

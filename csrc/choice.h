@@ -4,6 +4,7 @@
 
 #include "highest.h"
 #include "path_penalties.h"
+#include "token_counts.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -84,6 +85,7 @@ class Choice {
   private:
     struct WindowChange { std::vector<int64_t> added, removed; };
     struct PathChange { WindowChange window; std::vector<Edit> edits; };
+    struct Row { const float* logits = nullptr; long best = 0; };  // best: the place of the highest one
     // The best tokens of a row, best first, and the lead as of `Ranked`. No tokens where the logits are not finite.
     struct Guesses { std::vector<Guess> best; double lead; };
 
@@ -91,8 +93,7 @@ class Choice {
     WindowChange window_change(const int32_t* path, long length) const;
     PathChange path_change(const int32_t* path, long length, bool follows) const;
     long size_of(const PartOfVocabulary* part) const { return part ? static_cast<long>(part->ids.size()) : vocabulary_; }
-    bool prepare(const float* logits, const PartOfVocabulary* part, const PathChange& change, bool is_banned, float* row,
-                 long& best) const;
+    Row prepare(const float* logits, const PartOfVocabulary* part, const PathChange& change, bool is_banned) const;
     Cut cut(const float* row, const PartOfVocabulary* part, long best) const;
     Guesses guesses_of(const float* logits, const PathChange& change, long position, bool is_banned, long count,
                        const PartOfVocabulary* part) const;
@@ -102,7 +103,7 @@ class Choice {
     bool is_in_support(float value, long place, float best, const Cut& cut) const;
     float least_value(float best) const;
     double noise(uint64_t key, int64_t token) const;
-    bool could_reach(uint64_t bits, double wanted) const;
+    uint64_t least_bits(double wanted) const;
 
     ChoiceRules rules_;
     long vocabulary_;
@@ -110,9 +111,7 @@ class Choice {
     std::vector<int64_t> banned_;
     std::vector<int32_t> recent_;       // ring buffer of the window's tokens
     long written_ = 0;                  // tokens of the text so far
-    std::vector<int32_t> counts_;       // [vocabulary]: occurrences in the window
-    std::vector<int32_t> place_;        // [vocabulary]: index of a token in `distinct_`
-    std::vector<int32_t> distinct_;     // the different tokens in the window
+    TokenCounts counts_;                // in the window
     std::vector<uint64_t> min_bits_;    // smallest random bits whose noise can reach NOISE_MIN + i * NOISE_STEP
 };
 

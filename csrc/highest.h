@@ -36,6 +36,16 @@ template <class F> void for_each_reaching(float mark, const float* values, long 
     }
 }
 
+// The highest of values of which none is NaN; of none: LOWEST.
+inline float highest_value(const float* values, long count) {
+    float most[LANES];
+    std::fill_n(most, LANES, LOWEST);
+    long at = 0;
+    for (; at + LANES <= count; at += LANES)
+        for (long i = 0; i < LANES; i++) most[i] = values[at + i] > most[i] ? values[at + i] : most[i];
+    return std::max(*std::max_element(most, most + LANES), at < count ? *std::max_element(values + at, values + count) : LOWEST);
+}
+
 // The `wanted` highest values, or all if there are fewer, in order.
 std::vector<Guess> highest_of(const float* values, long count, long wanted);
 

@@ -16,8 +16,7 @@ PathPenalties::PathPenalties(PenaltyRules rules, long vocabulary, long prompt_le
       automaton_(LONGEST_REPEAT), mark_(static_cast<size_t>(vocabulary)) {
     for (int32_t token : breakers) is_breaker_[static_cast<size_t>(token)] = 1;
     if (rules_.presence == 0 && rules_.frequency == 0) return;
-    counts_.resize(static_cast<size_t>(vocabulary));
-    place_.resize(static_cast<size_t>(vocabulary));
+    counts_ = TokenCounts(vocabulary);
 }
 
 void PathPenalties::extend(const int32_t* tokens, long count) {
@@ -26,16 +25,8 @@ void PathPenalties::extend(const int32_t* tokens, long count) {
         text_.push_back(tokens[i]);
         if (!rules_.dry.empty() || rules_.ngram) automaton_.push(tokens[i]);
         if (counts_.empty()) continue;
-        if (oldest >= prompt_length_ && --counts_[static_cast<size_t>(text_[static_cast<size_t>(oldest)])] == 0) {
-            const int32_t gone = text_[static_cast<size_t>(oldest)], last = distinct_.back();
-            distinct_[static_cast<size_t>(place_[static_cast<size_t>(gone)])] = last;
-            place_[static_cast<size_t>(last)] = place_[static_cast<size_t>(gone)];
-            distinct_.pop_back();
-        }
-        if (position >= prompt_length_ && counts_[static_cast<size_t>(tokens[i])]++ == 0) {
-            place_[static_cast<size_t>(tokens[i])] = static_cast<int32_t>(distinct_.size());
-            distinct_.push_back(tokens[i]);
-        }
+        if (oldest >= prompt_length_) counts_.remove(text_[static_cast<size_t>(oldest)]);
+        if (position >= prompt_length_) counts_.add(tokens[i]);
     }
 }
 
@@ -60,12 +51,12 @@ void PathPenalties::add_counts(const Extended& s, std::vector<Edit>& out) const 
     for (long i = std::max(prompt_length_, known - rules_.window); i < std::min(known, start); i++)
         mark_[static_cast<size_t>(s[i])]--;
     for (long i = std::max(known, start); i < s.size(); i++) mark_[static_cast<size_t>(s[i])]++;
-    for (int32_t token : distinct_) add(token, counts_[static_cast<size_t>(token)] + mark_[static_cast<size_t>(token)]);
+    for (int32_t token : counts_.distinct()) add(token, counts_.of(token) + mark_[static_cast<size_t>(token)]);
     for (long i = std::max(prompt_length_, known - rules_.window); i < std::min(known, start); i++)
         mark_[static_cast<size_t>(s[i])] = 0;
     for (long i = std::max(known, start); i < s.size(); i++) {
         int32_t& added = mark_[static_cast<size_t>(s[i])];
-        if (added > 0 && counts_[static_cast<size_t>(s[i])] == 0) add(s[i], added);
+        if (added > 0 && counts_.of(s[i]) == 0) add(s[i], added);
         added = 0;
     }
 }

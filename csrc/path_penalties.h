@@ -15,6 +15,7 @@
 #pragma once
 
 #include "suffix.h"
+#include "token_counts.h"
 
 #include <cstdint>
 #include <vector>
@@ -72,9 +73,7 @@ private:
     std::vector<char> is_breaker_;       // [vocabulary]
     std::vector<int32_t> text_;
     SuffixAutomaton automaton_;
-    std::vector<int32_t> counts_;        // [vocabulary]: of generated tokens in the window
-    std::vector<int32_t> place_;         // [vocabulary]: index of a token in `distinct_`
-    std::vector<int32_t> distinct_;      // the different generated tokens in the window
+    TokenCounts counts_;                 // of generated tokens in the window
     mutable std::vector<int32_t> mark_;  // [vocabulary]: scratch memory, 0 between calls
 };
 
