@@ -86,18 +86,6 @@ const void* feed_back(const Kernels& kernels, const Decoder& d, const Feedback& 
     return both;
 }
 
-// Write the keys and values of `rows` rows to the stores, from `start` on.
-void keep(const Kernels& kernels, const Decoder& d, RowBuffers& row, long size, const std::vector<Store*>& stores, long start,
-          long rows) {
-    const long width = d.kv_heads * d.dim;
-    for (size_t layer = 0; layer < stores.size(); layer++) {
-        const long skipped = static_cast<long>(layer) * rows * width * size;
-        stores[layer]->prepare(start, rows);
-        kernels.write(*stores[layer], start, {row.k.data() + skipped, width, d.dim}, {row.v.data() + skipped, width, d.dim},
-                      nullptr, rows);
-    }
-}
-
 void embed(const Kernels& kernels, const DraftModel& model, const int64_t* tokens, long rows, void* out) {
     const long hidden = model.embedding->k;
     kernels.embed(*model.embedding, tokens, rows, out);
@@ -121,8 +109,19 @@ void read(const Kernels& kernels, const Chain& chain) {
     forward(kernels, d, {rows, rows, cos, sin, parents.data(), row.x.data(), row.q.data(), row.k.data(), row.v.data(),
                          row.content.data(), row.attended.data(), row.lse.data(), nullptr, 0, source},
             {{cache.stores, start, rows, cache.remainders, {}, {}}}, model.head);
-    keep(kernels, d, row, size, cache.stores, start, rows);
     std::memcpy(chain.row, row.x.data() + (rows - 1) * hidden * size, static_cast<size_t>(hidden * size));
+}
+
+// Fill row.normed and row.logits, from row.x.
+void score(const Kernels& kernels, const DraftModel& model, RowBuffers& row) {
+    const Decoder& d = *model.decoder;
+    if (model.norm) norm(kernels, d, model.head->is_bf16, row.x.data(), model.norm, 1, model.embedding->k, row.normed.data());
+    else std::memcpy(row.normed.data(), row.x.data(), row.x.size());
+    expect_weight(d.layers[0].qkv);
+    kernels.linear(*model.head, row.normed.data(), 1, row.logits.data(), true);
+    if (model.logits_divisor != 1.0f)
+        for (float& logit : row.logits) logit /= model.logits_divisor;
+    if (model.logits_cap != 0.0f) kernels.soft_cap(row.logits.data(), model.head->n, model.logits_cap);
 }
 
 }  // namespace
@@ -131,6 +130,7 @@ double ChainEnd::rate(double lead) const {
     return rates[static_cast<size_t>(std::upper_bound(edges.begin(), edges.end(), lead) - edges.begin())];
 }
 
+// The forward of a chain's rows writes their keys and values to the stores, unless they are not finite: the drafts end there.
 std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
     const auto& [model, cache, choice, rules, root, begun, cos, sin, before, unread] = chain;
     if (!unread.tokens.empty()) read(kernels, chain);
@@ -161,15 +161,8 @@ std::vector<Ranked> draft(const Kernels& kernels, const Chain& chain) {
                                  row.given.data(), model.inputs.width(), source},
                     {{cache.stores, length, 1, cache.remainders, RowBuffers::taps(cache.taps, number, hidden * size),
                       row.deltas(cache.deltas, number)}}, model.head);
-            keep(kernels, d, row, size, cache.stores, length, 1);
         }
-        if (model.norm) norm(kernels, d, bf16, row.x.data(), model.norm, 1, hidden, row.normed.data());
-        else std::memcpy(row.normed.data(), row.x.data(), row.x.size());
-        expect_weight(d.layers[0].qkv);
-        kernels.linear(*model.head, row.normed.data(), 1, row.logits.data(), true);
-        if (model.logits_divisor != 1.0f)
-            for (float& logit : row.logits) logit /= model.logits_divisor;
-        if (model.logits_cap != 0.0f) kernels.soft_cap(row.logits.data(), model.head->n, model.logits_cap);
+        score(kernels, model, row);
         const long known = static_cast<long>(path.size());
         places.push_back(choice->rank(row.logits.data(), path.data(), known, rules.position + i, known < rules.banned_depth,
                                      rules.width, rules.within, model.part));

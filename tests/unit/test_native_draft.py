@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.checkpoints import load
+from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import SETTINGS, params_of, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, MIXTURES, make_family
 from longdraft import kernels
@@ -110,6 +110,29 @@ def test_chains_of_several_texts_at_the_same_time_have_the_guesses_of_each_alone
         assert [len(places) for places in alone] == list(lengths)
     finally:
         kernels.set_threads(1)
+
+
+def test_a_drafted_row_that_is_not_finite_spoils_no_later_chain(tmp_path):
+    """Such a row stays behind the text's rows in the stores of the partial cache."""
+    table = make_checkpoint(tmp_path, tie_word_embeddings=False).model.embed_tokens.weight.data
+    model, context, damaged = load(tmp_path), Context(prompt_of(60)), 300
+    table[damaged] = torch.nan
+    model.weights = model.weights._replace(embedding=model.kernels.pack(table))
+    cache = model.new_cache()
+    model.forward(chain_rows(context.slice(0, 59).tolist(), 0), cache)
+    cache.commit(range(59))
+    partial = new_partial_cache(MagicDecOptions(budget=24, sinks=4), model, cache)
+    chain = Chain(SelfDraftModel(model, partial), Sampler(params_of("greedy"), [1]), 2, "self", 0.5)
+
+    def guesses(path, length):
+        return finished(chain.in_one_call(context, path, length))
+
+    sound = guesses([context.last], 5)
+    partial.drop_drafts()
+    guesses([context.last], 2)
+    assert not guesses([context.last, 7, damaged], 1)[0].tokens
+    partial.drop_drafts()
+    assert guesses([context.last], 5) == sound
 
 
 @pytest.mark.parametrize("width", [1, 3])
