@@ -13,10 +13,11 @@
 
 namespace longdraft {
 
-enum class Type { FLOAT32, BFLOAT16, FLOAT16, INT64, INT32, INT8, UINT8, OTHER };
+enum class Type { FLOAT32, BFLOAT16, FLOAT16, INT64, INT32, INT8, UINT8, OTHER };  // OTHER: also of a tensor without memory
 
 inline const char* name_of(Type type) {
-    static const char* const NAMES[] = {"float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "another type"};
+    static const char* const NAMES[] = {"float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8",
+                                        "another type or device"};
     return NAMES[static_cast<int>(type)];
 }
 
@@ -138,6 +139,7 @@ template <> struct type_caster<longdraft::Array> {
         value.data = static_cast<char*>(PyLong_AsVoidPtr(address.ptr()));
         value.is_contiguous = whole.ptr() == Py_True;
         copy(sizes, value.shape);
+        if (!value.data && value.size()) value.type = longdraft::Type::OTHER;
         if (value.is_contiguous) {
             long step = 1;
             for (long axis = value.axes - 1; axis >= 0; axis--) value.stride[axis] = step, step *= value.shape[axis];

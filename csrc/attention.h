@@ -12,6 +12,9 @@
 // The cut depends on positions alone, and a row's operations on the row alone. Splits, chunks of rows and KV heads are
 // independent jobs for the threads. Positions that a row does not see have a weight of exactly 0.
 //
+// Many rows after a long text (a chunk of a prompt) would have hundreds of megabytes of states. Their splits are computed in
+// waves: each wave is merged before the next one, whose states take the same memory.
+//
 // The file attention_rows.h draws where the keys and values of a row are; layout.h draws the blocks of a store.
 #pragma once
 
@@ -30,33 +33,34 @@
 
 namespace longdraft::LONGDRAFT_VARIANT {
 
-// The attention of one text. Use: construct, `prepare`, run all jobs in any order, `merge_rows`.
+// The attention of one text. Use: construct, `prepare`, then for each wave `next_wave`, run all jobs in any order, `merge_rows`.
 //
 //     queries  [KV heads][padded query rows][steps] operands (simd.h)
-//     states   [KV heads][splits][padded query rows][stride] floats: see RowBatch
+//     states   [KV heads][slots][padded query rows][stride] floats: see RowBatch. A slot is one split; from the second wave
+//              on, the first slot is the state of all waves before
 template <class T> class TextAttention {
     using Element = typename T::Element;
     using Operand = typename T::Operand;
     static constexpr int BATCH = Products<T>::BATCH;
     static constexpr long TILE = Products<T>::TILE;
+    static constexpr long MOST_STATES = 32L << 20;  // bytes of the states of a text, if two slots take no more
+    static constexpr long LEAST_MERGED = 1 << 15;   // numbers that a thread merges at least
 
   public:
     explicit TextAttention(const Attention& a)
         : a_(a), store_(*a.store), layout_(row_layout<T>(a)), group_(a.heads / store_.heads),
           query_rows_(a.rows * group_), padded_rows_(round_up(query_rows_, BATCH)), steps_(store_.padded / T::PER_WORD),
           stride_(store_.padded + LANES),
-          splits_((layout_.longest + SPLIT - 1) / SPLIT) {}
+          splits_(div_up(layout_.longest, SPLIT)),
+          slots_(std::min(splits_, std::max(2L, MOST_STATES / (store_.heads * padded_rows_ * stride_ * 4)))) {}
 
     // Bytes of the queries and of the states, in whole cache lines.
     size_t query_bytes() const {
         return cache_lines(static_cast<size_t>(store_.heads * padded_rows_ * steps_) * sizeof(Operand));
     }
     size_t state_bytes() const {
-        return cache_lines(static_cast<size_t>(store_.heads * splits_ * padded_rows_ * stride_) * sizeof(float));
+        return cache_lines(static_cast<size_t>(store_.heads * slots_ * padded_rows_ * stride_) * sizeof(float));
     }
-
-    // Pairs of a KV head and a split.
-    long units() const { return store_.heads * splits_; }
 
     // Take the memory for queries and states, write a chain's rows to the store, and copy the queries.
     void prepare(void* queries, void* states) {
@@ -66,30 +70,44 @@ template <class T> class TextAttention {
         for (long head = 0; head < store_.heads; head++) copy_queries(head);
     }
 
-    // Cut the work into jobs and return their number. Where all texts together have few units, the rows are cut too.
+    // Begin with the next splits. Returns the pairs of a KV head and one of them; 0: there are none.
+    long next_wave() {
+        first_ = last_;
+        last_ = std::min(splits_, first_ + slots_ - (first_ > 0));
+        return store_.heads * (last_ - first_);
+    }
+
+    // Cut the wave into jobs and return their number. Where all texts together have few units, the rows are cut too. Threads
+    // wait for each other at the end of a wave, so many waves have smaller jobs.
     long cut_into_jobs(long units_of_all_texts) {
-        chunk_ = query_rows_;
-        if (units_of_all_texts < 2 * threads())
-            chunk_ = std::max<long>(BATCH, round_up((query_rows_ + threads() - 1) / threads(), BATCH));
-        return units() * ((query_rows_ + chunk_ - 1) / chunk_);
+        const long units = store_.heads * (last_ - first_), pieces = slots_ < splits_ ? div_up(8 * threads(), units_of_all_texts)
+                                                                   : units_of_all_texts < 2 * threads() ? threads() : 1;
+        chunk_ = pieces == 1 ? query_rows_ : round_up(div_up(query_rows_, pieces), BATCH);
+        return units * div_up(query_rows_, chunk_);
     }
 
     void run_job(long job) {
-        const long first = job / store_.heads / splits_ * chunk_;
-        run_split(job % store_.heads, job / store_.heads % splits_, first, std::min(query_rows_, first + chunk_));
+        const long splits = last_ - first_, first = job / store_.heads / splits * chunk_;
+        run_split(job % store_.heads, first_ + job / store_.heads % splits, first, std::min(query_rows_, first + chunk_));
     }
 
-    void merge_rows() {
-        for (long row = 0; row < a_.rows; row++)
-            for (long h = 0; h < a_.heads; h++) merge_row(row, h);
+    void merge_rows() const {
+        const long numbers = a_.rows * a_.heads * (last_ - first_) * stride_;
+        const long pieces = std::clamp(numbers / LEAST_MERGED, 1L, a_.rows);
+        parallel(pieces, [&](long i) {
+            for (long row = a_.rows * i / pieces; row < a_.rows * (i + 1) / pieces; row++)
+                for (long h = 0; h < a_.heads; h++) merge_row(row, h);
+        });
     }
 
   private:
     static size_t cache_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-    float* state(long head, long split, long query_row) const {
-        return states_ + ((head * splits_ + split) * padded_rows_ + query_row) * stride_;
+    float* state_in(long head, long slot, long query_row) const {
+        return states_ + ((head * slots_ + slot) * padded_rows_ + query_row) * stride_;
     }
+    // For a split of the wave.
+    float* state(long head, long split, long query_row) const { return state_in(head, split - first_ + (first_ > 0), query_row); }
 
     void copy_queries(long head) {
         Operand* to = queries_ + head * padded_rows_ * steps_;
@@ -146,15 +164,21 @@ template <class T> class TextAttention {
                 std::min(share, lines - from), std::min<long>(BATCH, rows - row), BLOCK / T::PER_WORD, store_.padded};
     }
 
-    // Merge the splits of one row and query head in order, then the remainder, and write the result.
-    void merge_row(long row, long h) {
+    // Merge the wave's splits of one row and query head in order. After the last one, merge the remainder and write the result.
+    void merge_row(long row, long h) const {
         const long head = h / group_, query_row = row * group_ + h % group_, padded = store_.padded;
         const long from = layout_.first[static_cast<size_t>(query_row)] / SPLIT;
-        const long to = (layout_.end[static_cast<size_t>(query_row)] + SPLIT - 1) / SPLIT;
-        float* merged = state(head, from, query_row);
-        for (long split = from + 1; split < to; split++) {
+        const long to = div_up(layout_.end[static_cast<size_t>(query_row)], SPLIT);
+        if (to <= first_ || last_ <= from) return;
+        float* const before = state_in(head, 0, query_row);
+        float* merged = from < first_ ? before : state(head, from, query_row);
+        for (long split = std::max(from + 1, first_); split < std::min(to, last_); split++) {
             const float* next = state(head, split, query_row);
             merge_state(merged, next, next[padded], next[padded + 1]);
+        }
+        if (last_ < to) {
+            if (merged != before) std::copy_n(merged, stride_, before);
+            return;
         }
         if (a_.remainder) {
             const float* remainder = a_.remainder + (row * a_.heads + h) * (store_.dim + 1);
@@ -183,7 +207,9 @@ template <class T> class TextAttention {
     RowLayout layout_;
     long group_, query_rows_, padded_rows_;  // query heads per KV head; query rows of a KV head, and with padding
     long steps_, stride_;                    // words of a key; floats of a state
-    long splits_, chunk_ = 0;                // number of splits; query rows of a job
+    long splits_, slots_;                    // number of splits; states of a query row
+    long first_ = 0, last_ = 0;              // the wave's splits [first, last)
+    long chunk_ = 0;                         // query rows of a job
     Operand* queries_ = nullptr;
     float* states_ = nullptr;
 };
@@ -193,27 +219,30 @@ template <class T> void attention_as(const Attention* texts, long count) {
     std::vector<TextAttention<T>> attentions;
     attentions.reserve(static_cast<size_t>(count));
     size_t query_bytes = 0, state_bytes = 0;
-    long units = 0, jobs = 0;
     for (long i = 0; i < count; i++) {
         attentions.emplace_back(texts[i]);
         query_bytes += attentions.back().query_bytes();
         state_bytes += attentions.back().state_bytes();
-        units += attentions.back().units();
     }
     char *queries = static_cast<char*>(workspace<0>(query_bytes)), *states = static_cast<char*>(workspace<1>(state_bytes));
-    std::vector<long> ends;  // of each text's jobs
     for (TextAttention<T>& attention : attentions) {
         attention.prepare(queries, states);
         queries += attention.query_bytes();
         states += attention.state_bytes();
-        ends.push_back(jobs += attention.cut_into_jobs(units));
     }
-    parallel(jobs, [&](long job) {
-        const auto text = std::upper_bound(ends.begin(), ends.end(), job) - ends.begin();
-        const long first = text ? ends[static_cast<size_t>(text - 1)] : 0;
-        attentions[static_cast<size_t>(text)].run_job(job - first);
-    });
-    for (TextAttention<T>& attention : attentions) attention.merge_rows();
+    while (true) {
+        long units = 0, jobs = 0;
+        for (TextAttention<T>& attention : attentions) units += attention.next_wave();
+        if (!units) return;
+        std::vector<long> ends;  // of each text's jobs
+        for (TextAttention<T>& attention : attentions) ends.push_back(jobs += attention.cut_into_jobs(units));
+        parallel(jobs, [&](long job) {
+            const auto text = std::upper_bound(ends.begin(), ends.end(), job) - ends.begin();
+            const long first = text ? ends[static_cast<size_t>(text - 1)] : 0;
+            attentions[static_cast<size_t>(text)].run_job(job - first);
+        });
+        for (const TextAttention<T>& attention : attentions) attention.merge_rows();
+    }
 }
 
 }  // namespace

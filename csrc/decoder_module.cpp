@@ -17,15 +17,12 @@ using ConvolutionArrays = std::pair<Array, const Linear*>;                 // ba
 // joined, norms of embedding and row, reads_both, keeps_normed, feeds_normed (Feedback)
 using FeedbackArrays = std::tuple<const Linear*, Array, Array, bool, bool, bool>;
 
-constexpr long DELTA_LANES = 16, MAX_DELTA_WIDTH = 16;
-
 // shape: key heads, value heads, key dim, value dim, width
 DeltaLayer delta_layer(const std::vector<long>& shape, const Array& conv, const Array& decay, const Array& bias,
                        const Array& norm, float eps) {
     require(shape.size() == 5 && *std::min_element(shape.begin(), shape.end()) > 0, "a shape of five numbers above 0");
     DeltaLayer l = {shape[0], shape[1], shape[2], shape[3], shape[4], nullptr, nullptr, nullptr, nullptr, eps};
-    require(l.key_dim % DELTA_LANES == 0 && l.value_dim % DELTA_LANES == 0 && l.value_heads % l.key_heads == 0 &&
-                2 <= l.width && l.width <= MAX_DELTA_WIDTH,
+    require(l.key_dim % 16 == 0 && l.value_dim % 16 == 0 && l.value_heads % l.key_heads == 0 && 2 <= l.width && l.width <= MAX_WIDTH,
             "head dims that are multiples of 16, whole groups of heads, a width of 2 to 16");
     l.conv = memory<float>("conv", conv, Type::FLOAT32, {l.width, channels(l)});
     l.decay = memory<float>("decay", decay, Type::FLOAT32, {l.value_heads});
@@ -35,7 +32,7 @@ DeltaLayer delta_layer(const std::vector<long>& shape, const Array& conv, const 
 }
 
 DeltaState state_of(const DeltaLayer& l, bool bf16, const StateArrays& arrays) {
-    const long columns = l.value_dim % (2 * DELTA_LANES) ? DELTA_LANES : 2 * DELTA_LANES;
+    const long columns = state_columns(l);
     return {memory("a history", arrays.first, rows_type(bf16), {l.width - 1, channels(l)}),
             memory<float>("a state", arrays.second, Type::FLOAT32,
                           {l.value_heads, l.value_dim / columns, l.key_dim, columns})};
@@ -86,6 +83,7 @@ std::vector<const float*> maps_of(const Decoder& d, const LayerArrays& arrays) {
 }
 
 void require_stores(const Decoder& d, bool bf16, const std::vector<Store*>& stores, long length) {
+    require_all(stores);
     for (const Store* store : stores) {
         require(store->is_bf16 == bf16, "stores of the decoder's type");
         require(0 <= length && length <= store->capacity(), "a length within the stores' positions");
@@ -137,7 +135,9 @@ bool is_slice(const Array& x, Type type, const char* start, long layers, long ro
 void run_forward(const Kernels& k, const Decoder& d, const std::vector<const Text*>& texts, const Array& x, const Array& given,
                  const Array& source, const Array& cos, const Array& sin, const Array& parents, const Array& q, const Array& content,
                  const Array& attended, const Array& lse) {
-    require(!texts.empty() && x.axes == 2 && q.axes == 4, "texts, rows [R, hidden] and queries [L, R, H, D]");
+    require_all(texts);
+    require(!texts.empty() && !d.layers.empty() && x.axes == 2 && q.axes == 4,
+            "layers, texts, rows [R, hidden] and queries [L, R, H, D]");
     const bool bf16 = x.type == Type::BFLOAT16;
     const Type type = rows_type(bf16);
     const long rows = x.shape[0], hidden = x.shape[1], reported = q.shape[1];
@@ -203,12 +203,13 @@ void apply_delta(const Kernels& k, bool bf16, const DeltaLayer& layer, const std
     k.delta(bf16, layer, placed.data(), static_cast<long>(placed.size()));
 }
 
-// Convolutions around a sublayer with rows of `hidden` numbers.
-Convolution convolution(const std::optional<ConvolutionArrays>& arrays, long hidden) {
+// Convolutions around a sublayer with rows of `hidden` numbers, whose input has `inputs`.
+Convolution convolution(const std::optional<ConvolutionArrays>& arrays, long inputs, long hidden) {
     if (!arrays) return {};
     const auto& [base, projection] = *arrays;
     const long taps = base.axes == 3 ? base.shape[1] : 0;
-    require(taps > 0 && projection->k == hidden && projection->n % (2 * taps) == 0 && hidden % (projection->n / (2 * taps)) == 0,
+    require(inputs == hidden && taps > 0 && projection->k == hidden && projection->n % (2 * taps) == 0 &&
+                hidden % (projection->n / (2 * taps)) == 0,
             "a base [2, taps, hidden] and a projection to whole groups for each tap");
     return {memory<float>("a base", base, Type::FLOAT32, {2, taps, hidden}), projection, taps};
 }
@@ -220,24 +221,26 @@ Layer layer(const Array& attention_norm, const Linear& qkv, const Linear& out, c
             long source, const Array& attention_post_norm, const Array& mlp_post_norm, float scalar, std::optional<LinearPair> mlp,
             const Mixture* mixture, const std::vector<Array>& beside, std::optional<LinearPair> extra, const Array& extra_norm,
             bool is_causal, const std::optional<ConvolutionArrays>& attention_conv, const std::optional<ConvolutionArrays>& mlp_conv) {
-    Layer l = {attention_norm.data, &qkv, &out, mlp_norm.data, window, q_norm.data, k_norm.data, norms_heads, rotates, ropes.first,
-               ropes.second, attention_post_norm.data, mlp_post_norm.data, is_gated, gates, delta ? *delta : DeltaLayer{}};
+    Layer l = {contiguous(attention_norm), &qkv, &out, contiguous(mlp_norm), window, contiguous(q_norm), contiguous(k_norm),
+               norms_heads, rotates, ropes.first, ropes.second, contiguous(attention_post_norm), contiguous(mlp_post_norm),
+               is_gated, gates, delta ? *delta : DeltaLayer{}};
     require((delta == nullptr) == (gates == nullptr), "the weights and the gates of a delta layer");
-    l.sinks = reinterpret_cast<const float*>(sinks.data);
+    l.sinks = contiguous<float>(sinks);
     l.kv_heads = kv_heads;
     l.dim = dim;
     l.query_factor = query_factor;
-    l.v_norm = v_norm.data;
+    l.v_norm = contiguous(v_norm);
     l.source = source;
     l.scalar = scalar;
     if (mlp) l.mlp = {mlp->first, mlp->second};
     if (mixture) l.mixture = *mixture;
     require(beside.empty() || beside.size() == 4, "four norms of a mixture beside an MLP");
-    if (!beside.empty()) l.beside = BesideNorms{beside[0].data, beside[1].data, beside[2].data, beside[3].data};
-    if (extra) l.extra = {extra->first, extra->second, extra_norm.data};
+    if (!beside.empty())
+        l.beside = BesideNorms{contiguous(beside[0]), contiguous(beside[1]), contiguous(beside[2]), contiguous(beside[3])};
+    if (extra) l.extra = {extra->first, extra->second, contiguous(extra_norm)};
     l.is_causal = is_causal;
-    l.attention_conv = convolution(attention_conv, out.n);
-    l.mlp_conv = convolution(mlp_conv, out.n);
+    l.attention_conv = convolution(attention_conv, qkv.k, out.n);
+    l.mlp_conv = convolution(mlp_conv, out.n, out.n);
     return l;
 }
 
@@ -266,6 +269,7 @@ Mixture mixture(const Linear& router, const std::vector<LinearPair>& mlps, long 
 DraftModel draft_model(const Decoder& d, const Linear& embedding, const Linear& head, const Array& norm, float embedding_factor,
                        float logits_divisor, float logits_cap, const PartOfVocabulary* part, std::optional<LinearPair> inputs,
                        const Array& input_norm, std::vector<float> input_factors, std::optional<FeedbackArrays> feedback) {
+    require(!d.layers.empty(), "layers");
     require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
     const Type type = d.float_norms ? Type::FLOAT32 : rows_type(head.is_bf16);
     DraftModel model = {&d, &embedding, &head, optional_memory<void>("a norm", norm, type, {embedding.k}), embedding_factor,
@@ -341,6 +345,7 @@ std::vector<RankedPair> pairs_of(std::vector<Ranked> places) {
 std::vector<RankedPair> run_draft(const Kernels& k, const Chain& chain) { return pairs_of(draft(k, chain)); }
 
 std::vector<std::vector<RankedPair>> run_draft_apart(const Kernels& k, const std::vector<const Chain*>& chains) {
+    require_all(chains);
     std::vector<std::vector<RankedPair>> found;
     for (std::vector<Ranked>& places : draft_apart(k, chains)) found.push_back(pairs_of(std::move(places)));
     return found;
@@ -373,6 +378,7 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm, bool rounds_once,
                             float residual_factor, bool has_gelu, long num_ropes, bool float_norms) {
+            require(heads > 0 && kv_heads > 0 && dim > 0 && num_ropes > 0, "heads and a rotation");
             new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, residual_factor, has_gelu, num_ropes, float_norms, {}};
         }, nb::kw_only(), "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "post_norm"_a, "rounds_once"_a, "residual_factor"_a,
            "has_gelu"_a, "num_ropes"_a, "float_norms"_a)

@@ -46,8 +46,7 @@ template <class T> class DeltaHead {
 
   public:
     DeltaHead(const DeltaLayer& layer, const DeltaText& text, long head)
-        : l_(layer), t_(text), head_(head), channels_(2 * layer.key_heads * layer.key_dim + layer.value_heads * layer.value_dim),
-          columns_(layer.value_dim % (2 * LANES) ? LANES : 2 * LANES) {
+        : l_(layer), t_(text), head_(head), channels_(channels(layer)), columns_(state_columns(layer)) {
         for (long row = 0; row < t_.rows; row++) is_chain_ = is_chain_ && t_.parent[row] == row - 1;
         const long kept = is_chain_ ? 1 : t_.rows, per_row = 2 * l_.key_dim + 2 * l_.value_dim;
         q_ = static_cast<float*>(workspace<7>(static_cast<size_t>(t_.rows * per_row + kept * l_.key_dim * columns_) * 4));
@@ -94,7 +93,7 @@ template <class T> class DeltaHead {
         }
     }
 
-    // Take VECTORS * 16 columns of the state through the rows.
+    // Take COUNT * 16 columns of the state through the rows.
     template <int COUNT> void recur(long block) const {
         const long rows = t_.rows, keys = l_.key_dim, size = keys * columns_;
         const long first = (head_ * (l_.value_dim / columns_) + block) * size;

@@ -1,7 +1,7 @@
 // The product of a few rows with a weight of whole numbers in groups. longdraft/kernels/formats/int4.py and groups.py define the
 // numbers.
 //
-// Both operands are whole numbers: the weight's, of 4 or 8 bits, and each row quantised to int8 group by group. The sum
+// Both operands are whole numbers: the weight's, of 4 to 8 bits, and each row quantised to int8 group by group. The sum
 // over a group of 32 is an integer below 2^24, hence exact, hence the same on every processor and for every number of
 // rows; what follows it are a few operations of floats for each group, in order. So one row by vector instructions and
 // many rows by any other unit give the same bits.

@@ -160,30 +160,32 @@ void end_layer(const Kernels& kernels, const Decoder& d, const Layer& l, const v
     if (l.scalar != 1.0f) kernels.scale(bf16, r.x, r.rows * hidden, l.scalar);
 }
 
-// The convolutions around a sublayer, in place. Their kernels depend on the sublayer's input.
+// The convolutions around a sublayer. Their kernels depend on the sublayer's input.
 class Convolved {
   public:
     Convolved(const Kernels& kernels, const Convolution& conv, bool bf16, const std::vector<TextKV>& texts)
         : kernels_(kernels), conv_(conv), bf16_(bf16), texts_(texts) {}
 
-    void before(void* source, long rows) {
-        if (!conv_.base) return;
+    // The sublayer's input: `source`, or its convolution, which is written to `out` and may be in place.
+    const void* before(const void* source, long rows, void* out) {
+        if (!conv_.base) return source;
         moving_.resize(static_cast<size_t>(rows * conv_.projection->n));
         kernels_.linear(*conv_.projection, source, rows, moving_.data(), true);
-        apply(source, 0);
+        apply(source, 0, out);
+        return out;
     }
     void after(void* output) const {
-        if (conv_.base) apply(output, 1);
+        if (conv_.base) apply(output, 1, output);
     }
 
   private:
-    void apply(void* x, long which) const {
+    void apply(const void* x, long which, void* out) const {
         const long width = conv_.projection->k, all = conv_.projection->n, half = all / 2, size = bf16_ ? 2 : 4;
-        auto* at = static_cast<char*>(x);
         const float* moving = moving_.data() + which * half;
+        long at = 0;
         for (const TextKV& text : texts_) {
-            kernels_.convolve(bf16_, at, conv_.base + which * conv_.taps * width, moving, all, half / conv_.taps, conv_.taps,
-                              text.rows, width, at);
+            kernels_.convolve(bf16_, static_cast<const char*>(x) + at, conv_.base + which * conv_.taps * width, moving, all,
+                              half / conv_.taps, conv_.taps, text.rows, width, static_cast<char*>(out) + at);
             at += text.rows * width * size;
             moving += text.rows * all;
         }
@@ -221,8 +223,7 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
     };
 
     Convolved attention(kernels, l.attention_conv, bf16, texts), mlp(kernels, l.mlp_conv, bf16, texts);
-    const void *source = r.source ? r.source : input(l.attention_norm), *output = third;
-    attention.before(first, rows);
+    const void *source = attention.before(r.source ? r.source : input(l.attention_norm), rows, first), *output = third;
     linear(kernels, *l.qkv, source, rows, second, l.gates ? l.gates : l.out);
     if (l.gates) {
         expect_weight(l.out);
@@ -241,8 +242,7 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
     linear(kernels, *l.out, output, rows, second, l.mlp.gate_up);
     attention.after(second);
     add_residual(d.post_norm ? l.attention_norm : l.attention_post_norm);
-    source = input(l.mlp_norm);
-    mlp.before(first, rows);
+    source = mlp.before(input(l.mlp_norm), rows, first);
     if (l.mixture && !l.beside) {
         mixture_forward(kernels, *l.mixture, bf16, source, source, rows, second);
     } else {

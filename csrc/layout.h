@@ -274,8 +274,10 @@ struct DeltaLayer {
 // C: q, k and v of a row.
 inline long channels(const DeltaLayer& l) { return 2 * l.key_heads * l.key_dim + l.value_heads * l.value_dim; }
 
-// One text's rows in a delta layer. The states are blocks of columns, 32, or 16 if value_dim is no multiple of 32:
-// [value_heads][value_dim / columns][key_dim][columns].
+// Columns of a block of the state.
+inline long state_columns(const DeltaLayer& l) { return l.value_dim % 32 ? 16 : 32; }
+
+// One text's rows in a delta layer. The states are blocks of columns: [value_heads][value_dim / columns][key_dim][columns].
 struct DeltaText {
     long rows;
     const void* history;     // [width - 1, C]: inputs of the convolution before the rows

@@ -20,12 +20,6 @@ const Kernels& by_name(const std::string& name) {
     throw std::invalid_argument("this processor cannot run the variant " + name);
 }
 
-// The memory of a contiguous array, or null for None.
-template <class T> T* contiguous(const Array& x) {
-    require(!x || x.is_contiguous, "contiguous parts of a weight");
-    return reinterpret_cast<T*>(x.data);
-}
-
 void assign(Linear& packed, const Array& bias) {
     if (const float* values = optional_memory<float>("a bias", bias, Type::FLOAT32, {packed.n})) packed.bias.assign(values, values + packed.n);
 }
@@ -163,6 +157,7 @@ void write_rows(const Kernels& k, Store& s, long start, const Array& keys, const
 // Rows of keys and values [L, T, H, D], contiguous within each layer, go to the stores of the layers.
 void keep_rows(const Kernels& k, const std::vector<Store*>& stores, long start, const std::vector<int64_t>& rows, const Array& keys,
                const Array& values) {
+    require_all(stores);
     const long layers = static_cast<long>(stores.size()), count = static_cast<long>(rows.size());
     require(start >= 0 && layers > 0 && keys.axes == 4 && keys.shape[0] == layers, "keys [L, T, Hkv, D], and a store for each layer");
     const long width = keys.shape[2] * keys.shape[3];
@@ -184,6 +179,7 @@ void keep_rows(const Kernels& k, const std::vector<Store*>& stores, long start, 
 }
 
 void copy_rows(const std::vector<Store*>& sources, const std::vector<Store*>& targets, const Array& positions, long start) {
+    require_all(sources), require_all(targets);
     const long layers = static_cast<long>(sources.size());
     require(layers > 0 && targets.size() == sources.size() && start >= 0 && positions.axes == 3, "as many targets, and positions [L, Hkv, N]");
     const Store& first = *sources[0];
@@ -210,7 +206,7 @@ void read_rows(const Kernels& k, const Store& s, const Array& positions, const A
 
 // Queries [T, H, D] of a store, in groups of its heads.
 void* queries_of(const Array& q, const Store& s) {
-    require(q.axes == 3 && q.shape[1] % s.heads == 0, "query heads in groups of KV heads");
+    require(q.axes == 3 && q.shape[1] > 0 && q.shape[1] % s.heads == 0, "query heads in groups of KV heads");
     return memory("queries", q, rows_type(s.is_bf16), {q.shape[0], q.shape[1], s.dim});
 }
 
@@ -234,7 +230,9 @@ void attend(const Kernels& k, Store& s, long length, const Array& q, const Array
 // further apart than T rows, in all arrays equally.
 WholeAttention whole_attention(const std::vector<Store*>& parts, long length, const Array& q, const Array& out, const Array& lse,
                                const Array& content) {
-    require(!parts.empty() && q.axes == 4 && lse.axes == 3 && lse.shape[2] == q.shape[2], "queries [L, T, H, D] and lse [L, T, H]");
+    require_all(parts);
+    require(!parts.empty() && q.axes == 4 && lse.axes == 3 && lse.shape[2] == q.shape[2] && q.shape[2] > 0,
+            "queries [L, T, H, D] and lse [L, T, H]");
     const long layers = q.shape[0], rows = q.shape[1], heads = q.shape[2], dim = q.shape[3], apart = lse.stride[0] / heads;
     require(layers == static_cast<long>(parts.size()) && lse.type == Type::FLOAT32 && lse.has_shape({layers, rows, heads}), "a store for each layer");
     for (const Array* x : {&q, &out, &content}) {

@@ -31,6 +31,17 @@ inline void require(bool condition, const char* wanted) {
     if (!condition) refuse(wanted);
 }
 
+// Python may pass None for each of the objects of a list.
+template <class T> void require_all(const std::vector<T*>& objects) {
+    for (const T* object : objects) require(object != nullptr, "objects, none of which is None");
+}
+
+// The memory of a contiguous array that is checked elsewhere, or null for None.
+template <class T = void> T* contiguous(const Array& x) {
+    require(!x || (x.is_contiguous && x.type != Type::OTHER), "contiguous parts of a weight, in memory");
+    return reinterpret_cast<T*>(x.data);
+}
+
 inline void require_order(const int32_t* parent, long rows) {
     for (long row = 0; row < rows; row++) require(-1 <= parent[row] && parent[row] < row, "parents before children");
 }

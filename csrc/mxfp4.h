@@ -107,7 +107,7 @@ template <> inline void unpack_in_group<BF16>(const uint8_t* group, long step, l
 }
 #endif
 
-// The steps of a tile, as `Int8Codes` in linear.h.
+// The steps of a tile, as `Int8Codes` in multiply.h.
 template <class T> struct Codes {
     static constexpr long CHUNK = MXFP4_GROUP / T::PER_WORD;  // steps of a group
     const uint8_t* tile;

@@ -122,15 +122,15 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
          : rms_norm_as<F32>(x, weight, rows, width, eps, true, out);
 }
 
-}  // namespace
-
-extern const Kernels table;
 void convolve(bool bf16, const void* x, const float* base, const float* moving, long stride, long groups, long taps, long rows,
               long width, void* out) {
     bf16 ? convolve_as<BF16>(x, base, moving, stride, groups, taps, rows, width, out)
          : convolve_as<F32>(x, base, moving, stride, groups, taps, rows, width, out);
 }
 
+}  // namespace
+
+extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, mxfp4::pack, quantise_int4, products, embed, take_rows,
                        rms_norm, add, swiglu, gate, rope, write, read, weights, attention, map_remainder, scale,
                        learn_rows, subtract_part, delta, rms_norm_float, geglu, soft_cap_all,

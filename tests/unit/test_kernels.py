@@ -16,8 +16,9 @@ from helpers.attention import obvious_attention, parents_of, path_of, random_par
 from longdraft import kernels
 from longdraft.errors import UsageError
 from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights
-from longdraft.kernels.cpu import _cpu
+from longdraft.kernels.cpu import _cpu, native
 from longdraft.kernels.reference import SPLIT, STEP
+from longdraft.kernels.weights import Convolution
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -125,6 +126,28 @@ def test_the_number_of_threads_changes_no_bits(name, dtype, quantize):
 
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_memory_of_many_rows_after_a_long_text_is_bounded_and_changes_no_bits(name, threads):
+    """A row's states of eleven splits, of which it sees one or two, do not fit in this memory."""
+    kernel, length, rows, heads, dim, window = kernels.choose("cpu", "bfloat16", name), 10 * SPLIT - 100, 2000, 8, 256, 300
+    store = kernel.new_store(1, dim)
+    prefix, k, v = (random_rows(count, 1, dim, seed=count, dtype=kernel.dtype) for count in (window, rows, rows))
+    store.write(length - window, prefix, prefix)
+    q = random_rows(rows, heads, dim, seed=3, dtype=kernel.dtype)
+    before = native.workspace_bytes()
+    kernels.set_threads(threads)
+    try:
+        together = kernel.attention(q, KV(store, length, k, v), parents_of(list(range(-1, rows - 1))), window)
+    finally:
+        kernels.set_threads(1)
+    assert native.workspace_bytes() - before < 64 << 20
+    for row in (0, 99, 100, 250, 1999):
+        alone = kernel.attention(q[row : row + 1], KV(store, length + row, k[row : row + 1], v[row : row + 1]),
+                                 parents_of([-1]), window)
+        assert torch.equal(alone.output[0], together.output[row]) and torch.equal(alone.lse[0], together.lse[row])
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
 @every_dtype
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("dim", [12, 64, 80, 96, 128, 256])
@@ -200,6 +223,16 @@ def test_hostile_tensors_are_refused_or_handled(name):
         lambda: kernel.swiglu(x[:, :5]),
         lambda: kernel.new_store(0, 8),
         lambda: kernel.new_store(2, 0),
+        lambda: kernel.linear(x[:, ::2].to("meta"), weight),
+        lambda: kernel.pack(random_rows(8, 16).to("meta")),
+        lambda: kernel.rms_norm(x, x[0].to("meta"), 1e-5),
+        lambda: store.write(0, rows.to("meta"), rows.to("meta")),
+        lambda: store.read(torch.zeros(2, 1).to("meta")),
+        lambda: kernel.attention(q.to("meta"), KV(store, 3, rows, rows), parents_of([-1, 0, 1])),
+        lambda: kernel.attention(q[:, :0], KV(store, 3, rows, rows), parents_of([-1, 0, 1])),
+        lambda: kernel.native.keep([None], 3, [0], rows[None], rows[None]),
+        lambda: kernel.native.copy([None], [store.native], torch.zeros(1, 2, 1).long(), 0),
+        lambda: kernel.native.remainder([store.native], 3, *[q[None, :, :0]] * 2, torch.zeros(1, 3, 0), q[None]),
     ):
         with pytest.raises(ValueError, match="CPU kernels want"):
             wrong()
@@ -288,6 +321,23 @@ def test_layers_with_a_remainder_agree_with_the_reference(name, dtype):
         torch.testing.assert_close(got, expected, atol=1e-4 if dtype == "float32" else 5e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+def test_an_input_of_the_first_layer_besides_its_rows_is_convolved_as_in_the_reference(name):
+    heads, dim, hidden, rows = 2, 16, 32, 3
+    norm, angles, results = torch.ones(hidden), random_rows(rows, dim // 2, seed=1), []
+    for kernel in (kernels.choose("cpu", "float32", name), kernels.choose("cpu", "float32", "reference")):
+        qkv, out, gate_up, down, projection = (  # hidden == heads * dim == the width of the MLP
+            kernel.pack(random_rows(outer, hidden, seed=outer) / 6) for outer in (3 * hidden, hidden, 2 * hidden, hidden, 16))
+        layer = LayerWeights(norm, qkv, out, norm, gate_up, down,
+                             attention_conv=Convolution(random_rows(2, 2, hidden, seed=6), projection))
+        k, v = (torch.empty(1, rows, heads, dim) for _ in range(2))
+        decoder = kernel.new_decoder([layer], Geometry(heads, heads, dim, 1e-5))
+        x, _ = decoder.forward(random_rows(rows, 2 * hidden, seed=8), angles.cos(), angles.sin(),
+                               [LayersKV([kernel.new_store(heads, dim)], 0, k, v)], parents_of([-1, 0, 1]))
+        results.append(x)
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-3)
+
+
 def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_KERNELS", "abacus")
     with pytest.raises(UsageError, match=r"LONGDRAFT_KERNELS is 'abacus'; allowed here: auto, .*reference"):
@@ -295,8 +345,6 @@ def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch
 
 
 def test_without_the_compiled_module_the_reference_is_used_and_a_warning_logged(monkeypatch, caplog):
-    from longdraft.kernels.cpu import native
-
     monkeypatch.setattr(native, "IMPORT_ERROR", "no module named _cpu")
     assert kernels.choose("cpu", "float32").name == "reference"
     assert "reinstall longdraft with a C++ compiler" in caplog.text
