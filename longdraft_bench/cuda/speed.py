@@ -139,13 +139,12 @@ def attention_of(chosen: CudaKernels, shape: tuple[int, int, int], context: int,
     for start in range(0, context, 1024):
         part = k[: min(1024, context - start)]
         store.write(start, part, part)
-    plan = chosen.attention_plan(heads, kv_heads, dim)
-    work = AttentionWorkspace(plan, rows, context, chosen.device)
+    work = AttentionWorkspace(chosen.attention_plan(heads, kv_heads, dim), rows, context, chosen.device)
     work.set_tree(torch.arange(-1, rows - 1, dtype=torch.int32, device=chosen.device))
     where = torch.tensor([context, store.room], device=chosen.device)
     q = torch.randn(rows, heads, dim, device=chosen.device).to(chosen.dtype)
     out, lse = torch.empty_like(q), torch.empty(rows, heads, device=chosen.device)
-    return store, lambda: tree_attention(plan, work, q, store, where, context, 0, None, out, lse)
+    return store, lambda: tree_attention(work, q, store, where, context, 0, None, out, lse)
 
 
 def graph_us(device: torch.device, work: Sequence[Callable[[], object]], repeats: int) -> float:

@@ -90,13 +90,13 @@ class Counts:
         self.found["copies"] = sum(name in ("copy_", "_to_copy", "clone", "index_copy_") for name in names)
 
     def _graph(self, run: Callable[..., None]) -> Callable[..., None]:
-        def counted(graphs: RecordedGraphs, key: Any, work: Callable[[], None]) -> None:
+        def counted(graphs: RecordedGraphs, owner: object, work: Callable[[], None], key: Any = None) -> None:
             self.found["graphs"] += 1
-            self.found["recorded graphs"] += key not in graphs._graphs
+            self.found["recorded graphs"] += not graphs.holds(owner, key)
             before = len(self._operations.names)
             self._graphs += 1
             try:
-                run(graphs, key, work)
+                run(graphs, owner, work, key)
             finally:
                 self._graphs -= 1
             del self._operations.names[before:]

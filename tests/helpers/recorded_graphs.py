@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -79,19 +80,43 @@ class RecordedGraphs(GraphCache):
         self.is_on = True
         self.replays = 0
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+    def holds(self, owner: object, key: Hashable = None) -> bool:
+        """Whether this work is recorded."""
+        return self._key(owner, key) in self._graphs
+
+    def run(self, owner: object, work: Callable[[], None], key: Hashable = None) -> None:
         self._dropped.clear()
-        if key in self._graphs:
+        if self.holds(owner, key):
             self.replays += 1
-            self._graphs[key].replay()
+            self._graphs[self._key(owner, key)].replay()
             return
-        self._graphs[key] = Recording()
+        recording = self._graphs[self._key(owner, key)] = Recording()
         with ExitStack() as stack:
-            stack.enter_context(self._graphs[key].launches())
-            stack.enter_context(self._graphs[key])
+            stack.enter_context(recording.launches())
+            stack.enter_context(recording)
             work()
 
-    def run_in_turn(self, pieces: Sequence[tuple[Hashable, Callable[[], None]]], begin: Callable[[], None]) -> None:
+    def run_in_turn(self, owner: object, pieces: Sequence[tuple[Hashable, Callable[[], None]]],
+                    begin: Callable[[], None]) -> None:
         begin()
         for key, work in pieces:
-            self.run(key, work)
+            self.run(owner, work, key)
+
+
+class RanGraph(NamedTuple):
+    """See `GraphCache.run`."""
+
+    owner: Any
+    key: Any
+
+
+def watched(patch: pytest.MonkeyPatch, graphs: GraphCache) -> list[RanGraph]:
+    """The graphs that run from now on, as long as the patch lasts."""
+    ran, run = list[RanGraph](), graphs.run
+
+    def noted(owner: object, work: Callable[[], None], key: Hashable = None) -> None:
+        ran.append(RanGraph(owner, key))
+        run(owner, work, key)
+
+    patch.setattr(graphs, "run", noted)
+    return ran

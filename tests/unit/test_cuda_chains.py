@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.cuda_texts import NAME, load
+from helpers.recorded_graphs import RanGraph, watched
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.chain import Chain, SelfDraftModel
@@ -167,8 +168,7 @@ def test_a_text_among_texts_with_filters_drafts_the_chain_that_it_drafts_alone(m
 def test_a_graph_serves_shuffled_texts_and_those_that_are_left(model, cases, monkeypatch):
     """Tokens that were written meanwhile are uploaded with the settings. A newcomer needs no graph of its own."""
     texts, alone = ([Text(case, model, model) for case in cases] for _ in range(2))
-    keys: list[object] = []
-    run = model.kernels.graphs.run
+    ran: list[RanGraph] = []
     written = [[5, 7], [3], [8, 2, 6]]
     for place, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2], [0, 1])):
         if place == 3:  # the first text has left, and another one begins
@@ -176,15 +176,15 @@ def test_a_graph_serves_shuffled_texts_and_those_that_are_left(model, cases, mon
             texts[0], alone[0] = (Text(newcomer, model, model) for _ in range(2))
         expected = [alone[text].state(finished(alone[text].drafts())) for text in order]
         with monkeypatch.context() as patch:
-            patch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+            now = watched(patch, model.kernels.graphs)
             assert drafted_together([texts[text] for text in order]) == expected
+        ran += now
         for group in (texts, alone):
             for text in order:
                 group[text].accept(written[text])
-    serials = [key[1] for key in keys]
-    assert {key[0] for key in keys} == {"chains"} and len(set(serials)) == 2, "of four texts, and of two"
-    assert {key[2] for key in keys} == {4, 1}
-    assert len({key[3] for key in keys}) == 1 + (cases[0] not in CASES), "with the filters, and once without them"
+    assert len({graph.owner for graph in ran}) == 2, "of four texts, and of two"
+    assert {graph.key[0] for graph in ran} == {4, 1}
+    assert len({graph.key[1] for graph in ran}) == 1 + (cases[0] not in CASES), "with the filters, and without"
 
 
 def test_texts_that_do_not_fit_take_several_graphs_and_one_wait(model, monkeypatch):
@@ -295,10 +295,10 @@ def test_chains_are_two_copies_one_launch_and_one_wait_however_many_texts(model,
     recorder, graphs = Recorder(), model.kernels.graphs
     launches, inside, ran, waits = list[str](), list[list[str]](), list[int](), list[int]()
 
-    def replay(key: Any, work: Any) -> None:
+    def replay(owner: object, work: Any, key: object = None) -> None:
         before, names = len(launches), len(recorder.names)
-        run(key, work)
-        ran.append(key[2])
+        run(owner, work, key)
+        ran.append(key[0])
         inside.append(launches[before:])
         del launches[before:], recorder.names[names:]
 

@@ -17,12 +17,13 @@ import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, OperationRecorder
 from helpers.equality import prompt_of
+from helpers.recorded_graphs import RanGraph, watched
 from longdraft import kernels
 from longdraft.checkpoint import config_file
 from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.kernels.cuda import choices
-from longdraft.kernels.cuda.choices import Chosen, TextChoices
+from longdraft.kernels.cuda.choices import ChoiceBuffers, Chosen, TextChoices
 from longdraft.model import shared_choice as model_choice
 from longdraft.model.transformer import ForwardRequest, Transformer
 from longdraft.request.context import Context
@@ -123,21 +124,22 @@ def test_a_graph_serves_shuffled_texts_with_filters_and_those_that_are_left(mode
     """A newcomer needs no graph of its own; where the last text with a filter leaves, the round has no search."""
     laws = ["top-p", "paper", "qwen"]
     texts, alone = texts_of(model, laws), texts_of(model, laws)
-    keys, run = [], model.kernels.graphs.run
+    ran = list[RanGraph]()
     for place, order in enumerate(([0, 1, 2], [2, 0, 1], [1, 2], [0, 1], [1, 3])):
         if place == 3:  # the first text has left, and another one begins
             texts[0], alone[0] = (Text(model, LAWS["qwen"], 23) for _ in range(2))
         for group in (texts, alone):
             group += [Text(model, LAWS["greedy"], 11)] if place == 4 else []
         with monkeypatch.context() as patch:
-            patch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+            now = watched(patch, model.kernels.graphs)
             run_together([texts[text] for text in order], 1)
+        ran += now
         for text in order:
             run_alone(alone[text].step.run(1))
         assert [text.state for text in texts] == [text.state for text in alone]
-    found = [key for key in keys if isinstance(key, tuple) and key[0] == "choices"]
+    found = [graph for graph in ran if isinstance(graph.owner, ChoiceBuffers)]
     assert len(found) == 5 and found[0] == found[1] and found[2] == found[3]
-    kinds = [key[2].filters for key in found]
+    kinds = [graph.key.filters for graph in found]
     assert kinds[0] == kinds[2] == kinds[0]._replace(top_k=True, top_p=True, min_p=True, eta=False)
     assert sum(kinds[4]) == 1 and kinds[4].min_p
 
@@ -273,10 +275,10 @@ def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model,
     graphs, recorder = model.kernels.graphs, OperationRecorder()
     replays, launches, waits, inside = list[object](), list[str](), list[int](), list[str]()
 
-    def replay(key: object, work: object) -> None:
+    def replay(owner: object, work: object, key: object = None) -> None:
         before, names = len(launches), len(recorder.names)
-        run(key, work)
-        replays.append(key)
+        run(owner, work, key)
+        replays.append(owner)
         inside[:] = launches[before:]
         del launches[before:], recorder.names[names:]
 
@@ -293,7 +295,7 @@ def test_a_round_is_two_graphs_one_launch_and_one_wait_however_many_texts(model,
     monkeypatch.setattr(Chosen, "read", lambda self: pytest.fail("a text waits for itself"))
     with recorder:
         run_together(texts, 1)
-    assert len(replays) == 2 and replays[1][0] == "choices" and len(waits) == 1
+    assert len(replays) == 2 and isinstance(replays[1], ChoiceBuffers) and len(waits) == 1
     assert launches == ["scatter_rows_kernel"]
     on_host = {"index", "_to_copy", "cos", "sin"}
     counted = [name for name in recorder.names if name not in on_host]

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.extents import extent
+from helpers.recorded_graphs import RanGraph
 from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.checkpoint import config_file
@@ -29,7 +30,7 @@ from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.chain_plan import NEVER, ChainEnd, PlaceRows, Ranked
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary
 from longdraft.kernels.cuda import head_places
-from longdraft.kernels.cuda.choices import Chosen
+from longdraft.kernels.cuda.choices import ChoiceBuffers, Chosen
 from longdraft.kernels.cuda.head_places import GivenLogits, PairPlaces
 from longdraft.model.transformer import Forward, Transformer, chain_rows, tree_rows
 from longdraft.parts.block import PairScorer, PairTerms
@@ -275,12 +276,12 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(model, prompt, law, 
 def test_the_graphs_of_four_tokens_and_of_one_serve_every_chain(model, prompt, monkeypatch):
     """They are captured once: places, lengths and rotations are in the device's memory."""
     drafting, ran = Drafting(model, prompt, "paper", on_host=False), []
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), work()))
+    monkeypatch.setattr(model.kernels.graphs, "run", lambda owner, work, key=None: (ran.append(RanGraph(owner, key)), work()))
     first = drafting.draft(PROMPT[-1:], 5, 1, NEVER)
     drafting.partial.drop_drafts()
     again = drafting.draft(PROMPT[-1:], 1, 1, NEVER)
     assert first[:1] == again and len(first) == 5
-    assert [key[2] for key in ran] == [4, 1, 1] and len(set(ran)) == 2
+    assert [graph.key[0] for graph in ran] == [4, 1, 1] and len(set(ran)) == 2
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
@@ -294,10 +295,10 @@ def test_a_plain_step_is_two_graphs_one_launch_and_one_wait(model, prompt, monke
     step = Step(model, cache, PlainDrafter(), sampler, Context(PROMPT), Timings(), Tally())
     replays, launches, waits = [], [], []
 
-    def replay(key: object, work: Callable[[], None]) -> None:
+    def replay(owner: object, work: Callable[[], None], key: object = None) -> None:
         before = len(launches)
         work()
-        replays.append(key)
+        replays.append(RanGraph(owner, key))
         del launches[before:]
 
     launch, read = interpreter.GridExecutor.__call__, Chosen.read
@@ -309,7 +310,7 @@ def test_a_plain_step_is_two_graphs_one_launch_and_one_wait(model, prompt, monke
         run_alone(step.run(1))
     cache.truncate(length)
     assert launches == ["scatter_rows_kernel"] * 2 and len(waits) == 2
-    assert len(replays) == 4 and replays[:2] == replays[2:] and replays[1][0] == "choices"
+    assert len(replays) == 4 and replays[:2] == replays[2:] and isinstance(replays[1].owner, ChoiceBuffers)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
@@ -333,7 +334,7 @@ def test_before_its_layers_a_forward_copies_one_tensor_and_launches_nothing(mode
     launch, graphs, length = interpreter.GridExecutor.__call__, model.kernels.graphs, cache.length
     before: list[list[str]] = []
 
-    def replay(key: object, work: Callable[[], None]) -> None:
+    def replay(owner: object, work: Callable[[], None], key: object = None) -> None:
         before.extend([names.copy(), launches.copy()])
         with monkeypatch.context() as patch:
             patch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **named: (

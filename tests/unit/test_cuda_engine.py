@@ -231,12 +231,9 @@ def test_a_bucket_of_rows_allocates_its_buffers_and_graph_once(folders):
     class Recorder:
         is_on = False
 
-        def run(self, key, work):
-            seen.append((key.rows, id(key)))
+        def run(self, owner, work, key=None):
+            seen.append((owner.rows, id(owner)))
             work()
-
-        def drop(self, key):
-            raise AssertionError
 
     cache = model.new_cache()
     cache.reserve(300)

@@ -12,6 +12,7 @@ from helpers.cuda_texts import LENGTH, NEW, generate, load
 from helpers.equality import liar, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, MIXTURES, UNIFIED, make_family
 from helpers.generation import by_name
+from helpers.recorded_graphs import watched
 from longdraft.cache.full import FullCache
 from longdraft.kernels.cuda import experts as cuda_experts
 from longdraft.kernels.cuda import layerwise
@@ -248,14 +249,14 @@ def test_drafts_with_a_remainder_are_part_of_a_graph(tmp_path, name, monkeypatch
     """With maps of all layers in one tensor, and one by one where the heads differ. Other maps give other rows."""
     make_family(tmp_path, name, num_hidden_layers=2, layer_types=QUICK[name])
     model = load(tmp_path)
-    cache, keys, run, append = model.new_cache(), [], model.kernels.graphs.run, FullCache.append
+    cache, append = model.new_cache(), FullCache.append
     model.forward(chain_rows([5, 6, 7], 0), cache)
     cache.commit(range(3))
     maps = [[0.3 * rows_of(model.config.num_heads, store.dim + 1, store.dim + 1, seed=10 * turn + layer)
              for layer, store in enumerate(cache.stores)] for turn in range(2)]
     if name == "qwen3_next":
         maps = [torch.stack(each) for each in maps]
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    ran = watched(monkeypatch, model.kernels.graphs)
     found = []
     for given in (None, *maps):
         monkeypatch.setattr(FullCache, "append", lambda self, k, v, given=given: append(self, k, v)._replace(
@@ -264,7 +265,7 @@ def test_drafts_with_a_remainder_are_part_of_a_graph(tmp_path, name, monkeypatch
             captured, host = (rows_of_forward(model, cache, rows, is_captured) for is_captured in (True, False))
             assert all(torch.equal(*pair) for pair in zip(captured, host, strict=True))
             found.append(captured[0])
-    assert len(keys) == 6 and len(set(keys)) == 4, "a graph for each number of rows, with and without a remainder"
+    assert len(ran) == 6 and len(set(ran)) == 4, "a graph for each number of rows, with and without a remainder"
     assert not any(torch.equal(found[place], found[place + 2]) for place in range(4))
 
 

@@ -16,13 +16,14 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, rows_of
 from helpers.cuda_texts import load
 from helpers.families import make_family
+from helpers.recorded_graphs import watched
 from longdraft.drafters.auto.calibration import random_cache
 from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.kernels import AttentionRows, launched
 from longdraft.kernels.chain_plan import Ranked
-from longdraft.kernels.cuda import layerwise
+from longdraft.kernels.cuda import layerwise, model_chain
 from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.cuda.model_chain import ModelChains
 from longdraft.kernels.launched import finished, read_together
@@ -100,15 +101,14 @@ class Drafting:
 def test_a_chain_of_a_family_is_the_chain_of_single_steps(model, length, monkeypatch):
     """With a remainder and without one: guesses, leads, keys, values and states, to the bit. The host waits once, and
     the graphs of four tokens and of one serve the next chain."""
-    waits, ran = list[int](), list[Any]()
-    honest, run = launched.copied_to_host, model.kernels.graphs.run
+    waits, honest = list[int](), launched.copied_to_host
     device, host = (Drafting(model, length, on_host) for on_host in (False, True))
     assert isinstance(model._decoder, CudaLayerwiseDecoder)
     assert (device.partial.draft_stores.remainder is None) == (length == 12)
     expected = [host.draft(5), host.rows]
     with monkeypatch.context() as patch:
         patch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
-        patch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), run(key, work)))
+        ran = watched(patch, model.kernels.graphs)
         whole = device.draft(5)
         assert [place.lead for place in whole] == [place.lead for place in expected[0]]
         assert all(ours.tokens == theirs.tokens[: len(ours.tokens)] and ours.tokens
@@ -116,7 +116,7 @@ def test_a_chain_of_a_family_is_the_chain_of_single_steps(model, length, monkeyp
         assert len(device.rows) == len(expected[1]) and all(map(torch.equal, device.rows, expected[1]))
         device.partial.drop_drafts()
         assert device.draft(2) == whole[:2]
-    assert waits == [5, 2] and [key[2] for key in ran] == [4, 1, 1, 1] and len(set(ran)) == 2
+    assert waits == [5, 2] and [graph.key[0] for graph in ran] == [4, 1, 1, 1] and len(set(ran)) == 2
 
 
 LENGTHS, COUNTS = (60, 41, 50, 12), (3, 1, 2, 2)  # the last one has no remainder
@@ -137,15 +137,15 @@ def same(found: Sequence[list[Any]], expected: Sequence[list[Any]]) -> bool:
 def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(model, monkeypatch):
     """Of unlike lengths, shuffled, and when one leaves and one without a remainder comes: guesses, leads, keys, values
     and states, to the bit. One launch and one wait for all."""
-    together, waits, ran = list[tuple[int, set[Any]]](), list[int](), list[Any]()
-    launch, honest, run = ModelChains._launch, launched.copied_to_host, model.kernels.graphs.run
+    together, waits = list[tuple[int, set[Any]]](), list[int]()
+    launch, honest = ModelChains._launch, launched.copied_to_host
     alone = []
 
     def counted(self: ModelChains, parts: Sequence[Any]) -> torch.Tensor:
         """Counts the texts, and the memory of their graphs."""
         ran.clear()
         outcome = launch(self, parts)
-        together.append((len(parts), {key[1] for key in ran if key[0] == "chains"}))
+        together.append((len(parts), {graph.owner for graph in ran}))
         return outcome
 
     for length, count in zip(LENGTHS, COUNTS, strict=True):
@@ -154,7 +154,7 @@ def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(mo
     texts = [Drafting(model, length) for length in LENGTHS]
     monkeypatch.setattr(ModelChains, "_launch", counted)
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), run(key, work)))
+    ran = watched(monkeypatch, model.kernels.graphs)
     for order in ([0, 1, 2], [2, 0, 3, 1]):
         for text in texts:
             text.partial.drop_drafts()
@@ -177,17 +177,16 @@ def test_the_graph_of_several_texts_has_the_kernels_of_one_text(model, monkeypat
     monkeypatch.setattr(interpreter.GridExecutor, "__call__",
                         lambda self, *args, **named: (launches.append(self.fn.__name__), launch(self, *args, **named)))
 
-    def replay(key: Any, work: Any) -> None:
+    def replay(owner: object, work: Any, key: object = None) -> None:
         launches.clear()
-        run(key, work)
-        if isinstance(key, tuple):
-            counts[key[0]] = sorted(launches)
+        run(owner, work, key)
+        counts[type(owner)] = sorted(launches)
 
     monkeypatch.setattr(model.kernels.graphs, "run", replay)
     Drafting(model, 60).draft(1)
-    one = counts.pop("chains")
+    one = counts.pop(model_chain._Buffers)
     drafted_together([Drafting(model, 60), Drafting(model, 41)], [1, 1])
-    assert one == counts["chains"] and {"read_window_kernel", "penalise_kernel", "ban_kernel"} <= {*one}
+    assert one == counts[model_chain._Buffers] and {"read_window_kernel", "penalise_kernel", "ban_kernel"} <= {*one}
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
@@ -200,10 +199,10 @@ def test_the_host_launches_two_graphs_for_a_chain_of_five_and_waits_once(model, 
     graphs, launches, waits = list[Any](), list[str](), list[int]()
     launch, run, honest = interpreter.GridExecutor.__call__, model.kernels.graphs.run, launched.copied_to_host
 
-    def replay(key: Any, work: Any) -> None:
+    def replay(owner: object, work: Any, key: object = None) -> None:
         before = len(launches)
-        run(key, work)
-        graphs.append(key)
+        run(owner, work, key)
+        graphs.append(owner)
         del launches[before:]
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__",

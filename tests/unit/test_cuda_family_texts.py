@@ -20,6 +20,7 @@ from helpers.cuda_kernels import DEVICE, HAS_CUDA, rows_of
 from helpers.cuda_texts import load
 from helpers.equality import prompt_of
 from helpers.families import make_family
+from helpers.recorded_graphs import RanGraph, watched
 from longdraft.cache.full import FullCache
 from longdraft.drafters.auto.calibration import random_cache
 from longdraft.kernels.cuda import layerwise
@@ -87,13 +88,10 @@ def forward(made: Made, order: list[int], trees: list[Tree] = TREES, caches: lis
 
 
 @contextmanager
-def graphs_of(model: Transformer) -> Iterator[list[object]]:
-    """The keys of the graphs that run."""
-    keys: list[object] = []
-    run = model.kernels.graphs.run
+def graphs_of(model: Transformer) -> Iterator[list[RanGraph]]:
+    """The graphs that run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
-        yield keys
+        yield watched(patch, model.kernels.graphs)
 
 
 def same(found: Parts, expected: Parts) -> bool:
@@ -106,21 +104,21 @@ def test_a_text_of_any_family_has_its_own_bits_whatever_its_company(made):
     with switched(layerwise, "CAPTURES_LAYERS", False):
         one_by_one = {text: forward(made, [text])[text] for text in range(3)}
         assert same(forward(made, [0, 1, 2]), one_by_one), "kernel by kernel"
-    with graphs_of(made.model) as keys:
+    with graphs_of(made.model) as ran:
         assert same({text: forward(made, [text])[text] for text in range(3)}, one_by_one)
-        assert len(set(keys)) == 3
-        keys.clear()
+        assert len(set(ran)) == 3
+        ran.clear()
         for order in ([0, 1, 2], [2, 0, 1], [1, 0]):
             assert same(forward(made, order), one_by_one), order
-        assert len(keys) == 3 and keys[0] is keys[1], "a graph belongs to numbers of texts and rows"
-        assert keys[2] is not keys[0] and (keys[0].texts, keys[2].texts) == (4, 2)
+        assert len(ran) == 3 and ran[0] == ran[1], "a graph belongs to numbers of texts and rows"
+        assert ran[2] != ran[0] and (ran[0].owner.texts, ran[2].owner.texts) == (4, 2)
         newcomer = [*made.caches[:2], made.cache(41)]
         forward(made, [0, 1, 2], caches=newcomer)
-        assert keys[3] is keys[0]
+        assert ran[3] == ran[0]
         newcomer[2].reserve(600)
         assert same(forward(made, [0, 1], caches=newcomer), one_by_one)
         forward(made, [1, 2, 0], caches=newcomer)
-        places, stores = keys[5]._ops._texts.where.view(-1, 2).tolist(), newcomer[1].stores
+        places, stores = ran[5].owner._ops._texts.where.view(-1, 2).tolist(), newcomer[1].stores
         assert places[3] == [0, stores[0].room] and places[1][1] > stores[0].capacity, "a padding text's own place"
 
 
@@ -131,14 +129,14 @@ def test_texts_with_remainders_share_a_graph_and_have_their_own_bits(made, monke
         remainder=remainders.get(id(self))))
     with switched(layerwise, "CAPTURES_LAYERS", False):
         one_by_one = {text: forward(made, [text])[text] for text in range(3)}
-    with graphs_of(made.model) as keys:
+    with graphs_of(made.model) as ran:
         assert same(forward(made, [0]), one_by_one)
         for order in ([0, 1, 2], [2, 1, 0], [1, 0]):
             assert same(forward(made, order), one_by_one), order
-        assert len(keys) == 4 and keys[1] is keys[2] and len(set(keys)) == 3
+        assert len(ran) == 4 and ran[1] == ran[2] and len(set(ran)) == 3
         remainders[id(made.caches[1])] = None
         mixed = forward(made, [0, 1])
-        assert len(keys) == 4 and same({0: mixed[0]}, one_by_one) and not same({1: mixed[1]}, one_by_one)
+        assert len(ran) == 4 and same({0: mixed[0]}, one_by_one) and not same({1: mixed[1]}, one_by_one)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
@@ -158,9 +156,9 @@ def test_a_graph_of_several_texts_has_as_many_kernels_as_that_of_one_and_few_ope
     monkeypatch.setattr(interpreter.GridExecutor, "__call__",
                         lambda self, *args, **named: (launches.append(self.fn.__name__), launch(self, *args, **named)))
 
-    def replay(key: object, work: object) -> None:
+    def replay(owner: object, work: object, key: object = None) -> None:
         before, others = len(launches), list(names)
-        run(key, work)
+        run(owner, work, key)
         inside.append((others.count("copy_") + others.count("index_copy_"), len(launches) - before))
         names[:] = others
 

@@ -93,6 +93,13 @@ def test_a_store_keeps_its_table_of_addresses_while_it_keeps_its_memory():
     assert [held is table for held in store.tables.values()] == [False]
 
 
+class _Owner:
+    """Of graphs."""
+
+
+OWNER = _Owner()
+
+
 class _Device(SimpleNamespace):
     """Stands for `torch.cuda` during a capture. `works` says whether the next capture succeeds."""
 
@@ -147,7 +154,7 @@ def test_work_that_cannot_be_captured_is_run_kernel_by_kernel(device, caplog):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     for _ in range(2):
-        graphs.run("key", work)
+        graphs.run(OWNER, work)
     assert ran == [False, True, False, False], "to compile, captured in vain, and twice as it was asked for"
     assert graphs.failures == ["operation not permitted when stream is capturing"] and not graphs.recent
     assert "launched one by one" in caplog.text
@@ -158,12 +165,12 @@ def test_pieces_in_turn_are_captured_before_the_first_one_runs(device, monkeypat
     monkeypatch.setattr(graph_cache, "_MAX_GRAPHS", 3)
     graphs, ran = cache_on_a_device(), []
     pieces = [(name, lambda name=name: ran.append(name)) for name in "abab"]
-    graphs.run_in_turn(pieces, lambda: ran.append("begin"))
+    graphs.run_in_turn(OWNER, pieces, lambda: ran.append("begin"))
     assert ran == ["begin", "a", "a", "b", "b", "begin"], "each once to compile and once captured, then replays"
-    graphs.run("x", lambda: None)
-    graphs.run("y", lambda: None)  # the oldest one, a, is dropped
+    graphs.run(OWNER, lambda: None, "x")
+    graphs.run(OWNER, lambda: None, "y")  # the oldest one, a, is dropped
     ran.clear()
-    graphs.run_in_turn(pieces, lambda: ran.append("begin"))
+    graphs.run_in_turn(OWNER, pieces, lambda: ran.append("begin"))
     assert ran == ["begin", "a", "a", "begin"]
 
 
@@ -178,13 +185,13 @@ def test_a_record_repeats_operations_and_not_python():
         twice[0] += 5
         made.append(torch.cat([twice, given.clone()]))
 
-    graphs.run("key", work)
+    graphs.run(OWNER, work)
     number[0] = 100.0
     given.fill_(1)
-    graphs.run("key", work)
+    graphs.run(OWNER, work)
     assert len(made) == 1 and made[0].tolist() == [7, 2, 2, 1, 1, 1]
     with pytest.raises(AssertionError, match="waits for the device"):
-        graphs.run("another", lambda: given.sum().item())
+        graphs.run(OWNER, lambda: given.sum().item(), "another")
 
 
 @pytest.mark.parametrize("reason, captures", [(torch.OutOfMemoryError("full"), 1), (RuntimeError("old driver"), 2)])
@@ -196,6 +203,6 @@ def test_only_a_capture_that_the_driver_refuses_ends_the_chaining_of_kernels(rea
     monkeypatch.setattr(graphs, "_captured", lambda work: (tried.append(work), (None, reason))[1])
     ran = list[int]()
     for _ in range(2):
-        graphs.run("layers", lambda: ran.append(1))
+        graphs.run(OWNER, lambda: ran.append(1))
     assert len(tried) == captures and len(stopped) == captures - 1
     assert len(ran) == 2, "kernel by kernel, without another try"

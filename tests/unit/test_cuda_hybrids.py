@@ -18,6 +18,7 @@ from helpers.cuda_kernels import DEVICE, HAS_CUDA, kernels, rows_of
 from helpers.cuda_texts import load, text_of_shared_chunks, use_small_chunks
 from helpers.equality import prompt_of
 from helpers.families import make_family, make_hybrid
+from helpers.recorded_graphs import watched
 from longdraft.cache.full import FullCache
 from longdraft.cache.states import StateCache, kept_positions
 from longdraft.kernels.cuda import delta
@@ -118,17 +119,15 @@ def steps(model: Transformer) -> list[torch.Tensor]:
 
 def test_delta_layers_in_a_graph_have_the_bits_of_their_launches_one_by_one(model, monkeypatch):
     """One graph for each bucket of rows, although a text's states change places with each step."""
-    graphs, keys = model.kernels.graphs, list[object]()
-    run = graphs.run
-    monkeypatch.setattr(graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    ran = watched(monkeypatch, model.kernels.graphs)
     decoder = model._decoder
     assert decoder._can_capture
     captured = steps(model)
-    assert len(keys) == 7 and len(set(keys)) == 3, "for 1, 4 and 8 rows"
+    assert len(ran) == 7 and len(set(ran)) == 3, "for 1, 4 and 8 rows"
     monkeypatch.setattr(decoder, "_can_capture", False)
     monkeypatch.setattr(delta, "PLACES_STATES", False)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, steps(model), strict=True))
-    assert len(keys) == 7
+    assert len(ran) == 7
 
 
 def test_texts_share_the_rows_and_states_of_whole_prompt_chunks(tmp_path, monkeypatch):

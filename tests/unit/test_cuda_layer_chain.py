@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from helpers.checkpoints import VOCAB, load_glide, make_checkpoint, make_glide
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.eagle import load_eagle, make_eagle
-from helpers.recorded_graphs import RecordedGraphs
+from helpers.recorded_graphs import RanGraph, RecordedGraphs, watched
 from longdraft import kernels
 from longdraft.checkpoint import checkpoint, config_file
 from longdraft.checkpoint.tensor_files import TensorFiles
@@ -129,9 +129,9 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law
     model, head = load(folder, dialect)
     device, host = (Drafting(model, head, law, on_host) for on_host in (False, True))
     graphs = model.kernels.graphs
-    monkeypatch.setattr(graphs, "run", lambda key, work: (ran.append(key), work()))
+    monkeypatch.setattr(graphs, "run", lambda owner, work, key=None: (ran.append(RanGraph(owner, key)), work()))
     whole, steps = (each.draft(length, width, end) for each in (device, host))
-    assert waits == [length] and [key[2] for key in ran] == {1: [0], 2: [0, 1], 3: [0, 1, 1], 6: [0, 4, 1]}[length]
+    assert waits == [length] and [graph.key[0] for graph in ran] == {1: [0], 2: [0, 1], 3: [0, 1, 1], 6: [0, 4, 1]}[length]
     assert [place.tokens[0] for place in whole] == [place.tokens[0] for place in steps]
     assert [place.lead for place in whole] == [place.lead for place in steps]
     for ours, theirs in zip(whole, steps, strict=True):
@@ -139,16 +139,16 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law
     drafted = len(steps) - 1  # the last guess has no row yet
     assert all(torch.equal(a, b) for a, b in zip(device.rows(drafted), host.rows(drafted), strict=True))
     assert device.draft_model.rows.num_drafts == (drafted if dialect == "glide" else 0), "true drafts stay as text"
-    assert device.draft(length, width, end) == whole and len(set(ran)) == len({key[2] for key in ran})
+    assert device.draft(length, width, end) == whole and len(set(ran)) == len({graph.key[0] for graph in ran})
 
 
 class CapturedGraphs(RecordedGraphs):
     """As a device has them: a capture runs the work once, and the replay begins from the state before."""
 
-    def run_in_turn(self, pieces, begin):
-        if any(key not in self._graphs for key, _ in pieces):
-            super().run_in_turn(pieces, begin)
-        super().run_in_turn(pieces, begin)
+    def run_in_turn(self, owner, pieces, begin):
+        if not all(self.holds(owner, key) for key, _ in pieces):
+            super().run_in_turn(owner, pieces, begin)
+        super().run_in_turn(owner, pieces, begin)
 
 
 is_captured = pytest.mark.parametrize("is_captured", [False, pytest.param(True, marks=pytest.mark.skipif(
@@ -171,15 +171,16 @@ def test_new_rows_of_a_text_are_read_on_the_device_with_the_bits_of_the_host(
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
     if is_captured:
         model.kernels.graphs = CapturedGraphs(model.kernels.device)
-    graphs, run = model.kernels.graphs, model.kernels.graphs.run
+    graphs = model.kernels.graphs
     for step, tokens in enumerate(STEPS):
         for each in (device, host):
             each.go_on(tokens)
         with monkeypatch.context() as patch:
             patch.setattr(Eagle, "forward", lambda *given: pytest.fail("the host runs the layers"))
-            patch.setattr(graphs, "run", lambda key, work: (keys.add(key[2]), run(key, work)))
+            ran = watched(patch, graphs)
             waits.clear()
             whole = device.draft(3, 2, NEVER)
+        keys |= {graph.key[0] for graph in ran}
         assert waits == [3]
         steps = host.draft(3, 2, NEVER)
         assert [place.lead for place in whole] == [place.lead for place in steps]
@@ -285,7 +286,7 @@ TEXTS = [(PAPER, 6, 3, NEVER), (dict(temperature=0.0), 1, 1, NEVER), (dict(tempe
 def test_chains_of_several_texts_are_those_that_each_drafts_alone(folder, dialect, monkeypatch):
     """Guesses, leads, keys and values, to the bit: texts and chains of unlike lengths, with other settings, shuffled,
     and when one leaves or comes. One launch for all, and graphs that belong to no text."""
-    launches, waits, keys = list[int](), list[int](), list[object]()
+    launches, waits, ran = list[int](), list[int](), list[RanGraph]()
     honest, launch = launched.copied_to_host, LayerChains._launch
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(1) or honest(rows))
     monkeypatch.setattr(LayerChains, "_launch", lambda self, parts: (
@@ -296,7 +297,7 @@ def test_chains_of_several_texts_are_those_that_each_drafts_alone(folder, dialec
         return Drafting(model, head, TEXTS[place][0], on_host=False, length=(14, 3, 9)[place])
 
     together = [text(place) for place in range(3)]
-    graphs, run = model.kernels.graphs, model.kernels.graphs.run
+    graphs = model.kernels.graphs
     for order in ([0, 1, 2], [2, 0, 1], [1, 2]):
         if len(order) == 2:
             together[1] = text(1)
@@ -305,15 +306,16 @@ def test_chains_of_several_texts_are_those_that_each_drafts_alone(folder, dialec
             alone = text(place)
             expected.append([alone.draft(*TEXTS[place][1:]), alone.chain_rows(TEXTS[place][1] - 1)])
         with monkeypatch.context() as patch:
-            patch.setattr(graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+            now = watched(patch, graphs)
             routines = [together[place].launch(*TEXTS[place][1:]) for place in order]
             waits.clear()
             read_together([next(routine) for routine in routines])
+        ran += now
         found = [[launched.finished(routine), together[place].chain_rows(TEXTS[place][1] - 1)]
                  for place, routine in zip(order, routines, strict=True)]
         assert found == expected and waits == [1]
     assert launches == [1, 1, 1, 3, 1, 1, 1, 3, 1, 1, 2], "each text by itself, then one launch for all"
-    assert [key[2] for key in keys] == [0, 4, 1, 0, 4, 1, 0, 1, 1] and len({key[1] for key in keys}) == 2
+    assert [graph.key[0] for graph in ran] == [0, 4, 1, 0, 4, 1, 0, 1, 1] and len({graph.owner for graph in ran}) == 2
     stores = [weakref.ref(store) for text in together for store in text.draft_model.rows.stores]
     del together, routines, alone
     gc.collect()

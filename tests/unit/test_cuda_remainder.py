@@ -171,9 +171,9 @@ def test_the_upkeep_of_a_step_is_one_graph_one_launch_and_one_upload(monkeypatch
         launch(executor, *args, **named)
         del recorder.names[names:]
 
-    def replay(key: object, work: object) -> None:
+    def replay(owner: object, work: object, key: object = None) -> None:
         before, names = len(launches), len(recorder.names)
-        run(key, work)
+        run(owner, work, key)
         replays.append(launches[before:])
         del launches[before:], recorder.names[names:]
 

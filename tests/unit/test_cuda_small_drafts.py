@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 from helpers.checkpoints import VOCAB, make_checkpoint, make_heads
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, OperationRecorder, rows_of
+from helpers.recorded_graphs import RanGraph, watched
 from longdraft import kernels
 from longdraft.checkpoint import checkpoint, config_file
 from longdraft.checkpoint.tensor_files import TensorFiles
@@ -128,7 +129,7 @@ def test_heads_rank_on_the_device_what_they_rank_place_by_place(folder, model, l
     waits, ran = [], []
     honest = launched.copied_to_host
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), work()))
+    monkeypatch.setattr(model.kernels.graphs, "run", lambda owner, work, key=None: (ran.append(RanGraph(owner, key)), work()))
     both = samplers(model, law)
     for path in ([], [3, 8]):
         expected, found = (launched.finished(ranked_heads(each, trained, hidden, first, context, path, [3, 1]))
@@ -167,19 +168,20 @@ def ranked_together(texts: Sequence[LaunchedWork[list[list[int]]]]) -> list[list
 @pytest.mark.parametrize("has_first", [False, True])
 def test_heads_of_several_texts_guess_what_they_guess_for_each_alone(folder, model, has_first, monkeypatch):
     """With other settings and numbers of places, shuffled, and when one leaves or comes: one graph, and one wait."""
-    trained, waits, keys, alone = heads.load_heads(folder / "heads", model), list[int](), list[Any](), list[int]()
-    honest, run, launch = launched.copied_to_host, model.kernels.graphs.run, HeadPlaces.launch
+    trained, waits, alone = heads.load_heads(folder / "heads", model), list[int](), list[int]()
+    honest, launch = launched.copied_to_host, HeadPlaces.launch
     expected = [launched.finished(text.of(model, trained, has_first)) for text in TEXTS]
     assert all(len(each) == len(text.widths) and all(each) for each, text in zip(expected, TEXTS, strict=True))
     monkeypatch.setattr(HeadPlaces, "launch", lambda self, parts: (
         alone.extend([1] * (len(parts) == 1)), launch(self, parts))[1])
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(1) or honest(rows))
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    ran = watched(monkeypatch, model.kernels.graphs)
     for order in ([0, 1, 2, 3], [2, 4, 0, 3], [4, 3, 2], [2, 1]):
         found = ranked_together([TEXTS[place].of(model, trained, has_first) for place in order])
         assert found == [expected[place] for place in order]
-    assert waits == [1] * 4 and alone == [] and [key[0] for key in keys] == ["heads"] * 4
-    assert len({key[1:3] for key in keys}) == 2 and keys[0][1] == keys[2][1], "of four texts, and of two"
+    assert waits == [1] * 4 and alone == [] and len(ran) == 4
+    owners = [graph.owner for graph in ran]
+    assert owners[0] is owners[2] and len({(graph.owner, graph.key[0]) for graph in ran}) == 2, "of four and of two"
 
 
 def test_heads_with_and_without_logits_of_the_first_place_have_a_graph_each(folder, model):
@@ -208,9 +210,9 @@ def test_heads_are_one_graph_three_copies_and_one_wait_however_many_texts(folder
     launches, inside, waits, recorder = list[str](), list[int](), list[int](), OperationRecorder()
     run, call, honest = model.kernels.graphs.run, interpreter.GridExecutor.__call__, launched.copied_to_host
 
-    def replay(key: object, work: Any) -> None:
+    def replay(owner: object, work: Any, key: object = None) -> None:
         before, names = len(launches), len(recorder.names)
-        run(key, work)
+        run(owner, work, key)
         inside.append(len(launches) - before)
         del launches[before:], recorder.names[names:]
 

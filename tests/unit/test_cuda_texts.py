@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
+from helpers.recorded_graphs import watched
 from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.checkpoint import config_file
@@ -60,41 +61,35 @@ def forward(model: Transformer, caches: list[FullCache], order: list[int]) -> di
 
 def test_a_text_has_its_own_bits_whatever_its_company(model, caches, monkeypatch):
     """Of unlike lengths, with trees of unlike sizes, shuffled, and when one leaves or another comes."""
-    keys: list[object] = []
-    run = model.kernels.graphs.run
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    ran = watched(monkeypatch, model.kernels.graphs)
     alone = {text: forward(model, caches, [text])[text] for text in range(3)}
-    assert len(set(keys)) == 3
-    keys.clear()
+    assert len(set(ran)) == 3
+    ran.clear()
     for order in ([0, 1, 2], [2, 0, 1], [1, 0]):
         for text, parts in forward(model, caches, order).items():
             assert len(parts) == len(alone[text])
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, alone[text], strict=True))
-    assert len(keys) == 3 and keys[0] is keys[1], "a graph belongs to numbers of texts and rows, not to certain texts"
+    assert len(ran) == 3 and ran[0] == ran[1], "a graph belongs to numbers of texts and rows, not to certain texts"
     newcomer = [*caches[:2], random_cache(model, 41)]
     forward(model, newcomer, [0, 1, 2])
-    assert keys[3] is keys[0]
+    assert ran[3] == ran[0]
 
 
 def test_without_the_switch_texts_run_one_after_another(model, caches, monkeypatch):
-    keys: list[object] = []
-    run = model.kernels.graphs.run
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    ran = watched(monkeypatch, model.kernels.graphs)
     monkeypatch.setattr(shared_forward, "SHARES_FORWARDS", False)
     forward(model, caches, [0, 2])
-    assert len(set(keys)) == 2
+    assert len(set(ran)) == 2
 
 
 def test_more_texts_than_fit_take_several_forwards(model, monkeypatch):
     """Rows of committed text count too: a chain of 5 rows is one of 8."""
     monkeypatch.setattr(shared_forward, "MAX_ROWS", 16)
     caches = [random_cache(model, length) for length in (3, 4, 6)]
-    keys: list[object] = []
-    run = model.kernels.graphs.run
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (keys.append(key), run(key, work)))
+    ran = watched(monkeypatch, model.kernels.graphs)
     requests = [ForwardRequest(model, chain_rows([1, 2, 3, 4, 5], cache.length), cache, 1) for cache in caches]
     together = [result.hidden.clone() for result in model.forward_batch(requests)]
-    assert [key.rows for key in keys] == [16, 16] and 16 in BUCKETS
+    assert [graph.owner.rows for graph in ran] == [16, 16] and 16 in BUCKETS
     for cache, whole in zip(caches, together, strict=True):
         cache.commit(())
         assert torch.equal(model.forward(chain_rows([1, 2, 3, 4, 5], cache.length), cache).hidden, whole)
@@ -118,9 +113,9 @@ def test_before_its_layers_a_forward_of_several_texts_copies_one_tensor(model, c
     monkeypatch.setattr(interpreter.GridExecutor, "__call__",
                         lambda self, *args, **named: (launches.append(self.fn.__name__), launch(self, *args, **named)))
 
-    def replay(key: object, work: object) -> None:
+    def replay(owner: object, work: object, key: object = None) -> None:
         copies, before = names.count("copy_"), len(launches)
-        run(key, work)
+        run(owner, work, key)
         counts.append((copies, len(launches) - before))
 
     monkeypatch.setattr(model.kernels.graphs, "run", replay)

@@ -101,7 +101,7 @@ class AttentionWorkspace:
 
     def __init__(self, plan: AttentionPlan, rows: int, length: int, device: torch.device, texts: int = 1) -> None:
         """texts: that share the rows, as many each. A tree is one of its text's rows."""
-        self.rows, self.text_rows, self.texts = rows, rows // texts, texts
+        self.plan, self.rows, self.text_rows, self.texts = plan, rows, rows // texts, texts
         self.num_splits = plan.num_splits(length + self.text_rows)
         shape = (rows, plan.heads, self.num_splits)
         self.max_scores, self.weight_sums = (torch.empty(shape, device=device) for _ in range(2))
@@ -117,9 +117,8 @@ class AttentionWorkspace:
                                                           num_warps=1, **UNFUSED)
 
 
-def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, store: CudaStore, where: Tensor,
-                   length: int, window: int, remainder: Tensor | None, out: Tensor, lse: Tensor,
-                   table: Tensor | None = None) -> None:
+def tree_attention(work: AttentionWorkspace, q: Tensor, store: CudaStore, where: Tensor, length: int, window: int,
+                   remainder: Tensor | None, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
     """Attention of q [R, H, D]: writes out [R, H, D] in q's dtype and lse [R, H] float32.
 
     The keys and values of the drafted rows must already be in their slots of the store.
@@ -131,7 +130,7 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     remainder  [R, H, D + 1] float32: see `longdraft.kernels.interface.KV`
     table      int64 [texts, 5]: the stores of several texts, which have the form of `store`
     """
-    rows, heads, dim = q.shape
+    plan, (rows, heads, dim) = work.plan, q.shape
     require((heads, dim) == (plan.heads, plan.dim) and rows == work.rows, f"[{work.rows}, {plan.heads}, {plan.dim}]",
             q.shape)
     short, num_short, long = plan.splits

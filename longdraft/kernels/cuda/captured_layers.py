@@ -19,11 +19,11 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda import jit_attention
-from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, tree_attention
+from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace
 from longdraft.kernels.cuda.delta import Paths, PlacedStates, addresses, stacked
 from longdraft.kernels.cuda.forward_buffers import EmbeddedRows
 from longdraft.kernels.cuda.jit_delta import ENTRY
-from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, scatter_rows
+from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores
 from longdraft.kernels.cuda.launch import UNFUSED, require, staged_parts
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.shared_forward import TextResults
@@ -102,22 +102,17 @@ class _TreeOperations(CudaOperations):
         return self._mapped(content, maps, table, self._paths.stride)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
-        (store,), texts = cuda_stores([kv.store]), self._texts
-        rows, heads, dim = q.shape
-        q, plan = q.to(self.dtype).contiguous(), self.attention_plan(heads, store.heads, dim)
-        table = None if texts.stores is None else texts.stores[self._layers[id(store)]]
-        shared = None if table is None else RowsOfTexts(table, self._text_of_rows)
-        scatter_rows(kv.k[None], kv.v[None], [store], self._rows, texts.slots, shared)
+        (store,), texts, (rows, heads, dim) = cuda_stores([kv.store]), self._texts, q.shape
+        plan, shared = self.attention_plan(heads, store.heads, dim), None
+        if texts.stores is not None:
+            shared = RowsOfTexts(texts.stores[self._layers[id(store)]], self._text_of_rows)
         if plan not in self._work:
             self._work[plan] = AttentionWorkspace(plan, rows, texts.room, self.device, texts.num)
         work = self._work[plan]
         if plan not in self._has_tree:
             self._has_tree.add(plan)
             work.set_tree(texts.parents)
-        out, lse = torch.empty_like(q), torch.empty(rows, heads, device=self.device)
-        remainder = None if kv.remainder is None else kv.remainder.contiguous()
-        tree_attention(plan, work, q, store, texts.where, texts.room, window, remainder, out, lse, table)
-        return AttentionOutput(q, out, lse, q)
+        return self._attended(work, q, kv, texts.where, texts.room, window, self._rows, texts.slots, shared)
 
 
 class TextPlaces(NamedTuple):

@@ -30,7 +30,7 @@ from longdraft.kernels.chain_plan import Ranked, ScoredPlace
 from longdraft.kernels.cuda import jit_choice, jit_drafting
 from longdraft.kernels.cuda.device_text import MAX_CHAIN, DeviceText
 from longdraft.kernels.cuda.forward_buffers import EMBED_BLOCK
-from longdraft.kernels.cuda.graph_cache import GraphCache, new_owner
+from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.launch import (
     RecentlyUsed,
     ceil_div,
@@ -134,7 +134,7 @@ class ChainRows:
         def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
-        self.texts, self.serial = texts, new_owner()
+        self.texts = texts
         self._parts = staged_parts(2 * ENTRY * texts, MAX_FRESH * texts, (MAX_CHAIN + 1) * texts * 2 * half)
         self._staged = zeros(self._parts[-1].stop, dtype=int32)
         entries, self._fresh, rotations = (self._staged[part] for part in self._parts)
@@ -251,11 +251,7 @@ Buffers = TypeVar("Buffers", bound=_ChainBuffers)
 class Chains(ABC, Generic[Part, Buffers]):
     """What drafts chains of texts. One that is given chains of several texts gets these again and again; a text's own
     gets chains of that text.
-
-    name  of its graphs
     """
-
-    name: str
 
     def __init__(self) -> None:
         self._buffers: RecentlyUsed[object, Buffers] = RecentlyUsed(_MAX_BUFFERS)
@@ -276,12 +272,10 @@ class Chains(ABC, Generic[Part, Buffers]):
         parts = [part._replace(draft=part.draft.prepared()) for part in given]
         first, drafts = parts[0], [part.draft for part in parts]
         buffers, graphs = self._buffers_for(parts), first.graphs
-        graphs.own(buffers, serial := buffers.rows.serial)
         needs = TextNeeds.of([(draft.text, draft.required) for draft in drafts])
-        pieces = [((self.name, serial, size, needs), partial(self._run, buffers, first, size, needs))
-                  for size in self._sizes(parts)]
+        pieces = [((size, needs), partial(self._run, buffers, first, size, needs)) for size in self._sizes(parts)]
         with on_device(buffers.rows.order.device):
-            graphs.run_in_turn(pieces, partial(buffers.load, *buffers.inputs(parts), needs))
+            graphs.run_in_turn(buffers, pieces, partial(buffers.load, *buffers.inputs(parts), needs))
             self._end(buffers, parts)
         for draft in drafts:
             draft.text.length = draft.end

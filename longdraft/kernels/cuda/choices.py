@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_activations, jit_attention, jit_choice, jit_rows
 from longdraft.kernels.cuda.device_text import DeviceText
-from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, bucket_of, new_owner
+from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, bucket_of
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, scatter_rows
 from longdraft.kernels.cuda.launch import (
     UNFUSED,
@@ -159,7 +159,7 @@ class ChoiceBuffers:
             return torch.empty(sizes, dtype=dtype, device=device)
 
         num, int32 = ceil_div(vocabulary, BLOCK), torch.int32
-        self.shape, self.serial, self.source = shape, new_owner(), source
+        self.shape, self.source = shape, source
         self._parts = staged_parts(2 * ENTRY * shape.texts, 2 * 5 * shape.layers * shape.texts, rows, rows, rows,
                                    MAX_FRESH * shape.texts)
         self._staged = torch.zeros(self._parts[-1].stop, dtype=int32, device=device)
@@ -257,8 +257,7 @@ class TextChoices:
             else:
                 buffers.given[:rows].copy_(given)
                 if buffers.shape.rows in BUCKETS:
-                    source.graphs.own(buffers, buffers.serial)
-                    source.graphs.run(("choices", buffers.serial, needs), partial(buffers.run, needs))
+                    source.graphs.run(buffers, partial(buffers.run, needs), needs)
                 else:
                     buffers.run(needs)
         shape = buffers.shape.texts, buffers.shape.rows

@@ -58,8 +58,8 @@ class CudaDecoder:
         self.ops, self.layers, self.geometry = ops, tuple(layers), geometry
         self.hidden = len(layers[0].attention_norm)
         self.plan = ops.attention_plan(heads, kv_heads, dim)
-        self._buffers = RecentlyUsed[Key, ForwardBuffers](_MAX_BUFFERS, lambda buffers: ops.graphs.drop(buffers))
-        self._shared_buffers = RecentlyUsed[object, ForwardBuffers](MAX_SHARED, ops.graphs.drop)
+        self._buffers = RecentlyUsed[Key, ForwardBuffers](_MAX_BUFFERS)
+        self._shared_buffers = RecentlyUsed[object, ForwardBuffers](MAX_SHARED)
         self._spare: CudaStore | None = None
         self._chains: RecentlyUsed[int, ModelChains] = RecentlyUsed(MAX_HEADS)
 
@@ -226,8 +226,8 @@ class CudaDecoder:
                     buffers.where if table is None else table, row_remainder, index, buffers.text_rows, HEADS=heads,
                     DIM=dim, COLUMNS=MAP_COLUMNS, BLOCK=MAP_BLOCK, HAS_TABLE=table is not None,
                     **chained(buffers.x.device))
-        tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
-                       row_remainder, buffers.output[index], buffers.lse[index],
+        tree_attention(buffers.work, buffers.q[index], store, buffers.where, buffers.room, window, row_remainder,
+                       buffers.output[index], buffers.lse[index],
                        None if buffers.table is None else buffers.table[index])
 
     def _swiglu(self, buffers: ForwardBuffers, source: Tensor, gate_up: CudaLinear) -> Tensor:

@@ -84,8 +84,6 @@ class _Buffers:
 class HeadPlaces(Chains[TextHeads, _Buffers]):
     """Guesses from one set of heads. All texts have logits of the first place, or none has."""
 
-    name = "heads"
-
     def _buffers_for(self, parts: Sequence[TextHeads]) -> _Buffers:
         first = parts[0]
         shape = RowsShape.of([part.draft for part in parts], first.vocabulary)
@@ -155,8 +153,6 @@ class _GivenPlaces(Chains[GivenPart, Buffers]):
 class GivenLogits(_GivenPlaces[TextLogits, _LogitsBuffers]):
     """Guesses from logits of several places of each text."""
 
-    name = "logits"
-
     def _buffers_for(self, parts: Sequence[TextLogits]) -> _LogitsBuffers:
         logits, (places,) = parts[0].logits, self._sizes(parts)
         shape = RowsShape.of([part.draft for part in parts], logits.shape[1])
@@ -213,8 +209,6 @@ class _PairBuffers:
 
 class PairPlaces(_GivenPlaces[TextPairs, _PairBuffers]):
     """Guesses of places whose logits depend on the token before."""
-
-    name = "pairs"
 
     def _buffers_for(self, parts: Sequence[TextPairs]) -> _PairBuffers:
         first, (count,) = parts[0], self._sizes(parts)

@@ -25,14 +25,10 @@ Value = TypeVar("Value")
 
 
 class RecentlyUsed(Generic[Key, Value]):
-    """Buffers by what they depend on, of which the most recently used are kept.
+    """Buffers by what they depend on, of which the most recently used are kept. limit: number of them."""
 
-    limit    number of them
-    dropped  is called with each value that is dropped
-    """
-
-    def __init__(self, limit: int, dropped: Callable[[Value], object] = lambda value: None) -> None:
-        self._limit, self._dropped = limit, dropped
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._held: dict[Key, Value] = {}
 
     def get(self, key: Key, make: Callable[[], Value], owner: object = None) -> Value:
@@ -49,8 +45,7 @@ class RecentlyUsed(Generic[Key, Value]):
 
     def drop(self, key: Key) -> None:
         """Drop the value of `key`, if there is one."""
-        if key in self._held:
-            self._dropped(self._held.pop(key))
+        self._held.pop(key, None)
 
 
 def _drop(kept: weakref.ref[RecentlyUsed[Key, Value]], key: Key) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.chain_plan import DraftLayers, ReadsUnreadRows, UnreadRows
-from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
+from longdraft.kernels.cuda.attention import AttentionWorkspace
 from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
 from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
 from longdraft.kernels.cuda.forward_buffers import Embedding, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import GraphCache
-from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, move_rows, scatter_rows
+from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, move_rows
 from longdraft.kernels.cuda.launch import padded_size, staged_parts
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
@@ -91,23 +91,17 @@ class _PlacedOperations(CudaOperations):
         return buffers.x
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
-        (store,), places = cuda_stores([kv.store]), self._places
-        rows, heads, dim = q.shape
-        q = q.to(self.dtype).contiguous()
-        plan, index = self.attention_plan(heads, store.heads, dim), self._serials.index(store.serial)
+        (store,), places, (rows, heads, dim) = cuda_stores([kv.store]), self._places, q.shape
+        index = self._serials.index(store.serial)
         room = places.rooms[index] if places.rooms else store.capacity
-        table = None if places.tables is None else places.tables[index]
-        where, is_read = (places.read, True) if index == self._read else (places.where, False)
+        texts = None if places.tables is None else RowsOfTexts(places.tables[index], self._texts)
+        where, slots = (places.read, None) if index == self._read else (places.where, places.slots)
         if index not in self._work:
+            plan = self.attention_plan(heads, store.heads, dim)
             work = self._work[index] = AttentionWorkspace(plan, rows, room, self.device, self._num_texts)
-            if self._of_text > 1 and not is_read:  # otherwise each row is its own path, or has the key of the first one
+            if self._of_text > 1 and slots is not None:  # else each row is its own path, or has the key of the first
                 work.set_tree(self._parents)
-        if not is_read:
-            texts = None if table is None else RowsOfTexts(table, self._texts)
-            scatter_rows(kv.k[None], kv.v[None], [store], self._rows, places.slots, texts)
-        out, lse = torch.empty_like(q), torch.empty(rows, heads, device=self.device)
-        tree_attention(plan, self._work[index], q, store, where, room, window, None, out, lse, table)
-        return AttentionOutput(q, out, lse, q)
+        return self._attended(self._work[index], q, kv, where, room, window, self._rows, slots, texts)
 
 
 class LayerRows:
@@ -323,8 +317,6 @@ class _Buffers:
 
 class LayerChains(Chains[TextLayers, _Buffers]):
     """Chains with one set of layers."""
-
-    name = "layer chains"
 
     def _buffers_for(self, parts: Sequence[TextLayers]) -> _Buffers:
         first = parts[0]

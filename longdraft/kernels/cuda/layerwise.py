@@ -51,8 +51,8 @@ class CudaLayerwiseDecoder:
         self.ops, self._layers, self.geometry = ops, tuple(layers), geometry
         self._chains: RecentlyUsed[object, ModelChains] = RecentlyUsed(2 * MAX_HEADS)
         self._few_rows = LayerwiseDecoder(ops, layers, geometry)
-        self._buffers = RecentlyUsed[object, CapturedLayers](_MAX_BUFFERS, ops.graphs.drop)
-        self._shared_buffers = RecentlyUsed[object, CapturedLayers](MAX_SHARED, ops.graphs.drop)
+        self._buffers = RecentlyUsed[object, CapturedLayers](_MAX_BUFFERS)
+        self._shared_buffers = RecentlyUsed[object, CapturedLayers](MAX_SHARED)
         places_states = delta.PLACES_STATES and len({layer.delta.shape for layer in layers if layer.delta}) <= 1
         self._can_pad = all(layer.is_causal for layer in layers)  # else a row would see the padding
         self._can_capture = all((layer.delta is None or places_states)

@@ -96,8 +96,6 @@ class _Buffers:
 class ModelChains(Chains[TextChain, _Buffers]):
     """Chains with one model's weights."""
 
-    name = "chains"
-
     def __init__(self, weights: DraftWeights) -> None:
         super().__init__()
         self._weights = weights

@@ -13,7 +13,7 @@ from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, 
 from longdraft.kernels.cuda.delta import DeltaNets
 from longdraft.kernels.cuda.experts import GroupedExperts, route
 from longdraft.kernels.cuda.graph_cache import GraphCache
-from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
+from longdraft.kernels.cuda.kv_store import RowsOfTexts, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import (
     UNFUSED,
     ceil_div,
@@ -173,20 +173,31 @@ class CudaOperations:
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         (store,) = cuda_stores([kv.store])
         rows, heads, dim = q.shape
-        q = q.to(self.dtype).contiguous()
         require(heads % store.heads == 0 and dim == store.dim, "query heads in groups of KV heads", q.shape)
         require(len(kv.k) == len(kv.v) == len(parents) == rows, f"{rows} keys, values and parents", len(parents))
         store.reserve_drafts(rows)
         require(0 <= kv.length <= store.room, f"a length of 0 to {store.room} positions", kv.length)
-        index = torch.arange(rows, device=self.device)
-        scatter_rows(kv.k[None], kv.v[None], [store], index, index + store.room)
-        plan = self.attention_plan(heads, store.heads, dim)
-        work = AttentionWorkspace(plan, rows, kv.length, self.device)
+        work = AttentionWorkspace(self.attention_plan(heads, store.heads, dim), rows, kv.length, self.device)
         work.set_tree(parents.to(self.device, torch.int32, non_blocking=True))
         where = torch.tensor([kv.length, store.room]).to(self.device, non_blocking=True)
-        out, lse = torch.empty_like(q), torch.empty(rows, heads, device=self.device)
+        index = torch.arange(rows, device=self.device)
+        return self._attended(work, q, kv, where, kv.length, window, index, index + store.room)
+
+    def _attended(self, work: AttentionWorkspace, q: Tensor, kv: KV, where: Tensor, length: int, window: int,
+                  rows: Tensor, slots: Tensor | None, texts: RowsOfTexts | None = None) -> AttentionOutput:
+        """Attention of q [R, H, D], after the keys and values of the rows are written. See `tree_attention`.
+
+        rows   int64 [R]: 0, 1, ...
+        slots  int64 [R] in the stores of the rows' texts, negative where a row is not written; None: none is written
+        texts  of the rows; None: of one, whose store `kv` has
+        """
+        (store,) = cuda_stores([kv.store])
+        q = q.to(self.dtype).contiguous()
+        if slots is not None:
+            scatter_rows(kv.k[None], kv.v[None], [store], rows, slots, texts)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=self.device)
         remainder = None if kv.remainder is None else kv.remainder.contiguous()
-        tree_attention(plan, work, q, store, where, kv.length, window, remainder, out, lse)
+        tree_attention(work, q, store, where, length, window, remainder, out, lse, texts.table if texts else None)
         return AttentionOutput(q, out, lse, q)
 
     def _checked_input(self, x: Tensor, width: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from longdraft.kernels.attention_output import AttentionOutput, AttentionRows
 from longdraft.kernels.cuda import jit_remainder
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
-from longdraft.kernels.cuda.graph_cache import BUCKETS, bucket_of, new_owner
+from longdraft.kernels.cuda.graph_cache import BUCKETS, bucket_of
 from longdraft.kernels.cuda.kv_store import CudaStore, address_table, cuda_stores
 from longdraft.kernels.cuda.launch import (
     RecentlyUsed,
@@ -50,10 +50,10 @@ class PartialAttention:
         layers, dim, device = len(stores), stores[0].dim, ops.device
         for store in stores:
             store.reserve_drafts(BUCKETS[-1])  # padding rows have slots, too
-        self.bucket, self._plan = rows, ops.attention_plan(heads, stores[0].heads, dim)
+        self.bucket, plan = rows, ops.attention_plan(heads, stores[0].heads, dim)
         self._form = stores[0].empty_like()
         self._room, self._table = min(store.room for store in stores), address_table(stores)
-        self._work = AttentionWorkspace(self._plan, layers * rows, self._room, device, layers)
+        self._work = AttentionWorkspace(plan, layers * rows, self._room, device, layers)
         self._work.set_tree(torch.arange(-1, rows - 1, dtype=torch.int32, device=device).repeat(layers))
         self._parts = staged_parts(4 * layers, rows, 2 * jit_remainder.NUM_NUMBERS)
         self._staged = torch.zeros(self._parts[-1].stop, dtype=torch.int32, device=device)
@@ -87,7 +87,7 @@ class PartialAttention:
             jit_remainder.gather_queries_kernel[(rows, ceil_div(width, _GATHERED), layers)](
                 self.numbers, self.rows, self._queries, rows, WIDTH=width, BLOCK=_GATHERED,
                 **chained(self._queries.device))
-        tree_attention(self._plan, self._work, self._queries.flatten(0, 1), self._form, self._where, self._room, 0,
+        tree_attention(self._work, self._queries.flatten(0, 1), self._form, self._where, self._room, 0,
                        None, self.output.flatten(0, 1), self.lse.flatten(0, 1), self._table)
 
 
@@ -109,7 +109,7 @@ class PartialAttentions:
 
     def __init__(self, ops: CudaOperations) -> None:
         self._ops = ops
-        self._held: RecentlyUsed[object, PartialAttention] = RecentlyUsed(_MAX_HELD, ops.graphs.drop)
+        self._held: RecentlyUsed[object, PartialAttention] = RecentlyUsed(_MAX_HELD)
 
     def run(self, stores: Sequence[CudaStore], whole: AttentionOutput, length: int) -> tuple[Tensor, Tensor]:
         """The attention of the rows, the last of `length`: output [L, T, H, D], lse [L, T, H]. Valid until next."""
@@ -151,8 +151,6 @@ class CudaRemainder:
         self._attentions: dict[int, PartialAttention] = {}
         self._serials: tuple[int, ...] = ()
         self._num_held, self._is_solved = 0, False
-        self._key = new_owner()
-        ops.graphs.own(self, self._key)
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +169,7 @@ class CudaRemainder:
             end = start + len(rows)
             attention = self._attention(cuda_stores(stores), len(rows))
             attention.load(AttentionRows(whole.output, rows), length - num + end, self._num_held)
-            self._ops.graphs.run(("remainder", self._key, attention.bucket), partial(self._learn, attention))
+            self._ops.graphs.run(attention, partial(self._learn, attention))
             self._num_held += len(rows)
             if must_solve or end < num:  # the held rows have room for one more part
                 self._solve(attention)
@@ -181,8 +179,6 @@ class CudaRemainder:
         """The buffers for these rows, which belong to the stores' memory."""
         serials = tuple(store.serial for store in stores)
         if serials != self._serials:
-            self._ops.graphs.drop_owned(self._key)
-            self._ops.graphs.own(self, self._key)
             self._attentions.clear()
             self._serials = serials
         bucket = bucket_of(rows)
