@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from longdraft.checkpoint.config_file import parse_config, read_json
+from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.block_head import block_head_config, is_block_head
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
-from longdraft.parts.eagle_config import flag, is_block_config, mask_token, positive_number
+from longdraft.parts.head_config import flag, layer_config, layer_entries, mask_token, positive_number, with_entries_of
 
 BlockKind = Literal["dflash", "dflash2", "dspark"]
 _KINDS: dict[Any, BlockKind] = {kind: kind for kind in get_args(BlockKind)}
@@ -86,23 +86,26 @@ def is_block(folder: Path) -> bool:
     return (folder / "config.json").is_file() and is_block_config(read_json(folder / "config.json"))
 
 
+def is_block_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a block head."""
+    kind = config.get("speculators_model_type")
+    return kind in get_args(BlockKind) or (kind is None and bool({"dflash_config", "target_layer_ids"} & config.keys()))
+
+
 def read_block_config(folder: Path, names: Mapping[str, str], vocabulary: int) -> BlockConfig:
     """The configuration in a head's folder or GGUF file. names: of its tensors, by ours; vocabulary: of the target.
     Raises ModelError for what is not supported."""
     config = (block_head_config(folder, vocabulary) if folder.is_file() else read_json(folder / "config.json"))
     is_speculators = "speculators_model_type" in config
-    own = config.get("dflash_config")
-    given: dict[str, Any] = config | (own if isinstance(own, dict) else {})
-    sizes = config.get("transformer_layer_config") if is_speculators else config
-    if not isinstance(sizes, dict):
-        raise ModelError(f"{folder}: config.json has no transformer_layer_config; get the file again")
+    given = with_entries_of(config, "dflash_config")
+    sizes = layer_entries(folder, config)
     for name, word in _REFUSED.items():
         if sizes.get(name) or given.get(name):
             raise ModelError(f"{folder}: {name} is true in config.json; longdraft's block heads have no {word}; use a "
                              "head without them")
     kind = _kind(config)
-    layer = _layer(sizes, names)
-    windows, default_causal = _attention(folder, sizes | given, layer.num_layers)
+    layer = layer_config(sizes, names)
+    windows, default_causal = _attention(folder, {**sizes, **given}, layer.num_layers)
     says = next((name for name in ("is_causal", "causal", "causal_head") if given.get(name) is not None), None)
     causal = (bool(flag(given, says, None)),) * layer.num_layers if says else default_causal
     if is_speculators and given.get("sliding_window_non_causal"):
@@ -133,20 +136,11 @@ def _kind(config: Mapping[str, Any]) -> BlockKind:
     named = config.get("speculators_model_type")
     if named in _KINDS:
         return _KINDS[named]
-    own = config.get("dflash_config")
-    keys = config.keys() | (own.keys() if isinstance(own, dict) else set())
+    keys = with_entries_of(config, "dflash_config").keys()
     architectures = str(config.get("architectures"))
     if "selector_rank" in keys or "DFlash2" in architectures:
         return "dflash2"
     return "dspark" if "markov_rank" in keys or "DSpark" in architectures else "dflash"
-
-
-def _layer(sizes: Mapping[str, Any], names: Mapping[str, str]) -> ModelConfig:
-    """Sizes and RoPE of the layers, which are Llama's with or without norms of heads."""
-    has_norms = "layers.0.self_attn.q_norm.weight" in names
-    left_out = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "quantization_config")
-    plain = {name: value for name, value in sizes.items() if name not in left_out}
-    return parse_config(plain | {"model_type": "qwen3" if has_norms else "llama"})
 
 
 def _attention(folder: Path, given: Mapping[str, Any], count: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:

@@ -19,12 +19,11 @@ from longdraft.parts.block import BlockHead, BlockWeights, PairTerms
 from longdraft.parts.block_config import BlockConfig, read_block_config
 from longdraft.parts.block_probe import likeliest
 from longdraft.parts.draft_copy import SAME, head_format
-from longdraft.parts.eagle import OWN_KEY
-from longdraft.parts.head_tensors import MAPS, HeadTensors, draft_ids, layer_shapes
+from longdraft.parts.head_config import OWN_KEY
+from longdraft.parts.head_tensors import CURE, MAPS, HeadTensors, check_sizes, draft_ids, layer_shapes
 
 log = logging.getLogger(__name__)
 _CONFIDENCE = "confidence_head.proj"
-_CURE = "use a head that was trained for this model"
 
 
 def load_block(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any]], None],
@@ -45,8 +44,11 @@ def load_block(folder: Path, target: Transformer, check: Callable[[Path, dict[st
         check(folder, own)
     count = target.config.num_layers
     layers = config.layers or (2, count // 2, count - 3)
-    _check_sizes(folder, config, layers, target)
-    head = BlockHead(config, read_weights(files, names, config, target, asked), target, layers)
+    check_sizes(folder, config, names, target)
+    if not 0 <= layers[0] <= layers[-1] <= target.whole.num_layers:
+        raise ModelError(f"{folder}: the head reads what enters the layers {list(layers)}, which a model of "
+                         f"{target.whole.num_layers} layers does not have; {CURE}")
+    head = BlockHead(config, _read_weights(files, names, config, target, asked), target, layers)
     taken = likeliest(head, target, None if isinstance(own, dict) else encode)
     log.info("%s: a block head (%s) of %d rows, reads layers %s, windows %s, guesses %s of the model's %s tokens",
              folder, config.kind, config.block_size, ", ".join(map(str, taken.layers)),
@@ -63,19 +65,6 @@ def canonical_names(files: TensorFiles) -> dict[str, str]:
         own = name.removeprefix("model.")
         found[own if own.endswith((".weight", ".bias")) or own in MAPS else f"{own}.weight"] = name
     return found
-
-
-def _check_sizes(folder: Path, config: BlockConfig, layers: tuple[int, ...], target: Transformer) -> None:
-    whole = target.whole
-    if config.target_width != whole.hidden_size:
-        raise ModelError(f"{folder}: the head reads rows of {config.target_width} numbers, the model's have "
-                         f"{whole.hidden_size}; {_CURE}")
-    if not 0 <= layers[0] <= layers[-1] <= whole.num_layers:
-        raise ModelError(f"{folder}: the head reads what enters the layers {list(layers)}, which a model of "
-                         f"{whole.num_layers} layers does not have; {_CURE}")
-    if config.layer.vocab_size != whole.vocab_size or config.draft_vocab_size > whole.vocab_size:
-        raise ModelError(f"{folder}: the head was trained for a vocabulary of {config.layer.vocab_size} (guesses "
-                         f"{config.draft_vocab_size}), but the model's has {whole.vocab_size}; {_CURE}")
 
 
 def block_shapes(config: BlockConfig, present: Mapping[str, str], vocabulary: int) -> dict[str, tuple[int, ...]]:
@@ -105,8 +94,8 @@ def block_shapes(config: BlockConfig, present: Mapping[str, str], vocabulary: in
     return shapes | {name: shape for name, shape in optional.items() if name in present}
 
 
-def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConfig,
-                 target: Transformer, asked: str = SAME) -> BlockWeights:
+def _read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConfig, target: Transformer,
+                  asked: str) -> BlockWeights:
     """The packed weights of a head whose tensors have our `names`. asked: format of its layers"""
     kernels, layer, vocabulary = local_kernels(target.kernels), config.layer, target.whole.vocab_size
     if layer.hidden_size % config.conv_group:
@@ -116,11 +105,7 @@ def read_weights(files: TensorFiles, names: Mapping[str, str], config: BlockConf
     files.check({names.get(name, name): shape for name, shape in shapes.items()},
                 files.names() - {names[name] for name in MAPS if name in names}, "its config.json")
     ids = draft_ids(files, names, config.draft_vocab_size, vocabulary)
-    is_narrow = layer.hidden_size != target.whole.hidden_size
-    if is_narrow and "embed_tokens.weight" not in names:
-        raise ModelError(f"{files.folder}: the head's rows have {layer.hidden_size} numbers and the model's embeddings "
-                         f"{target.whole.hidden_size}; a head with rows of its own size needs embed_tokens")
-    if "lm_head.weight" not in names and (ids is not None or is_narrow):
+    if "lm_head.weight" not in names and (ids is not None or layer.hidden_size != target.whole.hidden_size):
         raise ModelError(f"{files.folder} has no lm_head.weight, and the model's own does not fit the head's "
                          "vocabulary and width; get the file again")
     size = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))

@@ -16,7 +16,7 @@ import torch
 
 from longdraft.model.transformer import Transformer
 from longdraft.parts.block import BlockHead
-from longdraft.parts.eagle_probe import LONGEST_PROBE, PROBE_TEXT, ReadText
+from longdraft.parts.probe_text import ReadText
 
 log = logging.getLogger(__name__)
 _NUM_BLOCKS = 16  # that guess, at different places of the text
@@ -37,7 +37,7 @@ def likeliest(head: BlockHead, target: Transformer, encode: Callable[[str], list
     heads = list(_readings(head, target.whole.num_layers))
     if encode is None:
         return heads[0]
-    text = ReadText.of(target, encode(PROBE_TEXT)[:LONGEST_PROBE], {layer for each in heads for layer in each.taps})
+    text = ReadText.for_heads(heads, target, encode)
     scores = [_score(each, text) for each in heads]
     best = max(range(len(heads)), key=lambda index: scores[index].likelihood - _MARGIN * (index > 0))
     taken, score = heads[best], scores[best]

@@ -40,8 +40,6 @@ from longdraft.parallel import local_kernels
 from longdraft.parts.eagle_config import FC, MASK_HIDDEN, EagleConfig
 from longdraft.parts.head_tensors import layer_shapes
 
-OWN_KEY = "longdraft"  # entry of config.json that longdraft's own trainings add
-
 
 class EagleWeights(NamedTuple):
     """The packed weights. None: the dialect, or this head, does not have the part.

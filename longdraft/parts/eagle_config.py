@@ -6,20 +6,23 @@
     P-EAGLE       any of the first two with the tensor `mask_hidden` and the id of a mask token
 
 The dialects differ in defaults and in what the numbers of the tapped layers mean. Both errors are silent: the head
-loads and its guesses are rejected. `layer_readings` has the possible meanings; longdraft/parts/eagle.py tries them.
+loads and its guesses are rejected. `layer_readings` has the possible meanings; longdraft/parts/eagle_probe.py tries
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longdraft.checkpoint.config_file import parse_config, read_json
+from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.tensor_files import TensorFiles, has_weights
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
+from longdraft.parts.block_config import is_block_config
+from longdraft.parts.head_config import flag, layer_config, layer_entries, mask_token, positive_number, with_entries_of
 
 FC = "fc.weight"
 _FIRST_Q = "layers.0.self_attn.q_proj.weight"
@@ -27,7 +30,6 @@ MASK_HIDDEN = "mask_hidden"
 PARALLEL_KIND = "peagle"
 _EAGLE_KINDS = ("eagle3", "eagle", PARALLEL_KIND)
 _LATER_KINDS = {"xpress": "its refiner"}  # speculators that are not EAGLE, and what longdraft lacks for them
-BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 # The id of the mask token: of speculators and NeMo, of earlier versions of speculators and Amazon's heads, of vLLM.
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 _BIASES = ("attention_bias", "mlp_bias", "qkv_bias")
@@ -110,12 +112,9 @@ def read_eagle_config(folder: Path, files: TensorFiles) -> EagleConfig:
     """The configuration in a head's folder. Raises ModelError for kinds and layers that longdraft does not have."""
     config = read_json(folder / "config.json")
     _refuse_other_kinds(folder, config)
-    own = config.get("eagle_config")
-    eagle: dict[str, Any] = config | (own if isinstance(own, dict) else {})
+    eagle = with_entries_of(config, "eagle_config")
     is_speculators = "speculators_model_type" in config
-    sizes = config.get("transformer_layer_config") if is_speculators else config
-    if not isinstance(sizes, dict):
-        raise ModelError(f"{folder}: config.json has no transformer_layer_config; get the file again")
+    sizes = layer_entries(folder, config)
     names = canonical_names(files)
     version = _version(files, names)
     for bias in (*_BIASES, *(("bias",) if version == 3 else ())):
@@ -163,12 +162,6 @@ def layer_readings(config: EagleConfig, num_layers: int) -> list[tuple[int, ...]
     return [layers for layers in readings if layers[-1] <= num_layers]
 
 
-def is_block_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a block head (longdraft/parts/block_config.py)."""
-    kind = config.get("speculators_model_type")
-    return kind in BLOCK_KINDS or (kind is None and bool({"dflash_config", "target_layer_ids"} & config.keys()))
-
-
 def _refuse_other_kinds(folder: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("speculators_model_type")
     if is_block_config(config):
@@ -200,11 +193,7 @@ def _layer(folder: Path, sizes: Mapping[str, Any], names: Mapping[str, str]) -> 
     kind = sizes.get("model_type")
     if kind not in ("llama", "qwen3", "qwen2"):
         raise ModelError(f"{folder}: the head's layers are of the type {kind!r}; supported: llama, qwen2, qwen3")
-    has_norms = "layers.0.self_attn.q_norm.weight" in names
-    plain = {name: value for name, value in sizes.items()
-             if name not in ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
-                             "quantization_config")}
-    layer = parse_config({"num_hidden_layers": 1} | plain | {"model_type": "qwen3" if has_norms else "llama"})
+    layer = layer_config({"num_hidden_layers": 1, **sizes}, names)
     types, window = sizes.get("layer_types") or [], sizes.get("sliding_window")
     if "sliding_attention" not in types:
         return layer, 0
@@ -222,31 +211,3 @@ def _tapped_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     if not are_numbers or ids != sorted(set(ids)):
         raise ModelError(f"{folder}: eagle_aux_hidden_state_layer_ids is {ids!r}; allowed: layer numbers, ascending")
     return tuple(ids)
-
-
-def positive_number(folder: Path, config: Mapping[str, Any], name: str, default: int) -> int:
-    """A whole number of 1 or more. Raises ModelError for anything else."""
-    value = config.get(name)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise ModelError(f"{folder}: {name} is {value!r} in config.json; allowed: 1 or more")
-    return value
-
-
-def mask_token(folder: Path, config: Mapping[str, Any], vocabulary: int,
-               names: Sequence[str] = ("mask_token_id",)) -> int:
-    """The id under the first of these names that the configuration has. Raises ModelError for one that is no token."""
-    name = next((name for name in names if config.get(name) is not None), names[0])
-    token = config.get(name)
-    if type(token) is not int or not 0 <= token < vocabulary:
-        raise ModelError(f"{folder}: {name} is {token!r} in config.json; allowed: 0 to {vocabulary - 1}, the id of the "
-                         "token for places to guess")
-    return token
-
-
-def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
-    """true, false, or null. Raises ModelError for anything else."""
-    value = config.get(name, default)
-    if value is not None and not isinstance(value, bool):
-        raise ModelError(f"{name} is {value!r} in config.json; allowed: true or false")
-    return value

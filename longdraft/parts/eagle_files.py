@@ -17,7 +17,7 @@ from longdraft.kernels import Linear
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 from longdraft.parts.draft_copy import SAME, head_format
-from longdraft.parts.eagle import OWN_KEY, Eagle, EagleWeights, eagle_shapes
+from longdraft.parts.eagle import Eagle, EagleWeights, eagle_shapes
 from longdraft.parts.eagle_config import (
     FC,
     MASK_HIDDEN,
@@ -27,7 +27,8 @@ from longdraft.parts.eagle_config import (
     read_eagle_config,
 )
 from longdraft.parts.eagle_probe import likeliest
-from longdraft.parts.head_tensors import MAPS, HeadTensors, draft_ids
+from longdraft.parts.head_config import OWN_KEY
+from longdraft.parts.head_tensors import CURE, MAPS, HeadTensors, check_sizes, draft_ids
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ def load_eagle(folder: Path, target: Transformer, check: Callable[[Path, dict[st
         readings = [config.tapped_ids]  # our own exports number boundaries, as vLLM does
     else:
         readings = layer_readings(config, target.config.num_layers)
-    _check_sizes(folder, config, readings, target)
+    check_sizes(folder, config, canonical_names(files), target)
+    _check_layers(folder, config, readings, target.whole.num_layers)
     weights = _read_weights(files, config, target, asked)
     head = Eagle(config, weights, target, readings[0])
     found = likeliest(head, readings, target, encode)
@@ -59,18 +61,10 @@ def load_eagle(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     return found
 
 
-def _check_sizes(folder: Path, config: EagleConfig, readings: Sequence[Sequence[int]], target: Transformer) -> None:
-    width, vocabulary, layers = target.whole.hidden_size, target.whole.vocab_size, target.whole.num_layers
-    cure = "use a head that was trained for this model"
-    if config.target_width != width:
-        raise ModelError(f"{folder}: the head reads rows of {config.target_width} numbers, the model's have {width}; "
-                         f"{cure}")
-    if not readings or not readings[0] or not 0 <= min(readings[0]) <= max(readings[0]) <= layers:
+def _check_layers(folder: Path, config: EagleConfig, readings: Sequence[Sequence[int]], count: int) -> None:
+    if not readings or not readings[0] or not 0 <= min(readings[0]) <= max(readings[0]) <= count:
         raise ModelError(f"{folder}: the head reads layers {list(config.tapped_ids) or 'by default'}, which a model of "
-                         f"{layers} layers does not have; {cure}")
-    if config.layer.vocab_size != vocabulary or config.draft_vocab_size > vocabulary:
-        raise ModelError(f"{folder}: the head was trained for a vocabulary of {config.layer.vocab_size} (guesses "
-                         f"{config.draft_vocab_size}), but the model's has {vocabulary}; {cure}")
+                         f"{count} layers does not have; {CURE}")
 
 
 def _read_weights(files: TensorFiles, config: EagleConfig, target: Transformer, asked: str) -> EagleWeights:
@@ -83,9 +77,6 @@ def _read_weights(files: TensorFiles, config: EagleConfig, target: Transformer, 
     files.check(known, files.names() - {names[name] for name in MAPS if name in names}, "its config.json")
     ids = draft_ids(files, names, config.draft_vocab_size, target.whole.vocab_size)
     hidden = layer.hidden_size
-    if "embed_tokens.weight" not in shapes and hidden != target.whole.hidden_size:
-        raise ModelError(f"{files.folder}: the head's rows have {hidden} numbers and the model's embeddings "
-                         f"{target.whole.hidden_size}; a head with rows of its own size needs embed_tokens")
     size = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
     quantize = head_format(asked, size * kernels.dtype.itemsize, kernels)
     of_head = "none" if quantize == "none" else "int8"

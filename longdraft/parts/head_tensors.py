@@ -1,8 +1,9 @@
-"""Reading of the tensors that heads of several kinds have: decoder layers, and maps of a vocabulary of their own."""
+"""Reading of what heads of several kinds have: sizes, decoder layers, and maps of a vocabulary of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,27 @@ from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.model.config import ModelConfig
+from longdraft.model.transformer import Transformer
+from longdraft.parts.block_config import BlockConfig
+from longdraft.parts.eagle_config import EagleConfig
 
 MAPS = ("d2t", "t2d")
+CURE = "use a head that was trained for this model"
+
+
+def check_sizes(folder: Path, config: EagleConfig | BlockConfig, names: Mapping[str, str],
+                target: Transformer) -> None:
+    """Raise ModelError for a head of a target with other rows or another vocabulary. names: of its tensors, by ours"""
+    whole, layer = target.whole, config.layer
+    if config.target_width != whole.hidden_size:
+        raise ModelError(f"{folder}: the head reads rows of {config.target_width} numbers, the model's have "
+                         f"{whole.hidden_size}; {CURE}")
+    if layer.vocab_size != whole.vocab_size or config.draft_vocab_size > whole.vocab_size:
+        raise ModelError(f"{folder}: the head was trained for a vocabulary of {layer.vocab_size} (guesses "
+                         f"{config.draft_vocab_size}), but the model's has {whole.vocab_size}; {CURE}")
+    if layer.hidden_size != whole.hidden_size and "embed_tokens.weight" not in names:
+        raise ModelError(f"{folder}: the head's rows have {layer.hidden_size} numbers and the model's embeddings "
+                         f"{whole.hidden_size}; a head with rows of its own size needs embed_tokens")
 
 
 def layer_shapes(layer: ModelConfig, index: int, columns: int) -> dict[str, tuple[int, ...]]:

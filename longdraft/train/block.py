@@ -14,8 +14,7 @@ the tokens that depend on it:
 
 A small part of the loss keeps the logits as large as the model's, which the distributions do not show: a repetition
 penalty divides the logits themselves. The layers begin as the model's last ones. With a rank, the head has DSpark's
-Markov head, which is trained with the text's own tokens before each slot. The output matrix is a frozen copy of the
-model's rows for the commonest tokens. The result has the format of `speculators`.
+Markov head, which is trained with the text's own tokens before each slot.
 """
 
 from __future__ import annotations
@@ -31,16 +30,23 @@ from torch.nn import functional
 
 from longdraft.checkpoint.tensor_files import TensorFiles, dump_json
 from longdraft.model.config import ModelConfig
-from longdraft.model.rope import frequencies
 from longdraft.parts.block_config import BlockConfig
 from longdraft.parts.block_files import block_shapes, canonical_names
-from longdraft.parts.eagle import OWN_KEY
+from longdraft.parts.head_config import OWN_KEY
 from longdraft.parts.head_tensors import draft_ids
 from longdraft.train.data_files import Tokens
-from longdraft.train.eagle import SPECULATORS_FORMAT, commonest, layer_sizes, plain_layer, tapped_layers, write_head
-from longdraft.train.frozen_model import FrozenModel, LayerModule, Scores, as_ids, read_part
-from longdraft.train.glide import offset_positions, rotate
+from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, read_part
+from longdraft.train.glide import rotate, training_positions
 from longdraft.train.settings import BlockSettings
+from longdraft.train.state_heads import (
+    SPECULATORS_FORMAT,
+    StateHeadModule,
+    commonest,
+    layer_sizes,
+    plain_layer,
+    tapped_layers,
+    write_head,
+)
 
 _BLOCKS_TOGETHER = 8  # neighbouring blocks whose attention is computed together
 _SMOOTHING = 0.5  # a, of D-PACE
@@ -63,16 +69,12 @@ def head_config(settings: BlockSettings, target: ModelConfig) -> BlockConfig:
         draft_vocab_size=min(settings.draft_vocab or target.vocab_size, target.vocab_size), rank=settings.rank)
 
 
-class BlockModule(LayerModule):
-    """The head. `ids` are the tokens of its vocabulary."""
+class BlockModule(StateHeadModule):
+    """The head."""
 
     def __init__(self, base: FrozenModel, config: BlockConfig, ids: Tensor, seed: int) -> None:
-        super().__init__(base, block_shapes(config, {}, config.layer.vocab_size), seed)
+        super().__init__(base, block_shapes(config, {}, config.layer.vocab_size), config.layer, ids, seed)
         self.config = config
-        self.ids = ids.to(base.device)
-        self.head = base.head_weight[self.ids].detach()
-        inverse, _ = frequencies(config.layer.rope, config.layer.trained_positions, 1)
-        self._inverse = inverse.to(base.device)
         self._begin_as_last_layers()
         self.to(base.device)
 
@@ -120,11 +122,6 @@ class BlockModule(LayerModule):
             x = x + self._mlp(x, part)
         return self._norm(x, "norm").view(*shape, -1)
 
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[..., None].float() * self._inverse
-        cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
-        return cos, sin
-
     def _attention(self, q: Tensor, own: tuple[Tensor, Tensor], text: tuple[Tensor, Tensor],
                    starts: Tensor) -> Tensor:
         """Rows q [B, H, N * rows, D] of all blocks over the text's keys and values in their windows, and over `own`,
@@ -149,11 +146,9 @@ class BlockModule(LayerModule):
         seen = torch.cat([of_text[block], of_blocks], 1)
         return functional.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=keys.shape[1] != q.shape[1])
 
-    def logits(self, rows: Tensor, before: Tensor) -> Tensor:
-        """Logits [R, draft vocabulary] float32 of normalised rows [R, hidden], after the tokens `before` [R]."""
-        logits = functional.linear(rows.to(self.head.dtype), self.head).float()
-        if (divisor := self._base.config.logits_divisor) != 1:
-            logits = logits / divisor
+    def logits_after(self, rows: Tensor, before: Tensor) -> Tensor:
+        """`logits` of rows [R, hidden], after the tokens `before` [R]."""
+        logits = self.logits(rows)
         if self.config.rank:
             pairs = functional.embedding(before, self._weight(f"{_PAIR}1"))
             logits = torch.addmm(logits, pairs, self._weight(f"{_PAIR}2").T)
@@ -223,8 +218,7 @@ class BlockTask:
         """The total variation of each slot, averaged over the blocks."""
         settings, module, base = self.settings, self.module, self.base
         ids = as_ids(sequences, base.device)
-        most = settings.positions or base.config.trained_positions
-        positions = offset_positions(settings.seed, settings.anchors, most, first, *ids.shape).to(base.device)
+        positions = training_positions(settings, base, first, ids)
         states, last_rows = self._states(ids, positions)
         starts = self._starts(ids.shape[1], first).to(base.device)
         output = module(ids, positions, states, starts)
@@ -239,7 +233,7 @@ class BlockTask:
                 with torch.no_grad():
                     taught = base.logits(last_rows[text, span])
                     taught = taught if len(module.ids) == taught.shape[1] else taught[:, module.ids]
-                said = module.logits(rows[text, run].flatten(0, 1), ids[text, before.flatten()])
+                said = module.logits_after(rows[text, run].flatten(0, 1), ids[text, before.flatten()])
                 row_of = (before - span.start).flatten()
                 compared = _Comparison.apply(said, taught, row_of, settings.min_p)  # type: ignore[no-untyped-call]
                 distance, entropy, shift = (part.view(-1, slots) for part in compared)
@@ -266,8 +260,7 @@ class BlockTask:
         """Of each slot: the text's tokens that the head has."""
         module, slots = self.module, self.settings.block
         scores = Scores(slots)
-        index_of = torch.full((self.base.config.vocab_size,), -1, device=self.base.device)
-        index_of[module.ids] = torch.arange(len(module.ids), device=self.base.device)
+        index_of = module.index_of()
         for number, sequence in enumerate(self.validation):
             ids = as_ids(sequence[None], self.base.device)
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -276,7 +269,7 @@ class BlockTask:
             for slot in range(slots):
                 wanted, before = index_of[ids[0, starts + slot + 1]], ids[0, starts + slot]
                 known = wanted >= 0
-                scores.add(slot, module.logits(rows[known, slot], before[known]), wanted[known])
+                scores.add(slot, module.logits_after(rows[known, slot], before[known]), wanted[known])
         return [{"draft": float(slot + 1)} | part for slot, part in enumerate(scores.metrics())]
 
     def start_from(self, folder: Path) -> None:

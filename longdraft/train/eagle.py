@@ -8,66 +8,56 @@ target's states, and the token s positions later.
 
 The loss compares each row with the target's distribution after its token. The target's states are computed on the fly:
 stored, they would take 24 KB for each token of an 8B model. The head sees a window of rows, and positions are offset as
-in the training of glide, so that it drafts after long texts as after short ones. Its output matrix is a frozen copy
-of the target's rows for the commonest tokens.
+in the training of glide, so that it drafts after long texts as after short ones.
 
 A new head is fitted before the training: it begins as the linear map of least squares from the states of position i
 and token i + 1 to the target's last row of position i + 1, h = A s + B e, which a pass over some of the text gives in
 closed form. fc is A. Each row attends to itself, and the product of output and values is B, as far as its rank allows.
-
-The result has the `speculators` format, which vLLM serves too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles, dump_json
+from longdraft.checkpoint.tensor_files import TensorFiles, dump_json
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
-from longdraft.model.rope import frequencies
-from longdraft.model.rope_config import RopeConfig
-from longdraft.parts.eagle import OWN_KEY, eagle_shapes
+from longdraft.parts.eagle import eagle_shapes
 from longdraft.parts.eagle_config import EagleConfig, canonical_names, read_eagle_config
-from longdraft.train.checkpoint import write_tensors
+from longdraft.parts.head_config import OWN_KEY
 from longdraft.train.data_files import Tokens
 from longdraft.train.frozen_model import (
     IGNORED,
     FrozenModel,
-    LayerModule,
     Scores,
     as_ids,
     mixed_loss,
     read_part,
 )
-from longdraft.train.glide import offset_positions, rotate
+from longdraft.train.glide import rotate, training_positions
 from longdraft.train.least_squares import LinearMap, NormalEquations
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.settings import EagleSettings
+from longdraft.train.state_heads import (
+    SPECULATORS_FORMAT,
+    StateHeadModule,
+    commonest,
+    layer_sizes,
+    plain_layer,
+    tapped_layers,
+    write_head,
+)
 
-SPECULATORS_FORMAT = "0.9.0"  # version of speculators whose format is written
 _FITTED_TOKENS = 2**17  # from which the first weights are computed, at most
 _OWN_SCORE = 16.0  # of a row's attention to itself at first; those to others have a spread of 16 / sqrt(head_dim)
 _ATTENTION_ROWS = 256  # rows whose scores are computed at a time: half of them all, and a part that stays in the cache
-
-
-def plain_layer(target: ModelConfig, num_layers: int) -> ModelConfig:
-    """Llama's layers of the target's sizes. RoPE is the plain kind: distances stay within the head's window."""
-    rope = RopeConfig("default", target.rope.theta, {}, target.head_dim)
-    return replace(target, num_layers=num_layers, rope=rope, is_tied=False, qkv_bias=False, out_bias=False,
-                   mlp_bias=False, head_norms="none", post_norm=False, is_fused=False, window=0, windowed=(),
-                   rotated=(), skip_rope_every=0, embedding_factor=1.0, residual_factor=1.0, query_factor=1.0,
-                   logits_divisor=1.0, norm_names=(), float_norms=False, norm_offset=0.0, has_gelu=False,
-                   rounds_embedding_factor=False, score_cap=0.0, logits_cap=0.0, window_rope=None,
-                   has_fused_mlp=False, is_interleaved=False, query_growth=None, gemma4=None)
 
 
 def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
@@ -80,28 +70,12 @@ def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
         norm_before_fc=False, fc_norm=True, norm_output=True, window=settings.window)
 
 
-def tapped_layers(num_layers: int) -> tuple[int, ...]:
-    """EAGLE's default, rows that enter a low, a middle and a high layer; nearer to the ends in small models."""
-    low, high = (2, num_layers - 3) if num_layers >= 8 else (1 if num_layers > 2 else 0, num_layers)
-    return tuple(sorted({low, num_layers // 2, high}))
-
-
-def commonest(tokens: Tokens, count: int, vocabulary: int) -> Tensor:
-    """The `count` commonest token ids [count], ascending; of equally common ones the smaller ids."""
-    often = np.argsort(-np.bincount(tokens.ravel(), minlength=vocabulary), kind="stable")[:count]
-    return torch.from_numpy(np.sort(often))
-
-
-class EagleModule(LayerModule):
-    """The head. `ids` are the tokens of its vocabulary."""
+class EagleModule(StateHeadModule):
+    """The head."""
 
     def __init__(self, base: FrozenModel, config: EagleConfig, ids: Tensor, seed: int) -> None:
-        super().__init__(base, eagle_shapes(config, set(), config.layer.vocab_size), seed)
+        super().__init__(base, eagle_shapes(config, set(), config.layer.vocab_size), config.layer, ids, seed)
         self.config = config
-        self.ids = ids.to(base.device)
-        self.head = base.head_weight[self.ids].detach()
-        inverse, _ = frequencies(config.layer.rope, config.layer.trained_positions, 1)
-        self._inverse = inverse.to(base.device)
         self._attend_to_own_tokens(seed)
         self.to(base.device)
 
@@ -164,8 +138,7 @@ class EagleModule(LayerModule):
         e = self._base.embed(ids)
         m = self._norm(y, "layers.0.hidden_norm")
         source = torch.cat([self._norm(e, "layers.0.input_layernorm"), m], -1)
-        angles = positions[..., None].float() * self._inverse
-        cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
+        cos, sin = self._rotations(positions)
         q, k, v = (self._heads(source, f"layers.0.self_attn.{name}_proj") for name in "qkv")
         keys.append((rotate(k, cos, sin), v))
         x = m + self._merge(self._attention(rotate(q, cos, sin), keys), "layers.0.self_attn.o_proj")
@@ -194,10 +167,6 @@ class EagleModule(LayerModule):
         for column, (_, values) in enumerate(own, k.shape[2]):
             out = out + weights[..., column, None] * values[:, :, run]
         return out
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """Logits [R, draft vocabulary] float32 of normalised rows [R, hidden]."""
-        return functional.linear(rows.to(self.head.dtype), self.head).float() / self._base.config.logits_divisor
 
 
 @dataclass
@@ -234,8 +203,7 @@ class EagleTask:
         """The loss of each pass, averaged over the rows whose token, as the target would choose it, the head has."""
         settings, module = self.settings, self.module
         ids = as_ids(sequences, self.base.device)
-        most = settings.positions or self.base.config.trained_positions
-        positions = offset_positions(settings.seed, settings.anchors, most, first, *ids.shape).to(self.base.device)
+        positions = training_positions(settings, self.base, first, ids)
         states, last_rows = self._states(ids, positions)
         last_rows = self.base.normed(last_rows)
         outputs = module(ids, positions, states, settings.passes)
@@ -275,8 +243,7 @@ class EagleTask:
         """Of each pass: the text's tokens that the head has."""
         passes = self.settings.passes
         scores = Scores(passes)
-        index_of = torch.full((self.base.config.vocab_size,), -1, device=self.base.device)
-        index_of[self.module.ids] = torch.arange(len(self.module.ids), device=self.base.device)
+        index_of = self.module.index_of()
         for sequence in self.validation:
             ids = as_ids(sequence[None], self.base.device)
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -307,30 +274,6 @@ class EagleTask:
         verifier = {"name_or_path": record.get("base_model"), "architectures": list(self.base.architectures)}
         dump_json(folder / "config.json",
                   speculators_config(config, verifier, dtype, self.settings.passes) | {OWN_KEY: record})
-
-
-def write_head(folder: Path, tensors: dict[str, Tensor], head: Tensor, ids: Tensor, base: FrozenModel) -> None:
-    """Write the tensors of a head in the format of speculators, with the output head [D, hidden] of its vocabulary, the
-    target's tokens `ids` [D]."""
-    ids, vocabulary = ids.cpu(), base.config.vocab_size
-    tensors["lm_head.weight"] = (head.float() / base.config.logits_divisor).to("cpu", base.saved_dtype)
-    if len(ids) < vocabulary:
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
-    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-
-
-def layer_sizes(layer: ModelConfig, dtype: torch.dtype, window: int) -> dict[str, Any]:
-    """The entry `transformer_layer_config` of the format of speculators."""
-    return {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size, "num_hidden_layers": layer.num_layers,
-        "num_attention_heads": layer.num_heads, "num_key_value_heads": layer.num_kv_heads, "head_dim": layer.head_dim,
-        "vocab_size": layer.vocab_size, "rms_norm_eps": layer.rms_norm_eps, "hidden_act": "silu",
-        "max_position_embeddings": layer.trained_positions, "tie_word_embeddings": False, "attention_bias": False,
-        "mlp_bias": False, "dtype": str(dtype).removeprefix("torch."),
-        "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope.theta},
-        "layer_types": ["sliding_attention"] * layer.num_layers, "sliding_window": window}
 
 
 def speculators_config(config: EagleConfig, verifier: dict[str, Any], dtype: torch.dtype,

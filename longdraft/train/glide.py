@@ -34,7 +34,7 @@ from longdraft.train.frozen_model import (
     read_part,
     write_part,
 )
-from longdraft.train.settings import GlideSettings
+from longdraft.train.settings import BlockSettings, EagleSettings, GlideSettings
 
 
 class GlideModule(LayerModule):
@@ -95,6 +95,13 @@ def offset_positions(seed: int, anchors: int, most: int, index: int, count: int,
     return torch.from_numpy(positions)
 
 
+def training_positions(settings: GlideSettings | EagleSettings | BlockSettings, base: FrozenModel, first: int,
+                       ids: Tensor) -> Tensor:
+    """Positions of sequences ids [B, L], the first of which is number `first` of the data."""
+    most = settings.positions or base.config.trained_positions
+    return offset_positions(settings.seed, settings.anchors, most, first, *ids.shape).to(base.device)
+
+
 @dataclass
 class GlideTask:
     """The training task of glide over a frozen model."""
@@ -108,8 +115,7 @@ class GlideTask:
         """Mean cross-entropy of the next token over all rows except the first `lag`, which have no target keys."""
         base, settings = self.base, self.settings
         ids = as_ids(sequences, base.device)
-        most = settings.positions or base.config.trained_positions
-        positions = offset_positions(settings.seed, settings.anchors, most, first, *ids.shape).to(base.device)
+        positions = training_positions(settings, base, first, ids)
         lag = int(np.random.default_rng([settings.seed, 5, first]).integers(1, settings.max_lag + 1))
         seen = base.outputs(ids, positions)
         hidden = self.module(ids, positions, seen, lag)[:, lag:-1].flatten(0, 1)

@@ -12,7 +12,7 @@ import torch
 from longdraft.checkpoint.config_file import read_config, read_json
 from longdraft.checkpoint.hub import resolve
 from longdraft.errors import UsageError, check
-from longdraft.parts.eagle import OWN_KEY
+from longdraft.parts.head_config import OWN_KEY
 from longdraft.text.tokenizer import vocabulary_sha256
 from longdraft.train import block, data, data_files, eagle, glide, heads, lm
 from longdraft.train.data_files import Tokens

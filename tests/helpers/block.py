@@ -16,7 +16,8 @@ from torch.nn import functional
 from helpers import gguf_files
 from helpers.checkpoints import HIDDEN, VOCAB
 from longdraft.model.transformer import Transformer
-from longdraft.parts import block, block_files, eagle
+from longdraft.parts import block, block_files
+from longdraft.parts.head_config import OWN_KEY
 
 LAYERS = (0, 1, 2)  # of a model with two layers: what enters both, and what leaves the last one
 MASK = 3
@@ -125,7 +126,7 @@ class Shape:
 
 def write_block(folder: Path, shape: Shape, layout: str = "bare", **changes: object) -> None:
     """A head's folder: `bare`, or `speculators`. changes: of config.json"""
-    own = {eagle.OWN_KEY: {"hidden_size": shape.target, "vocab_size": shape.vocab}, "target_hidden_size": shape.target,
+    own = {OWN_KEY: {"hidden_size": shape.target, "vocab_size": shape.vocab}, "target_hidden_size": shape.target,
            "draft_vocab_size": shape.draft_vocab, "sample_from_anchor": shape.first_guesses}
     flags: dict[str, object] = {"mask_token_id": MASK, "input_embedding_scale": shape.embedding_scale,
                                 "output_multiplier": shape.logits_scale}
@@ -317,6 +318,6 @@ class SlowBlock:
 
 def states_of(model: Transformer, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
     """The rows [taps, T, hidden] that enter these layers, of a text's tokens."""
-    from longdraft.parts.eagle_probe import ReadText
+    from longdraft.parts.probe_text import ReadText
 
     return ReadText.of(model, list(ids), set(layers)).states_of(layers)

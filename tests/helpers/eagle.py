@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from helpers.checkpoints import HIDDEN, VOCAB
 from longdraft.model.transformer import Transformer
 from longdraft.parts import eagle, eagle_files
+from longdraft.parts.head_config import OWN_KEY
 
 LAYERS = (0, 1, 2)  # of a model with two layers: what enters both, and what leaves the last one
 
@@ -111,7 +112,7 @@ def write_eagle(folder: Path, shape: Shape, layout: str = "speculators", **chang
     """A head's folder: `speculators`, `bare` (SpecForge), `modelopt` (names with a prefix), or `eagle1`."""
     config: dict[str, object] = {"eagle_aux_hidden_state_layer_ids": list(shape.taps),
                                  "target_hidden_size": shape.target,
-                                 eagle.OWN_KEY: {"hidden_size": shape.target, "vocab_size": shape.vocab}}
+                                 OWN_KEY: {"hidden_size": shape.target, "vocab_size": shape.vocab}}
     flags: dict[str, object] = {name: getattr(shape, name) for name in (
         "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     flags["use_aux_hidden_state"] = shape.uses_taps

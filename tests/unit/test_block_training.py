@@ -69,7 +69,7 @@ def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name, changes):
         tokens = [task.module.ids[4 * slot : 4 * slot + 3].tolist() for slot in range(4)]
         before = torch.tensor([IDS[start], *(each[0] for each in tokens[:-1])])
         with torch.no_grad():
-            logits = task.module.logits(block, before)
+            logits = task.module.logits_after(block, before)
         for slot in range(4):
             own, pairs = found.logits[slot : slot + 1], head.pairs(found.part)
             if pairs:
@@ -98,7 +98,7 @@ def test_the_loss_compares_each_slot_with_the_models_distribution(tiny, min_p):
             for slot in range(4):
                 place = start + slot
                 taught = task.base.logits(last[text, place][None])[0, task.module.ids].softmax(-1)
-                said = task.module.logits(rows[text, block, slot][None], ids[text, place][None])[0].softmax(-1)
+                said = task.module.logits_after(rows[text, block, slot][None], ids[text, place][None])[0].softmax(-1)
                 taught, said = filtered(taught, min_p), filtered(said, min_p / 4)
                 total[slot] += 0.5 * (said - taught).abs().sum().detach() / (2 * len(starts))
     torch.testing.assert_close(found, total, atol=1e-4, rtol=1e-3)

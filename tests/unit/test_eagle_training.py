@@ -28,7 +28,7 @@ from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 from longdraft.train import eagle as training
 from longdraft.train import frozen_model as frozen
-from longdraft.train import job
+from longdraft.train import job, state_heads
 from longdraft.train.loop import make_optimizers
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.settings import EagleSettings
@@ -60,7 +60,7 @@ def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name):
     assert is_eagle(tmp_path)
     head = load_eagle(tmp_path, target)
     assert head.config == replace(task.module.config, layer=head.config.layer)
-    assert head.layers == training.tapped_layers(target.config.num_layers)
+    assert head.layers == state_heads.tapped_layers(target.config.num_layers)
     ids, places = torch.tensor([IDS]), torch.arange(len(IDS))[None]
     with torch.no_grad():
         outputs = task.module(ids, places, task._states(ids, places)[0], 4)
@@ -159,14 +159,14 @@ def test_muon_without_a_pytorch_that_has_it_is_one_line(tiny, monkeypatch):
 
 def test_the_vocabulary_of_a_head_is_the_commonest_tokens():
     tokens = np.array([5, 5, 5, 9, 9, 2, 2, 7], dtype=np.int32)
-    assert training.commonest(tokens, 3, 12).tolist() == [2, 5, 9]
-    assert training.commonest(tokens, 12, 12).tolist() == list(range(12))
+    assert state_heads.commonest(tokens, 3, 12).tolist() == [2, 5, 9]
+    assert state_heads.commonest(tokens, 12, 12).tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("layers, wanted", [(1, (0, 1)), (2, (0, 1, 2)), (6, (1, 3, 6)), (8, (2, 4, 5)),
                                             (32, (2, 16, 29))])
 def test_the_tapped_layers_are_eagles_or_nearer_to_the_ends(layers, wanted):
-    assert training.tapped_layers(layers) == wanted
+    assert state_heads.tapped_layers(layers) == wanted
 
 
 @pytest.fixture(scope="module")
