@@ -462,32 +462,6 @@ def test_in_a_batch_the_blocks_of_all_texts_are_one_forward(tmp_path, monkeypatc
     assert seen == [3] * 4
 
 
-def test_a_head_in_the_models_folder_is_found_and_drafts(tmp_path):
-    make_checkpoint(tmp_path)
-    write_block(tmp_path / "block", Shape())
-    params, hashes = SamplingParams(max_new_tokens=60, seed=2, ignore_eos=True), set()
-    for name in ("block", "plain", "auto"):
-        engine = longdraft.load(str(tmp_path), drafter=name)
-        stats = [event.stats for event in engine.generate("The same story. " * 8, params)][-1]
-        hashes.add(stats["sha256_tokens"])
-        if name == "block":
-            assert stats["by_source"]["block"]["drafted"] > 0 and engine.block is not None and engine.eagle is None
-    assert len(hashes) == 1
-
-
-def test_texts_of_a_batch_and_texts_that_begin_alike_are_the_plain_texts(tmp_path):
-    """The second round reuses the prompt's keys and values, whose states are not known."""
-    make_checkpoint(tmp_path)
-    write_block(tmp_path / "block", Shape())
-    prompts = [prompt_of(200), [*prompt_of(200), 5], prompt_of(30, seed=9)]
-    params = [SamplingParams(max_new_tokens=20, seed=seed, temperature=0.9, ignore_eos=True) for seed in range(3)]
-    texts = []
-    for name in ("block", "plain"):
-        engine = longdraft.load(str(tmp_path), drafter=name)
-        texts += [resuming.written_together(engine, prompts, params) for _ in range(2)]
-    assert texts[0] == texts[1] == texts[2] == texts[3]
-
-
 def test_block_without_a_head_is_refused(tmp_path):
     make_checkpoint(tmp_path)
     with pytest.raises(LongdraftError, match=r"drafter 'block' needs a block head and .* has none; give --heads"):
@@ -499,18 +473,6 @@ def test_a_block_head_where_an_eagle_head_belongs_is_refused_with_its_place(tmp_
     write_block(tmp_path / "eagle", Shape())
     with pytest.raises(ModelError, match="has a block head, not an EAGLE head; give it by --heads with"):
         longdraft.load(str(tmp_path), drafter="eagle")
-
-
-def test_a_text_resumed_after_any_step_equals_the_uncut_text(tmp_path):
-    """The head keeps nothing: the states come from the forwards that read the text again."""
-    make_checkpoint(tmp_path / "model")
-    write_block(tmp_path / "model" / "block", Shape())
-    engine = longdraft.load(str(tmp_path / "model"), drafter="block")
-    wanted = resuming.written(engine.with_drafter("plain").generate("It was", SamplingParams(**resuming.SETTINGS)))
-    for after in (1, 6):
-        resuming.cut(engine, tmp_path / str(after), after)
-        rest = resuming.written(engine.resume(tmp_path / str(after)))
-        assert rest[1] == wanted[1] and rest[2]["by_source"]["block"]["drafted"] > 0
 
 
 def test_a_structured_text_is_that_of_plain_decoding(tiny, tmp_path):

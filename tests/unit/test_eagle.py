@@ -354,18 +354,6 @@ def test_a_head_given_as_a_model_is_refused_with_the_right_options(tmp_path):
 # Texts.
 
 
-def test_a_head_in_the_models_folder_is_found_and_drafts(tiny):
-    params = SamplingParams(max_new_tokens=60, seed=2, ignore_eos=True)
-    hashes = set()
-    for name in ("eagle", "plain", "auto"):
-        engine = longdraft.load(str(tiny["mha"]), drafter=name)
-        stats = [event.stats for event in engine.generate("The same story. " * 8, params)][-1]
-        hashes.add(stats["sha256_tokens"])
-        if name == "eagle":
-            assert stats["by_source"]["eagle"]["drafted"] > 0 and engine.eagle is not None
-    assert len(hashes) == 1
-
-
 @pytest.mark.parametrize("lie", ["random weights", "other ids", "other layers", "NaN states"])
 def test_a_head_that_lies_changes_nothing(tiny, tmp_path, monkeypatch, lie):
     model, shape = load(tiny["mha"]), Shape()

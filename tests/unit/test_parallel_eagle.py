@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import longdraft
-from helpers import resuming
 from helpers.block import states_of
-from helpers.checkpoints import VOCAB, load, make_checkpoint
+from helpers.checkpoints import VOCAB, load
 from helpers.eagle import LAYERS, Shape, SlowEagle, load_eagle, write_eagle
 from helpers.equality import prompt_of
 from helpers.extents import extent
@@ -246,46 +245,6 @@ def test_a_head_that_lies_changes_nothing(tiny, tmp_path, lie):
     written = generate(model, prompt_of(40), params, by_name("eagle", eagle=head, suffix="false"), tally=tally)
     assert written == generate(model, prompt_of(40), params, by_name("plain"))
     assert tally.drafted["eagle"] > 0, "the text's last row guesses where the masks do not"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model with such a head."""
-    made = tmp_path_factory.mktemp("model")
-    make_checkpoint(made)
-    write_eagle(made / "eagle", Shape(mask=MASK, layers=2, has_own_embedding=True))
-    return made
-
-
-def test_a_head_in_the_models_folder_is_found_and_drafts(folder):
-    params, hashes = SamplingParams(max_new_tokens=60, seed=2, ignore_eos=True), set()
-    for name in ("eagle", "plain", "auto"):
-        engine = longdraft.load(str(folder), drafter=name)
-        stats = [event.stats for event in engine.generate("The same story. " * 8, params)][-1]
-        hashes.add(stats["sha256_tokens"])
-        if name == "eagle":
-            assert stats["by_source"]["eagle"]["drafted"] > 0 and engine.eagle.config.is_parallel
-    assert len(hashes) == 1
-
-
-def test_texts_of_a_batch_and_texts_that_begin_alike_are_the_plain_texts(folder):
-    """The second round reuses the prompt's keys and values, whose states are not known."""
-    prompts = [prompt_of(200), [*prompt_of(200), 5], prompt_of(30, seed=9)]
-    params = [SamplingParams(max_new_tokens=20, seed=seed, temperature=seed / 2, ignore_eos=True) for seed in range(3)]
-    texts = []
-    for name in ("eagle", "plain"):
-        engine = longdraft.load(str(folder), drafter=name)
-        texts += [resuming.written_together(engine, prompts, params) for _ in range(2)]
-    assert texts[0] == texts[1] == texts[2] == texts[3]
-
-
-def test_a_text_resumed_after_any_step_equals_the_uncut_text(folder, tmp_path):
-    engine = longdraft.load(str(folder), drafter="eagle")
-    wanted = resuming.written(engine.with_drafter("plain").generate("It was", SamplingParams(**resuming.SETTINGS)))
-    for after in (1, 6):
-        resuming.cut(engine, tmp_path / str(after), after)
-        rest = resuming.written(engine.resume(tmp_path / str(after)))
-        assert rest[1] == wanted[1] and rest[2]["by_source"]["eagle"]["drafted"] > 0
 
 
 def test_auto_measures_the_costs_of_each_kind_of_head(tiny, tmp_path):
