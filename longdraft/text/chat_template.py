@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 
 from longdraft.checkpoint.gguf.container import open_gguf
-from longdraft.errors import ModelError, UsageError
+from longdraft.errors import LongdraftError, ModelError, UsageError
 from longdraft.system.limited import CallError, LimitedProcess, LimitError
 from longdraft.text.gguf_vocabulary import template_of
 from longdraft.text.rendering import RefusedError, new_environment
@@ -25,11 +25,13 @@ from longdraft.text.tokenizer_config import SPECIAL_TOKENS, SideFiles
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables by which families turn a model's thinking on and off
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a message's thought
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
 # Variables that requests may not set.
 _TOOLS = ("tools", "xml_tools")  # names of the list of functions; the second one is SmolLM3's
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "documents", *_TOOLS)
 _MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
+_ANSWER = "\ue000answer\ue001"
 _MAX_FILE = 1 << 22  # bytes; the largest known templates have some 20,000
 _RENDERER = LimitedProcess("longdraft.text.rendering", "renderer")  # of all templates; it keeps those in use compiled
 
@@ -107,7 +109,8 @@ class ChatTemplate:
         if unknown is not None:
             raise UsageError(f"the model's chat template has no variable {unknown!r}; "
                              f"available: {', '.join(self.options) or 'none'}", "chat_template_kwargs")
-        plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        plain = [_with_thought({name: value for name, value in message.items() if value is not None})
+                 for message in messages]
         if not self._knows_developer:
             plain = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in plain]
         rest = {"add_generation_prompt": add_generation_prompt, **dict.fromkeys(_TOOLS, tools), "documents": None}
@@ -117,6 +120,30 @@ class ChatTemplate:
             if (simpler := _with_one_system(plain)) == plain:
                 raise
             return self._run({**self._tokens, **options, "messages": simpler, **rest})
+
+    def last_message(self, prompt: str) -> str | None:
+        """The user's last message in a prompt, of which the beginning may be left out; None for a prompt that the
+        template did not make. prompt: with its special tokens"""
+        opening, closing, endings = self._around_messages
+        if not opening or not (ending := next((each for each in endings if prompt.endswith(each)), "")):
+            return None
+        message = prompt.removesuffix(ending).rpartition(opening)[2]
+        return message.partition(closing)[0] if closing else message
+
+    @cached_property
+    def _around_messages(self) -> tuple[str, str, list[str]]:
+        """What is before each message of the user, what is between it and an answer, and what may be behind the last
+        message: by the switch of thinking."""
+        user, answer = {"role": "user", "content": _MARK}, {"role": "assistant", "content": _ANSWER}
+        switches = [{}, *({name: value} for name in THINKING_SWITCHES if name in self.options
+                          for value in (True, False))]
+        try:
+            first, between, _ = self.render([user, answer, user], add_generation_prompt=False).split(_MARK)
+            endings = {self.render([user], each).rpartition(_MARK)[2] for each in switches}
+        except (LongdraftError, ValueError):  # it refuses these messages, or shows them in a way of its own
+            return "", "", []
+        opening = next(between[i:] for i in range(len(between) + 1) if first.endswith(between[i:]))
+        return opening, between.partition(_ANSWER)[0], sorted(filter(None, endings), key=len, reverse=True)
 
     def _run(self, variables: dict[str, Any] | None) -> str:
         """What the child process returns. ModelError if the template fails or goes beyond a limit."""
@@ -143,6 +170,13 @@ class ChatTemplate:
             raise UsageError("the model's chat template does not show the last message once, so it cannot be "
                              "continued; send the prompt to /v1/completions")
         return prompt
+
+
+def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """As in `transformers`: a thought under any of its names has the one that templates read, `thinking` in gpt-oss's
+    and `reasoning_content` in others."""
+    thought = next((message[name] for name in _THOUGHTS if name in message), None)
+    return message if thought is None else {"thinking": thought} | message | {"reasoning_content": thought}
 
 
 def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

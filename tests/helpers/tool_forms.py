@@ -65,7 +65,9 @@ def _dsml(envelope: str) -> str:
 
 
 TEMPLATES = {  # with the spelling of each family's own template
-    "harmony": _template(" to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}"),
+    "harmony": _template("{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+                         " to={{ 'functions.' + f.name }}<|channel|>commentary json<|message|>"
+                         "{{ f.arguments | tojson }}"),
     "gemma4": _GEMMA_VALUE + _template("<|tool_call>call:{{ f.name }}{{ value(f.arguments) }}<tool_call|>"),
     "glm-lines": _template("{{ '<tool_call>' + f.name + '\n' }}" + _parameters(
         "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n") + "</tool_call>", between="\n", gap="\n"),

@@ -60,6 +60,16 @@ def test_templates_render_the_same_text_as_in_transformers(name, tmp_path):
     assert Tokenizer(template_folder(tmp_path, TEMPLATES[name])).chat(TURNS) == expected
 
 
+def test_a_thought_has_the_name_that_the_template_reads():
+    """gpt-oss's template reads `thinking`, most others `reasoning_content`; clients send any of three names."""
+    for read in ("thinking", "reasoning_content"):
+        template = ChatTemplate(f"{{% for m in messages %}}<think>{{{{ m.{read} }}}}</think>{{% endfor %}}", {})
+        for sent in ("reasoning_content", "thinking", "reasoning"):
+            assert template.render([{"role": "assistant", sent: "hm"}]) == "<think>hm</think>"
+        assert template.render([{"role": "assistant", "reasoning_content": "hm"}],
+                               continue_final_message=True) == "<think>hm"
+
+
 def test_the_template_is_read_from_a_file_or_the_entry_named_default(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "one"}]
     assert Tokenizer(template_folder(tmp_path, named)).chat("x") == "one"

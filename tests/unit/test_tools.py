@@ -27,7 +27,7 @@ from longdraft.request.tools import (
 from longdraft.text.chat_template import ChatTemplate
 from longdraft.text.thinking import find_format
 from longdraft.text.tokenizer import Tokenizer
-from longdraft.text.tools.forms import find_form, template_messages
+from longdraft.text.tools.forms import HARMONY, find_form, template_messages
 from longdraft.text.tools.grammar import ToolGrammar
 from longdraft.text.tools.reader import Part, ToolAnswers, WholeAnswer, chat_message, joined, put_together
 
@@ -327,6 +327,12 @@ def test_calls_in_messages_have_their_arguments_as_objects_and_results_name_thei
 def test_messages_whose_calls_do_not_fit_are_refused_by_their_place(messages, message):
     with pytest.raises(UsageError, match=message):
         history(messages)
+
+
+def test_a_call_of_gpt_oss_stands_behind_its_thought_and_its_text():
+    message = {"role": "assistant", "content": "I look.", "reasoning_content": "Where?", "tool_calls": [CALL]}
+    prompt = ChatTemplate(TEMPLATES["harmony"], {}).render(template_messages(HARMONY, [message], None))
+    assert "<|channel|>analysis<|message|>Where?\n\nI look.<|end|> to=functions.now<" in prompt
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", '{"a": '])

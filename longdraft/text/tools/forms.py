@@ -92,7 +92,7 @@ def _dsml(name: str, signs: tuple[str, ...], envelope: str) -> ToolForm:
 
 GENERIC = ToolForm("generic", (), "<tool_call>", _HERMES, f"<tool_call>\n{_NAMED[0]}", _NAMED[1], "}\n</tool_call>",
                    is_rendered=False, declared_by="text")
-HARMONY = ToolForm("harmony", ("<|channel|>", "to=functions."), CALL_MARK, (), CALL_MARK, ARGUMENTS_MARK, "", gap="",
+HARMONY = ToolForm("harmony", ("<|channel|>", "functions."), CALL_MARK, (), CALL_MARK, ARGUMENTS_MARK, "", gap="",
                    is_single=True)
 FORMS = (  # the first one whose signs a template has
     HARMONY,
@@ -174,6 +174,8 @@ def template_messages(form: ToolForm, messages: Sequence[Mapping[str, Any]],
         plain = _with_results_of_users(plain)
     if form.style == "gemma":
         plain = _with_responses(plain)
+    if form is HARMONY:
+        plain = [_with_analysis(each) for each in plain]
     if tools is not None and form.declared_by != "template":
         plain = _declared(form, tools, plain)
     for message in plain:
@@ -225,6 +227,14 @@ def _with_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             joined.append({**message})
     return joined
+
+
+def _with_analysis(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with calls for gpt-oss's template, which refuses a content beside a thought: both are thought."""
+    if not message.get("tool_calls"):
+        return message
+    texts = (message.get("reasoning_content"), message["content"])
+    return message | {"reasoning_content": "\n\n".join(text for text in texts if text), "content": ""}
 
 
 def _response(message: Mapping[str, Any]) -> Any:
