@@ -74,6 +74,10 @@ def _run(arguments: list[str]) -> int:
     except MemoryError as error:
         message = "out of memory; a shorter context, a smaller model or --dtype bfloat16 needs less"
         return _fail(_with_notes(message, error), 1)
+    except ImportError as error:
+        if not (error.path or "").endswith(".so"):  # a bug
+            raise
+        return _fail(f"{error.name} cannot be loaded: {error}; free some memory, or install it again", 1)
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -195,6 +196,15 @@ sys.meta_path.insert(0, Finder())
     work = subprocess.run([*LONGDRAFT, *QUICK], env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=False,
                           capture_output=True, text=True)
     assert work.returncode == 143 and "Traceback" not in work.stderr and work.stdout == ""
+
+
+def test_a_library_that_cannot_be_loaded_is_one_line(tmp_path):
+    """As without memory for it, or with a part of it missing."""
+    (tmp_path / f"torch{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"not a library")
+    work = subprocess.run([*LONGDRAFT, *QUICK], env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=False,
+                          capture_output=True, text=True)
+    assert work.returncode == 1 and work.stdout == ""
+    assert work.stderr.startswith("longdraft: torch cannot be loaded: ") and work.stderr.count("\n") == 1
 
 
 def test_characters_outside_the_terminals_encoding_are_replaced(monkeypatch):
