@@ -27,7 +27,6 @@ class SnapshotOptions:
 
     def __post_init__(self) -> None:
         check(self.mode in MODES, "snapshot", self.mode, "auto, never or always")
-        check(self.max_bytes >= 0, "snapshot_max", self.max_bytes / 2**30, "0 GiB or more")
 
     @classmethod
     def parse(cls, mode: str, max_gib: float) -> SnapshotOptions:

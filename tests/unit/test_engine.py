@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import longdraft
+from longdraft.drafters.auto.policy import Policy
 from longdraft.engine import run_statistics
 from longdraft.errors import ModelError, UsageError
 from longdraft.request.context import Context
@@ -355,13 +356,17 @@ def test_a_penalty_window_longer_than_the_text_covers_the_whole_text(tiny, draft
     assert len(hashes) == 1 and run_statistics.peak_memory_bytes() - before < 1 << 30
 
 
-def test_accepted_tokens_after_the_end_are_not_counted(tiny):
+def test_accepted_tokens_after_the_end_are_not_counted(tiny, monkeypatch):
     """A text may end among the accepted tokens of a step; `auto` counts only the tokens of the text."""
+    monkeypatch.setattr(Policy, "_seconds", lambda self, name: float(name != "magicdec"))  # it leads
+    monkeypatch.setattr(Policy, "num_guesses", lambda self, name, reach: len(reach))
     engine = longdraft.load(str(tiny["mha"]), drafter="auto")
     _, events, _ = run(engine, temperature=0.0, max_new_tokens=150)
     steps = [list(event.tokens) for event in events]
     flat = [token for step in steps for token in step]
-    for stop in {step[len(step) // 2] for step in steps if len(step) > 2}:
+    stops = {step[len(step) // 2] for step in steps if len(step) > 2}
+    assert stops
+    for stop in stops:
         _, events, _ = run(engine, temperature=0.0, max_new_tokens=150, stop_token_ids=(stop,))
         stats = events[-1].stats
         assert stats["new_tokens"] == flat.index(stop) + 1 == sum(stats["tokens_by_choice"].values())
