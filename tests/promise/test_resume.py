@@ -102,7 +102,7 @@ def test_tokens_are_in_the_journal_before_they_are_returned(engine, tmp_path):
     assert given
 
 
-def test_two_writers_exclude_each_other_until_one_is_dropped(engine, tmp_path):
+def test_two_writers_exclude_each_other_until_one_is_dropped_or_closed(engine, tmp_path):
     params = longdraft.SamplingParams(**SETTINGS)
     generation = engine.generate("It was", params, journal=tmp_path)
     next(generation)
@@ -115,6 +115,8 @@ def test_two_writers_exclude_each_other_until_one_is_dropped(engine, tmp_path):
     other = engine.resume(tmp_path)  # never iterated over
     del other
     gc.collect()
+    closed = engine.resume(tmp_path)  # never iterated over
+    closed.close()
     assert written(engine.resume(tmp_path))[2]["finish_reason"] == "length"
 
 
