@@ -129,7 +129,8 @@ def test_the_number_of_threads_changes_no_bits(name, dtype, quantize):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_memory_of_many_rows_after_a_long_text_is_bounded_and_changes_no_bits(name, threads):
     """A row's states of eleven splits, of which it sees one or two, do not fit in this memory."""
-    kernel, length, rows, heads, dim, window = kernels.choose("cpu", "bfloat16", name), 10 * SPLIT - 100, 2000, 8, 256, 300
+    kernel = kernels.choose("cpu", "bfloat16", name)
+    length, rows, heads, dim, window = 10 * SPLIT - 100, 2000, 8, 256, 300
     store = kernel.new_store(1, dim)
     prefix, k, v = (random_rows(count, 1, dim, seed=count, dtype=kernel.dtype) for count in (window, rows, rows))
     store.write(length - window, prefix, prefix)
@@ -326,8 +327,9 @@ def test_an_input_of_the_first_layer_besides_its_rows_is_convolved_as_in_the_ref
     heads, dim, hidden, rows = 2, 16, 32, 3
     norm, angles, results = torch.ones(hidden), random_rows(rows, dim // 2, seed=1), []
     for kernel in (kernels.choose("cpu", "float32", name), kernels.choose("cpu", "float32", "reference")):
-        qkv, out, gate_up, down, projection = (  # hidden == heads * dim == the width of the MLP
-            kernel.pack(random_rows(outer, hidden, seed=outer) / 6) for outer in (3 * hidden, hidden, 2 * hidden, hidden, 16))
+        widths = 3 * hidden, hidden, 2 * hidden, hidden, 16  # hidden == heads * dim == the width of the MLP
+        qkv, out, gate_up, down, projection = (
+            kernel.pack(random_rows(width, hidden, seed=width) / 6) for width in widths)
         layer = LayerWeights(norm, qkv, out, norm, gate_up, down,
                              attention_conv=Convolution(random_rows(2, 2, hidden, seed=6), projection))
         k, v = (torch.empty(1, rows, heads, dim) for _ in range(2))
