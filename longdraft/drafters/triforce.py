@@ -214,10 +214,6 @@ class FirstLevelNgrams(FirstLevel):
     def __init__(self, params: SamplingParams) -> None:
         self._matcher = NgramMatcher(NgramOptions(continuations=1), params)
 
-    @atomic
-    def read_prompt(self, context: Context) -> None:
-        self._matcher.update(context)
-
     def begin(self, context: Context) -> None:
         self._matcher.update(context)
 
