@@ -89,8 +89,7 @@ def prepare_output(output: Path, settings: TrainingSettings) -> None:
         for name in lm.TOKENIZER_FILES:  # may be left by an earlier training
             (output / name).unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot write to {str(output)!r}: {error.strerror or error}; "
-                         "give another --output") from error
+        raise _not_writable(output, error) from error
     _check_writable(output)
     try:
         dump_json(output / SETTINGS, {"kind": settings.KIND, "settings": settings.as_dict()})
@@ -104,8 +103,11 @@ def _check_writable(output: Path) -> None:
         probe_file.write_bytes(b"")
         probe_file.unlink()
     except OSError as error:
-        raise UsageError(f"cannot write to {str(output)!r}: {error.strerror or error}; "
-                         "give another --output") from error
+        raise _not_writable(output, error) from error
+
+
+def _not_writable(output: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write to {str(output)!r}: {error.strerror or error}; give another --output")
 
 
 def train(settings: TrainingSettings, output: Path, progress: TrainingProgress | None = None) -> Result:
