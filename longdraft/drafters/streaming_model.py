@@ -26,6 +26,7 @@ from longdraft.drafters.chain import shares_forwards
 from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
 from longdraft.request.context import Context
+from longdraft.request.tree import common_prefix
 from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.routine import Routine, run_alone
 
@@ -72,9 +73,8 @@ class StreamingDraftModel:
         self._roll_back(context, path, end)
         self._settle(len(context) - 1)
         result = yield from self._read_on(context, path, end)
-        place = self._place(self.cache.length)
-        self._drafts = _tokens(context, path, len(context), place)
-        return self._fit_vocabulary(result.logits) if place == end else None
+        self._note_drafts(context, path)
+        return self._fit_vocabulary(result.logits) if self._place(self.cache.length) == end else None
 
     def plan(self, context: Context, path: Sequence[int], length: int) -> ChainPlan | None:
         """See `DraftModel`. Only for a model with the target's vocabulary, where neither the window moves nor much text
@@ -83,7 +83,7 @@ class StreamingDraftModel:
             return None
         last = len(context) - 2 + len(path)  # the place of the last token of `path`
         self._roll_back(context, path, last + 1)
-        self._drafts = _tokens(context, path, len(context), self._place(self.cache.length))
+        self._note_drafts(context, path)
         after_sinks = max(self.cache.length, self._sinks)
         missing = last - self._place(self.cache.length)
         if missing >= CHUNK or after_sinks + last + length - self._place(after_sinks) > self._budget:
@@ -97,7 +97,10 @@ class StreamingDraftModel:
 
     def has_drafted(self, context: Context, path: Sequence[int], drafted: Sequence[Ranked]) -> None:
         self.cache.skip(len(drafted))
-        path = [*path, *(tokens[0] for tokens, _ in drafted if tokens)]
+        self._note_drafts(context, [*path, *(tokens[0] for tokens, _ in drafted if tokens)])
+
+    def _note_drafts(self, context: Context, path: Sequence[int]) -> None:
+        """The rows after those of the text are of drafted tokens of `path`."""
         self._drafts = _tokens(context, path, len(context), self._place(self.cache.length))
 
     def _roll_back(self, context: Context, path: Sequence[int], end: int) -> None:
@@ -106,8 +109,7 @@ class StreamingDraftModel:
         place = self._place(self.cache.length)
         first = place - len(self._drafts)
         wanted = _tokens(context, path, first, min(place, end))
-        num_right = next((i for i, (a, b) in enumerate(zip(wanted, self._drafts)) if a != b), len(wanted))
-        num_dropped = place - min(first + num_right, end - 1)
+        num_dropped = place - min(first + common_prefix(wanted, self._drafts), end - 1)
         if num_dropped > self.cache.length - self._sinks and self._start > self._sinks:
             self._move_window(end)  # it holds wrong drafts only
         else:
