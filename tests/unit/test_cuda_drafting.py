@@ -276,7 +276,8 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(model, prompt, law, 
 def test_the_graphs_of_four_tokens_and_of_one_serve_every_chain(model, prompt, monkeypatch):
     """They are captured once: places, lengths and rotations are in the device's memory."""
     drafting, ran = Drafting(model, prompt, "paper", on_host=False), []
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda owner, work, key=None: (ran.append(RanGraph(owner, key)), work()))
+    monkeypatch.setattr(model.kernels.graphs, "run", lambda owner, work, key=None: (
+        ran.append(RanGraph(owner, key)), work()))
     first = drafting.draft(PROMPT[-1:], 5, 1, NEVER)
     drafting.partial.drop_drafts()
     again = drafting.draft(PROMPT[-1:], 1, 1, NEVER)

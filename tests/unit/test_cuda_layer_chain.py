@@ -131,7 +131,8 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law
     graphs = model.kernels.graphs
     monkeypatch.setattr(graphs, "run", lambda owner, work, key=None: (ran.append(RanGraph(owner, key)), work()))
     whole, steps = (each.draft(length, width, end) for each in (device, host))
-    assert waits == [length] and [graph.key[0] for graph in ran] == {1: [0], 2: [0, 1], 3: [0, 1, 1], 6: [0, 4, 1]}[length]
+    sizes = {1: [0], 2: [0, 1], 3: [0, 1, 1], 6: [0, 4, 1]}[length]
+    assert waits == [length] and [graph.key[0] for graph in ran] == sizes
     assert [place.tokens[0] for place in whole] == [place.tokens[0] for place in steps]
     assert [place.lead for place in whole] == [place.lead for place in steps]
     for ours, theirs in zip(whole, steps, strict=True):

@@ -129,7 +129,8 @@ def test_heads_rank_on_the_device_what_they_rank_place_by_place(folder, model, l
     waits, ran = [], []
     honest = launched.copied_to_host
     monkeypatch.setattr(launched, "copied_to_host", lambda rows: waits.append(len(rows)) or honest(rows))
-    monkeypatch.setattr(model.kernels.graphs, "run", lambda owner, work, key=None: (ran.append(RanGraph(owner, key)), work()))
+    monkeypatch.setattr(model.kernels.graphs, "run", lambda owner, work, key=None: (
+        ran.append(RanGraph(owner, key)), work()))
     both = samplers(model, law)
     for path in ([], [3, 8]):
         expected, found = (launched.finished(ranked_heads(each, trained, hidden, first, context, path, [3, 1]))
