@@ -93,7 +93,6 @@ class RequestDrafts:
         part = TextLogits(draft, self.kernels.graphs, logits)
         return (yield from self._places(part, ("logits", ahead), lambda: GivenLogits(ahead), len(logits) > 1))
 
-
     def paired(self, draft: TextDraft, places: PlaceRows, pairs: PairScores, before: int, ahead: int
                ) -> LaunchedWork[Tensor]:
         """The guesses of places whose logits depend on the token before: see `scored_pairs`. before: the first one's"""
