@@ -93,6 +93,9 @@ def test_compiled_shortlists_of_a_part_of_the_vocabulary_are_those_of_the_python
     bias = data.draw(st.sampled_from([(), ((3, 2.5), (7, -4.0))]))
     params = replace(params, logit_bias=bias)
     samplers = [Sampler(params, banned, is_fast) for is_fast in (True, False)]
+    position = len(context) + data.draw(st.integers(-1, 2))
+    for sampler in samplers:
+        sampler.ban(position, [3, ids[-1]])
     compiled, obvious = (finished(sampler.shortlists(rows, context, 6, part)) for sampler in samplers)
     for one, other in zip(compiled, obvious, strict=True):
         assert one.tokens == other.tokens and one.scores.tolist() == other.scores.tolist()
