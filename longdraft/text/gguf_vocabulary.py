@@ -40,31 +40,33 @@ def _cased_words(digits: str, contractions: str) -> str:
 class _Split:
     """How a pre-tokenizer cuts a text before pairs are merged.
 
-    regex           finds the parts; "": the one of GPT-2
+    regexes         each cuts the parts that those before it left over; none: the one of GPT-2
     ignores_merges  a part that is a token is taken whole
     adds_bos        texts begin with the BOS token unless the file says otherwise
-    single_digits   digits are cut off one by one first
+    single_digits   digits are cut off one by one
     """
 
-    regex: str = ""
+    regexes: tuple[str, ...] = ()
     ignores_merges: bool = False
     adds_bos: bool = False
     single_digits: bool = False
 
 
 _LLAMA3 = _words(r"\p{L}", r"\p{N}{1,3}")
-_QWEN2 = _Split(_words(r"\p{L}", r"\p{N}"))
-_O200K = _Split(_cased_words(r"\p{N}{1,3}", _CONTRACTIONS + "?"))
+_QWEN2 = _Split((_words(r"\p{L}", r"\p{N}"),))
+_O200K = _Split((_cased_words(r"\p{N}{1,3}", _CONTRACTIONS + "?"),))
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+")
 _SPLITS: Mapping[str, _Split] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _Split(_LLAMA3, True, True)),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _Split(_LLAMA3)),
-    "glm4": _Split(_LLAMA3, True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _Split((_LLAMA3,), True, True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _Split((_LLAMA3,))),
+    "glm4": _Split((_LLAMA3,), True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _QWEN2),
-    "qwen35": _Split(_words(r"\p{L}\p{M}", r"\p{N}")),
+    "qwen35": _Split((_words(r"\p{L}\p{M}", r"\p{N}"),)),
     **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
-    "tekken": _Split(_cased_words(r"\p{N}", ""), True, True),
+    "tekken": _Split((_cased_words(r"\p{N}", ""),), True, True),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), _Split()),
     **dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), _Split(single_digits=True)),
+    "deepseek-coder": _Split(_DEEPSEEK_CODER, single_digits=True),
 }
 
 
@@ -207,12 +209,10 @@ def _byte_level(model: Gguf, pieces: list[Piece], split: _Split) -> HFTokenizer:
                   if piece.kind != Kind.UNUSED and not _PADDING.fullmatch(piece.text)}
     merges = _merges(model, vocabulary)
     tokenizer = HFTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignores_merges))
-    if split.regex:
-        parts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(split.regex), "isolated"),
-                                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    else:
-        parts = [*([pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []),
-                 pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    parts: list[pre_tokenizers.PreTokenizer] = [
+        *(pre_tokenizers.Split(Regex(regex), "isolated") for regex in split.regexes),
+        *([pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.regexes)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.ByteLevel()
     sentencepiece.add_tokens(tokenizer, [piece for piece in pieces if piece.text in vocabulary])

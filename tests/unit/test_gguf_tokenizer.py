@@ -30,6 +30,13 @@ def test_a_byte_level_tokenizer_is_that_of_tokenizer_json(tmp_path):
     assert ours.sha256 == Tokenizer(tmp_path / "gpt-2.gguf").sha256 != Tokenizer(tmp_path / "qwen2.gguf").sha256
 
 
+def test_the_pre_tokenizer_of_deepseek_coder_cuts_what_each_regular_expression_left_over(tmp_path):
+    values = tokenizer_values(hub.resolve("novelist"), "deepseek-coder") | {"general.architecture": "llama"}
+    write_gguf(tmp_path / "model.gguf", values, {})
+    parts = Tokenizer(tmp_path / "model.gguf")._tokenizer.pre_tokenizer.pre_tokenize_str("it's 12 at\n ok!?")
+    assert [part for part, _ in parts] == ["it", "'", "s", "\u0120", "1", "2", "\u0120at", "\u010a", "\u0120ok", "!?"]
+
+
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((f"<0x{i:02X}>", 0.0, 6) for i in range(256)),
           ("\u2581\u2581", -1e9, 1), ("\u2581a", -1.0, 1), ("ab", -2.0, 1), ("\u2581ab", -3.0, 1), ("<x>", 0.0, 4),
           ("\u2581", -4.0, 1), ("a", -5.0, 1), ("b", -6.0, 1)]
