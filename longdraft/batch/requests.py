@@ -141,6 +141,8 @@ def _simple(key: str, row: Row, metadata: Any) -> BatchRequest:
 
 def _kind(row: Row) -> RequestKind:
     url, method = row.get("url"), row.get("method", "POST")
+    if url is None:
+        raise UsageError(f"the row has no url; allowed: {' or '.join(_URLS)}, or prompt or messages in the row itself")
     if method != "POST" or not isinstance(url, str) or url not in _URLS:
         raise UsageError(f"the request is {method} {url!r}; allowed: POST {' or '.join(_URLS)}")
     return _URLS[url]

@@ -65,7 +65,7 @@ class PhraseFilter:
         self._num_characters = 0  # of the new text
         self._held: deque[_Held] = deque()
         self._num_tokens = 0  # new ones, held ones included
-        self._bans: dict[int, set[int]] = {}  # by number of new tokens before the position
+        self._bans: dict[int, set[int]] = {}  # by number of new tokens before the position, which may be cut again
         self.num_rewinds = 0
         for token in prompt[-_TAIL * max(map(len, phrases)) :]:
             self._advance(self._decoder.push(token))
@@ -121,7 +121,7 @@ class PhraseFilter:
             return None
         first = self._held[kept]
         banned.add(first.chosen.token)
-        self._bans = {position: tokens for position, tokens in self._bans.items() if position <= cut}
+        self._bans = {place: tokens for place, tokens in self._bans.items() if self.earliest_cut <= place <= cut}
         self._decoder = first.decoder
         self._state = first.state
         self._num_characters = first.num_characters

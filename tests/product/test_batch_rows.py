@@ -42,6 +42,7 @@ from longdraft.text.tools.reader import Call, WholeAnswer
     ({"id": "a", "prompt": "x", "top_k": 10**4000}, "top_k is inf"),
     ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "POST /v1/chat/completions or /v1/completions"),
     ({"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}, "the request is GET"),
+    ({"custom_id": "a", "prompt": "x"}, "the row has no url; allowed: /v1/chat/completions or /v1/completions, or"),
     ({"custom_id": "a", "url": "/v1/completions"}, "body is a NoneType"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "has prompt, and no messages"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "model": "other"}}, "--served-model-name"),

@@ -64,13 +64,14 @@ class WholeAnswer(NamedTuple):
 def put_together(parts: Sequence[Part]) -> WholeAnswer:
     """The whole answer of its parts."""
     texts = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("thought", "text")}
-    calls: list[Call] = []
+    calls: list[tuple[Part, list[str]]] = []
     for part in parts:
         if part.kind == "call":
-            calls.append(Call(part.id, part.text, ""))
+            calls.append((part, []))
         elif part.kind == "arguments":
-            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + part.text)
-    return WholeAnswer(texts["thought"], texts["text"], calls)
+            calls[-1][1].append(part.text)
+    whole = [Call(call.id, call.text, "".join(arguments)) for call, arguments in calls]
+    return WholeAnswer(texts["thought"], texts["text"], whole)
 
 
 def chat_message(answer: WholeAnswer, tools: ToolRequest | None) -> dict[str, Any]:
