@@ -23,9 +23,12 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _words(letters: str, digits: str, contractions: str = _CONTRACTIONS) -> str:
-    """The regular expression of Llama 3 and Qwen: contractions, words, numbers, punctuation, white space."""
-    return (rf"{contractions}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|{_SPACES}")
+def _words(letters: str, digits: str, breaks: str = r"[\r\n]*") -> str:
+    """The regular expression of Llama 3 and Qwen: contractions, words, numbers, punctuation, white space.
+
+    breaks  line breaks that belong to the punctuation before them
+    """
+    return (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?[^\s{letters}\p{{N}}]+{breaks}|{_SPACES}")
 
 
 def _cased_words(digits: str, contractions: str) -> str:
@@ -57,15 +60,18 @@ _QWEN2 = _Split((_words(r"\p{L}", r"\p{N}"),))
 _O200K = _Split((_cased_words(r"\p{N}{1,3}", _CONTRACTIONS + "?"),))
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+")
 _SPLITS: Mapping[str, _Split] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _Split((_LLAMA3,), True, True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),
+                    _Split((_LLAMA3,), True, True)),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _Split((_LLAMA3,))),
     "glm4": _Split((_LLAMA3,), True),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "kormo"), _QWEN2),
     "qwen35": _Split((_words(r"\p{L}\p{M}", r"\p{N}"),)),
     **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
     "tekken": _Split((_cased_words(r"\p{N}", ""),), True, True),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), _Split()),
-    **dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), _Split(single_digits=True)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "mellum", "a.x-4.0", "trillion"), _Split()),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "command-r", "minerva-7b"), _Split(single_digits=True)),
+    "minicpm5": _Split((r"\p{N}{1,3}", _words(r"\p{L}", r"\p{N}+")), True),
+    "seed-coder": _Split((_words(r"\p{L}", r"\p{N}", breaks=""),)),
     "deepseek-coder": _Split(_DEEPSEEK_CODER, single_digits=True),
 }
 
