@@ -33,7 +33,8 @@ def start(engine: Engine, system: System, prompt: Sequence[int], params: Samplin
           written: Sequence[int] | NDArray[np.int32] = ()) -> Generation:
     """A generation by a system that continues after the new tokens `written`."""
     choice = system.choice(len(prompt))
-    generation = Generation(engine.loaded.with_draft_for(choice), choice, list(prompt), params, written=written,
+    drafting = Engine(engine.loaded.with_draft_for(choice), choice)
+    generation = Generation(drafting.loaded, drafting.choice, list(prompt), params, written=written,
                             sampler=_sampler(engine.model, system.rule, params))
     if len(written):
         next(generation)  # the first event returns `written` without any work

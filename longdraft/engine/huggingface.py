@@ -201,7 +201,7 @@ class _NoTokenizer(Tokenizer):
     def is_silent(self, token: int) -> bool:
         return True
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, shows_special: bool = False) -> str:
         return ""
 
 

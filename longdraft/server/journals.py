@@ -21,7 +21,7 @@ from longdraft.text.stream import TextStream
 from longdraft.text.thought_rules import new_thought
 from longdraft.text.tokenizer import Tokenizer
 
-_EXCERPT = 80  # length of an excerpt in characters; it is taken from as many tokens
+_EXCERPT = 80  # length of an excerpt in characters
 _PRUNE_INTERVAL_S = 600.0
 # Nothing is removed for its age before both hold: until then the clock may be ahead, as after a boot without network.
 _TRUST_S = 3600.0  # the server runs for so long
@@ -177,6 +177,9 @@ def has_space(folder: Path, floor: int) -> bool:
 
 
 def prompt_excerpt(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The end of a prompt on one line, as a title."""
-    text = " ".join(tokenizer.decode(ids[-_EXCERPT:]).split())
-    return "…" + text[-_EXCERPT:] if len(text) > _EXCERPT or len(ids) > _EXCERPT else text
+    """The end of a prompt on one line, as a title; of a chat, the end of its last message."""
+    ids = ids[-2 * _EXCERPT :]  # the markup behind a message has far fewer tokens than characters are shown
+    template = tokenizer.chat_template
+    message = template.last_message(tokenizer.decode(ids, shows_special=True)) if template else None
+    text = " ".join((tokenizer.decode(ids) if message is None else message).split())
+    return "…" + text[-_EXCERPT:] if len(text) > _EXCERPT else text

@@ -156,14 +156,14 @@ class Tokenizer:
                 return True
         return False
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens. Bytes that do not form a character become U+FFFD."""
+    def decode(self, ids: Sequence[int], *, shows_special: bool = False) -> str:
+        """Text, without special tokens if they are not shown. Bytes that do not form a character become U+FFFD."""
         if self._twins:
             ids = [self._twins.get(i, i) for i in ids]
         with translate_panics(_PANIC):
             if len(ids) < _LONG_TEXT:
-                return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-            return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0])
+                return str(self._tokenizer.decode(list(ids), skip_special_tokens=not shows_special))
+            return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=not shows_special)[0])
 
     def text_of(self, token: int) -> str:
         """The text that a token adds after another token.

@@ -19,6 +19,7 @@ from helpers import serving
 from helpers.checkpoints import write_chain
 from helpers.families import make_family
 from longdraft.__main__ import run
+from longdraft.server.journals import prompt_excerpt
 
 pytestmark = pytest.mark.full
 
@@ -149,6 +150,13 @@ def test_the_command_writes_the_servers_answer(form, server, monkeypatch, capfd)
     assert run(["chat", *options, *(["--system", "Be brief."] if form.chat else [])]) == 0
     wanted = ask(server, [*CHAT[: 1 if form.chat else 0], *HELLO]).choices[0].message.content
     assert capfd.readouterr().out.rstrip("\n") == wanted.rstrip("\n")
+
+
+def test_the_title_of_a_chat_is_its_last_message(engine):
+    turns = [*HELLO, *CHAT[2:3], {"role": "user", "content": "Tell me\nmore, as a user?"}]
+    titles = [prompt_excerpt(engine.tokenizer, engine.chat(messages)) for messages in (HELLO, turns)]
+    assert titles == ["Hi", "Tell me more, as a user?"]
+    assert prompt_excerpt(engine.tokenizer, engine.encode("It was user\nmodel\n")) == "It was user model"
 
 
 def test_variables_of_the_template_are_options(form, engine, server):

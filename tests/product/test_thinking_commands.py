@@ -111,6 +111,13 @@ def test_an_effort_is_for_chats(server):
         assert "reasoning_content" not in ask(server, **off)["choices"][0]["message"], off
 
 
+def test_the_list_of_texts_shows_the_question_of_a_chat(server):
+    for name, thinking in (("on", {"type": "enabled"}), ("off", {"type": "disabled"})):
+        ask(server, longdraft=EXTENSION | {"journal": name}, thinking=thinking)
+    about = httpx.get(f"{server.url}/v1/longdraft/generations").json()["data"]
+    assert {each["id"]: each["title"] for each in about if each["id"] in ("on", "off")} == {"on": "Hi", "off": "Hi"}
+
+
 def through(server, path: str, status: int = 200, **body) -> httpx.Response:
     """The reply of another API to the request of `ask`."""
     turns = {"messages": [{"role": "user", "content": "Hi"}]}
