@@ -23,6 +23,7 @@ from longdraft.request.openai_body import (
     THINKING_FIELDS,
     UNSUPPORTED,
     ThinkingRequest,
+    joined_settings,
     known_spellings,
     read_thinking,
     unsupported,
@@ -168,7 +169,7 @@ def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
     thinking = read_thinking(body if kind == "chat" else {})
     others = (*_OTHER_FIELDS, *_ALLOWED_VALUES, *(THINKING_FIELDS if kind == "chat" else ()))
     settings = {name: value for name, value in body.items() if name not in others} | thinking.settings
-    settings |= _options(body, "longdraft", "settings that OpenAI has no name for")  # as in the server
+    settings = joined_settings(settings, _options(body, "longdraft", "settings that OpenAI has no name for"))
     return BatchRequest(key, kind, prompt, kind == "chat", _options(body, "chat_template_kwargs"), _settings(settings),
                         tools=tools, thinking=thinking)
 
@@ -199,6 +200,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its content as one text. Calls of tools may have no content; their template shows them."""
+    if message.get("reasoning"):  # the name of some servers, also of longdraft's, for what templates read
+        message = {"reasoning_content": message["reasoning"], **message}
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text"
                                          and isinstance(part.get("text"), str) for part in content):

@@ -54,6 +54,14 @@ def _parse_int(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MAX_DIGITS else -math.inf if digits.startswith("-") else math.inf
 
 
+def joined_settings(settings: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a body, and those of its object `longdraft`. UsageError where they contradict."""
+    for name, value in extension.items():
+        if settings.get(name, value) != value:
+            raise UsageError(f"{name} is {settings[name]!r} and longdraft.{name} is {value!r}; give one of them", name)
+    return {**settings, **extension}
+
+
 def known_spellings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings with longdraft's value where that of another engine means the same: vLLM's `top_k` of -1 is 0."""
     return settings | {"top_k": 0} if settings.get("top_k") == -1 else settings

@@ -20,7 +20,7 @@ from longdraft.engine.engine import Engine
 from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal.format import journal_exists, read_journal
-from longdraft.request.openai_body import known_spellings
+from longdraft.request.openai_body import joined_settings, known_spellings
 from longdraft.request.sampling_params import ALIASES, MAX_SEED, SamplingParams
 from longdraft.request.tools import FIELDS as TOOL_FIELDS
 from longdraft.request.tools import ToolRequest, parse_tools
@@ -346,14 +346,7 @@ class Preparer:
 
     def _settings_of(self, request: SamplingRequest, default_tokens: int) -> dict[str, Any]:
         """The sampling settings of a request, by the names that it gives."""
-        extension = request.longdraft
-        given = request.settings
-        for name, value in extension.settings.items():
-            if name in given and given[name] != value:
-                raise ApiError(400, f"{name} is {given[name]!r} and longdraft.{name} is {value!r}; give one of them",
-                               param=name, code="invalid_value")
-            given[name] = value
-        given = known_spellings(given)
+        given = known_spellings(joined_settings(request.settings, request.longdraft.settings))
         if "max_new_tokens" not in map(ALIASES.get, given):
             given["max_new_tokens"] = default_tokens
         return given

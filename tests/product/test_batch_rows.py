@@ -52,6 +52,8 @@ from longdraft.text.tools.reader import Call, WholeAnswer
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": {"journal": True}}},
      "'journal'"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": 3}}, "longdraft is '3'"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "min_p": 0.1, "longdraft": {"min_p": 0.2}}},
+     "min_p is 0.1 and longdraft.min_p is 0.2; give one of them"),
 ])
 def test_the_problem_of_an_invalid_row_is_reported(tmp_path, row, complaint):
     rows = put(tmp_path / "in.jsonl", [row])
@@ -65,6 +67,13 @@ def test_an_openai_body_is_parsed_like_a_server_request():
     task = parse({"custom_id": "a", "url": "/v1/completions", "body": body}, 1, "tiny")
     assert not task.problem
     assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64, "top_k": 0}
+
+
+def test_a_thought_that_is_sent_back_has_the_name_that_templates_read():
+    answer = {"role": "assistant", "content": "Hi", "reasoning": "They greet."}
+    body = {"messages": [{"role": "user", "content": "Hello"}, answer]}
+    task = parse({"custom_id": "a", "url": "/v1/chat/completions", "body": body}, 1, "tiny")
+    assert task.prompt[1]["reasoning_content"] == "They greet."
 
 
 HALF = "\ud800"  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it

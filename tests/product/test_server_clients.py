@@ -196,6 +196,7 @@ def test_add_generation_prompt_false_leaves_the_beginning_of_an_answer_out(engin
 @pytest.mark.parametrize("last, settings, message", [
     ("assistant", {"continue_final_message": True, "add_generation_prompt": True}, "set one of them to false"),
     ("user", {"continue_final_message": True}, "needs an assistant's message at the end"),
+    ("user", {"min_p": 0.1, "longdraft": {"min_p": 0.2}}, "min_p is 0.1 and longdraft.min_p is 0.2; give one of them"),
 ])
 def test_contradictions_are_refused(post, last, settings, message):
     reply = chat(post, [{"role": "user", "content": "Hi"}, {"role": last, "content": "It"}], **settings)
