@@ -220,7 +220,7 @@ def test_low_acceptance_selects_the_retrieval_cache_again(model):
     ("triforce", {"floor": "1"}, "floor is 1.0; allowed: 0 to below 1; 0 selects by the stride alone"),
     ("triforce", {"stride": "0"}, "stride is 0"),
     ("triforce", {"guesses": "0"}, "guesses is 0; allowed: 1 to 16"),
-    ("triforce", {"model": "m", "window": "60"}, r"budget is 60; allowed: more than sinks \+ refresh \(68\)"),
+    ("triforce", {"model": "m", "window": "60"}, r"window is 60; allowed: more than sinks \+ refresh \(68\)"),
 ])
 def test_options_out_of_range_are_refused_with_the_range(name, options, message):
     with pytest.raises(UsageError, match=message):
