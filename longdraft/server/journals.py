@@ -102,7 +102,8 @@ class JournalFolder:
         }
 
     def detail(self, name: str) -> dict[str, Any]:
-        """The summary, the settings and the text so far. Raises JournalError for an unreadable journal."""
+        """The summary, the settings and the text so far; `message` is the question of a chat that has just one. Raises
+        JournalError for an unreadable journal."""
         content = read_journal(self.root / name)
         header = content.header
         detail = self.summary(name) | {"sampling": header.sampling, "exactness": header.exactness}
@@ -110,7 +111,9 @@ class JournalFolder:
             stream = TextStream(self._tokenizer, content.params, header.eos_token_ids,
                                 new_thought(self._tokenizer, content.params, header.prompt))
             written = stream.push(content.tokens.tolist())
-            detail |= {"prompt": self._tokenizer.decode(header.prompt), "prompt_ids": header.prompt,
+            template = self._tokenizer.chat_template
+            message = template and template.only_message(self._tokenizer.decode(header.prompt, shows_special=True))
+            detail |= {"prompt": self._tokenizer.decode(header.prompt), "prompt_ids": header.prompt, "message": message,
                        "text": written.text, "tokens": list(written.tokens), "pieces": list(written.pieces)}
         return detail
 

@@ -8,6 +8,7 @@ in a child process with limits of time and memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -130,16 +131,30 @@ class ChatTemplate:
         message = prompt.removesuffix(ending).rpartition(opening)[2]
         return message.partition(closing)[0] if closing else message
 
+    def only_message(self, prompt: str) -> str | None:
+        """The user's message in a prompt that has no other message; None for other prompts. prompt: with its special
+        tokens"""
+        message = self.last_message(prompt)
+        if message is None:
+            return None
+        with contextlib.suppress(LongdraftError):  # the template refuses this message by itself
+            alone = [{"role": "user", "content": message}]
+            return message if any(prompt.endswith(self.render(alone, each)) for each in self._switches) else None
+        return None
+
+    @property
+    def _switches(self) -> list[dict[str, Any]]:
+        """Variables of the template: as they are, and with thinking on and off where it has a switch."""
+        return [{}, *({name: value} for name in THINKING_SWITCHES if name in self.options for value in (True, False))]
+
     @cached_property
     def _around_messages(self) -> tuple[str, str, list[str]]:
         """What is before each message of the user, what is between it and an answer, and what may be behind the last
         message: by the switch of thinking."""
         user, answer = {"role": "user", "content": _MARK}, {"role": "assistant", "content": _ANSWER}
-        switches = [{}, *({name: value} for name in THINKING_SWITCHES if name in self.options
-                          for value in (True, False))]
         try:
             first, between, _ = self.render([user, answer, user], add_generation_prompt=False).split(_MARK)
-            endings = {self.render([user], each).rpartition(_MARK)[2] for each in switches}
+            endings = {self.render([user], each).rpartition(_MARK)[2] for each in self._switches}
         except (LongdraftError, ValueError):  # it refuses these messages, or shows them in a way of its own
             return "", "", []
         opening = next(between[i:] for i in range(len(between) + 1) if first.endswith(between[i:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,6 +158,8 @@ def test_the_title_of_a_chat_is_its_last_message(engine):
     titles = [prompt_excerpt(engine.tokenizer, engine.chat(messages)) for messages in (HELLO, turns)]
     assert titles == ["Hi", "Tell me more, as a user?"]
     assert prompt_excerpt(engine.tokenizer, engine.encode("It was user\nmodel\n")) == "It was user model"
+    template, shown = engine.tokenizer.chat_template, partial(engine.tokenizer.decode, shows_special=True)
+    assert [template.only_message(shown(engine.chat(messages))) for messages in (HELLO, turns)] == ["Hi", None]
 
 
 def test_variables_of_the_template_are_options(form, engine, server):

@@ -116,6 +116,8 @@ def test_the_list_of_texts_shows_the_question_of_a_chat(server):
         ask(server, longdraft=EXTENSION | {"journal": name}, thinking=thinking)
     about = httpx.get(f"{server.url}/v1/longdraft/generations").json()["data"]
     assert {each["id"]: each["title"] for each in about if each["id"] in ("on", "off")} == {"on": "Hi", "off": "Hi"}
+    texts = (httpx.get(f"{server.url}/v1/longdraft/generations/{name}").json() for name in ("on", "off"))
+    assert [text["message"] for text in texts] == ["Hi", "Hi"], "what the page asks again"
 
 
 def through(server, path: str, status: int = 200, **body) -> httpx.Response:

@@ -137,7 +137,7 @@ async function resume(id) {
   const about = await ask(`${GENERATIONS}/${id}`);
   check(about);
   if (!(await leave("Stop it and resume the other one?"))) return;
-  const known = await ofJournal(about, id);
+  const known = ofJournal(about, id);
   close();
   begin(known);
   takes.clear();
@@ -161,25 +161,13 @@ function check(about) {
 }
 
 // What is known of a text from its journal.
-async function ofJournal(about, id) {
+function ofJournal(about, id) {
   const { temperature, top_p, stop, min_p, top_k, repetition_penalty, penalty_window, thinking_budget, on_loop } = about.sampling;
   const body = { stream: true, temperature, top_p, stop: stop?.length ? stop : undefined,
     longdraft: { details: true, journal: true, min_p, top_k, repetition_penalty, penalty_window, thinking_budget, on_loop } };
-  const message = await messageOf(about.prompt).catch(() => null);
+  const { message } = about;
   return { prompt: message ?? about.prompt, promptIds: about.prompt_ids, max: about.max_new_tokens, id, body, isResumed: true,
     messages: message === null ? undefined : [{ role: "user", content: message }] };
-}
-
-// The message in a prompt that the chat template made; null for a prompt that it did not make.
-async function messageOf(prompt) {
-  if ($("chat-row").hidden) return null;
-  const mark = "Message";
-  messageOf.template ??= ask("/tokenize", "POST", { messages: [{ role: "user", content: mark }] })
-    .then(({ tokens }) => ask("/detokenize", "POST", { tokens })).then((made) => made.prompt);
-  const made = await messageOf.template, at = made.lastIndexOf(mark);
-  const head = made.slice(0, at), tail = made.slice(at + mark.length);
-  if (at < 0 || !tail.trim() || !prompt.endsWith(tail)) return null;
-  return prompt.slice(prompt.startsWith(head) ? head.length : 0, -tail.length);
 }
 
 // What is on display, so that it can come back if the server refuses the next text.
@@ -551,7 +539,7 @@ async function read(id) {
   const about = await ask(`${GENERATIONS}/${id}`);
   check(about);
   if (!(await leave("Stop it and read the other one?"))) return;
-  const known = await ofJournal(about, id);
+  const known = ofJournal(about, id);
   close();
   begin(known);
   takes.clear();
