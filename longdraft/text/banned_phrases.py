@@ -121,7 +121,7 @@ class PhraseFilter:
             return None
         first = self._held[kept]
         banned.add(first.chosen.token)
-        self._bans = {place: tokens for place, tokens in self._bans.items() if self.earliest_cut <= place <= cut}
+        self._bans = {place: tokens for place, tokens in self._bans.items() if place <= cut}
         self._decoder = first.decoder
         self._state = first.state
         self._num_characters = first.num_characters
@@ -145,7 +145,9 @@ class PhraseFilter:
                 break
             end, reach = held.num_characters, min(reach, held.num_characters - depths[held.state])
             count -= 1
-        return [self._held.popleft().chosen for _ in range(count)]
+        settled = [self._held.popleft().chosen for _ in range(count)]
+        self._bans = {place: tokens for place, tokens in self._bans.items() if place >= self.earliest_cut}
+        return settled
 
 
 def folded(text: str) -> str:
