@@ -21,7 +21,7 @@ from typing import Any
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError, missing_extra
 from longdraft.request.openai_body import parse_json
-from longdraft.system.files import append_synced, open_locked, replacing, sync_folder, write_synced
+from longdraft.system.files import append_synced, open_locked, replacing, sync_folder
 
 PARQUET = ".parquet"
 _LONGEST_LINE = 1 << 28  # bytes
@@ -211,7 +211,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         kept = b"".join(line for line in self._lines() if not is_failed(json.loads(line)))
         try:
             with replacing(self._path) as partial:
-                write_synced(partial, kept, os.O_TRUNC)
+                partial.write_bytes(kept)
                 fresh = open_locked(partial, os.O_RDWR | os.O_APPEND)
         except OSError as error:
             raise self._failure(error) from error

@@ -79,7 +79,7 @@ def write_once(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # journals have prompts
     partial = path.with_suffix(f".{uuid.uuid4().hex}")
     try:
-        write_synced(partial, json.dumps(content).encode(), os.O_TRUNC)
+        write_synced(partial, json.dumps(content).encode())
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)  # atomic: the file is whole from the start, and never replaced
         sync_folder(path.parent)

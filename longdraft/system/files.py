@@ -166,12 +166,12 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, data: bytes) -> None:
     """A file with this content, all of it or nothing. Raises OSError."""
     with replacing(path) as partial:
-        write_synced(partial, data, os.O_TRUNC)
+        partial.write_bytes(data)
 
 
-def write_synced(path: Path, data: bytes, flag: int = os.O_APPEND) -> None:
-    """Append to a file, or with O_TRUNC replace its content; it is on the disk when this returns. Raises OSError."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o666)
+def write_synced(path: Path, data: bytes) -> None:
+    """Append to a file, which may be new; the data is on the disk when this returns. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o666)
     try:
         append_synced(file, data)
     finally:
