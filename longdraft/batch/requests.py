@@ -200,8 +200,6 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its content as one text. Calls of tools may have no content; their template shows them."""
-    if message.get("reasoning"):  # the name of some servers, also of longdraft's, for what templates read
-        message = {"reasoning_content": message["reasoning"], **message}
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text"
                                          and isinstance(part.get("text"), str) for part in content):

@@ -110,7 +110,7 @@ class ChatTemplate:
         if unknown is not None:
             raise UsageError(f"the model's chat template has no variable {unknown!r}; "
                              f"available: {', '.join(self.options) or 'none'}", "chat_template_kwargs")
-        plain = [_with_thought({name: value for name, value in message.items() if value is not None})
+        plain = [with_thought({name: value for name, value in message.items() if value is not None})
                  for message in messages]
         if not self._knows_developer:
             plain = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in plain]
@@ -187,7 +187,7 @@ class ChatTemplate:
         return prompt
 
 
-def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
+def with_thought(message: dict[str, Any]) -> dict[str, Any]:
     """As in `transformers`: a thought under any of its names has the one that templates read, `thinking` in gpt-oss's
     and `reasoning_content` in others."""
     thought = next((message[name] for name in _THOUGHTS if name in message), None)

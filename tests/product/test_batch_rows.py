@@ -18,6 +18,7 @@ from longdraft.batch.local import in_process
 from longdraft.batch.requests import key_of, parse, text_record
 from longdraft.batch.run import run
 from longdraft.batch.worker import BatchJob, BatchWorker
+from longdraft.text.chat_template import ChatTemplate
 from longdraft.text.tools.reader import Call, WholeAnswer
 
 
@@ -73,7 +74,8 @@ def test_a_thought_that_is_sent_back_has_the_name_that_templates_read():
     answer = {"role": "assistant", "content": "Hi", "reasoning": "They greet."}
     body = {"messages": [{"role": "user", "content": "Hello"}, answer]}
     task = parse({"custom_id": "a", "url": "/v1/chat/completions", "body": body}, 1, "tiny")
-    assert task.prompt[1]["reasoning_content"] == "They greet."
+    template = ChatTemplate("{% for message in messages %}[{{ message.reasoning_content }}]{% endfor %}", {})
+    assert template.render(task.prompt) == "[][They greet.]"
 
 
 HALF = "\ud800"  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it

@@ -329,8 +329,9 @@ def test_messages_whose_calls_do_not_fit_are_refused_by_their_place(messages, me
         history(messages)
 
 
-def test_a_call_of_gpt_oss_stands_behind_its_thought_and_its_text():
-    message = {"role": "assistant", "content": "I look.", "reasoning_content": "Where?", "tool_calls": [CALL]}
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_a_call_of_gpt_oss_stands_behind_its_thought_and_its_text(name):
+    message = {"role": "assistant", "content": "I look.", name: "Where?", "tool_calls": [CALL]}
     prompt = ChatTemplate(TEMPLATES["harmony"], {}).render(template_messages(HARMONY, [message], None))
     assert "<|channel|>analysis<|message|>Where?\n\nI look.<|end|> to=functions.now<" in prompt
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from longdraft.errors import UsageError
 from longdraft.request.tools import FORM_NAMES, MAX_SCHEMA_DEPTH, ToolRequest, history, is_shallow
-from longdraft.text.chat_template import ChatTemplate
+from longdraft.text.chat_template import ChatTemplate, with_thought
 from longdraft.text.harmony import ARGUMENTS_MARK, CALL_MARK
 
 GEMMA_QUOTE = '<|"|>'  # around texts in the arguments of Gemma 4
@@ -233,8 +233,9 @@ def _with_analysis(message: dict[str, Any]) -> dict[str, Any]:
     """A message with calls for gpt-oss's template, which refuses a content beside a thought: both are thought."""
     if not message.get("tool_calls"):
         return message
-    texts = (message.get("reasoning_content"), message["content"])
-    return message | {"reasoning_content": "\n\n".join(text for text in texts if text), "content": ""}
+    texts = (with_thought(message).get("reasoning_content"), message["content"])
+    thought = "\n\n".join(text for text in texts if text)
+    return message | {"reasoning_content": thought, "thinking": thought, "content": ""}
 
 
 def _response(message: Mapping[str, Any]) -> Any:
