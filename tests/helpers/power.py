@@ -32,7 +32,8 @@ class Operation(NamedTuple):
 
 
 class Disk:
-    """Replaces `os` in modules, and notes what they do to files and names. `after_power_cut` builds what is left."""
+    """Replaces `os` in modules and `Path.write_bytes`, and notes what they do to files and names. `after_power_cut`
+    builds what is left."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -50,6 +51,7 @@ class Disk:
                     self.setattr(module, "os", disk)
                     if hasattr(module, "sync_file"):
                         self.setattr(module, "sync_file", disk.fsync)
+                self.setattr(Path, "write_bytes", lambda path, data: disk.write_bytes(path, data))
                 return self
 
             def __exit__(self, *error: object) -> None:
@@ -84,6 +86,13 @@ class Disk:
         done = os.write(file, data)
         self.operations.append(Operation("write", self._number(file), offset=offset, data=bytes(data[:done])))
         return done
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        file = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            assert self.write(file, data) == len(data)
+        finally:
+            self.close(file)
 
     def ftruncate(self, file: int, size: int) -> None:
         os.ftruncate(file, size)
