@@ -23,20 +23,45 @@ void PathPenalties::extend(const int32_t* tokens, long count) {
     for (long i = 0; i < count; i++) {
         const long position = length(), oldest = position - rules_.window;
         text_.push_back(tokens[i]);
-        if (!rules_.dry.empty() || rules_.ngram) automaton_.push(tokens[i]);
         if (counts_.empty()) continue;
         if (oldest >= prompt_length_) counts_.remove(text_[static_cast<size_t>(oldest)]);
         if (position >= prompt_length_) counts_.add(tokens[i]);
     }
+    index();
+}
+
+void PathPenalties::truncate(long length) {
+    while (this->length() > length) {
+        const int32_t token = text_.back();
+        text_.pop_back();
+        const long position = this->length(), oldest = position - rules_.window;
+        if (counts_.empty()) continue;
+        if (position >= prompt_length_) counts_.remove(token);
+        if (oldest >= prompt_length_) counts_.add(text_[static_cast<size_t>(oldest)]);
+    }
+    if (indexed() > length) automaton_ = SuffixAutomaton(LONGEST_REPEAT);
+    index();
+}
+
+// Have the automaton follow the text, but not its last `held` tokens.
+void PathPenalties::index() {
+    if (!searches()) return;
+    while (indexed() < length() - rules_.held) automaton_.push(text_[static_cast<size_t>(indexed())]);
+    end_ = automaton_.tail();
+    for (long i = indexed(); i < length(); i++) end_ = after(end_, text_[static_cast<size_t>(i)]);
+}
+
+SuffixAutomaton::Place PathPenalties::after(SuffixAutomaton::Place place, int32_t token) const {
+    return automaton_.advanced(automaton_.shortened(place, LONGEST_REPEAT), token);
 }
 
 std::vector<Edit> PathPenalties::edits(const int32_t* path, long length, bool follows) const {
     const Extended s{text_, path, length};
     std::vector<Edit> out;
     if (!counts_.empty()) add_counts(s, out);
-    if (!follows || (rules_.dry.empty() && !rules_.ngram)) return out;
-    SuffixAutomaton::Place place = automaton_.tail();
-    for (long i = 0; i < length; i++) place = automaton_.advanced(automaton_.shortened(place, LONGEST_REPEAT), path[i]);
+    if (!follows || !searches()) return out;
+    SuffixAutomaton::Place place = end_;
+    for (long i = 0; i < length; i++) place = after(place, path[i]);
     if (!rules_.dry.empty()) add_repeats(s, place, out);
     if (rules_.ngram) add_ngrams(s, place, out);
     return out;
@@ -88,7 +113,7 @@ void PathPenalties::add_repeats(const Extended& s, SuffixAutomaton::Place place,
     place = automaton_.shortened(place, static_cast<int32_t>(most));
     automaton_.for_each_successor(place, static_cast<int32_t>(rules_.allowed), [&](int32_t token, int32_t length, int32_t latest) {
         add(token, std::min(static_cast<long>(length), latest - start)); });
-    for (long next = std::max(length(), start + 1); next < s.size(); next++)
+    for (long next = std::max(indexed(), start + 1); next < s.size(); next++)
         add(s[next], common_suffix(s, next, std::min(most, next - start)));
     for (int32_t token : found) {
         int32_t& longest = mark_[static_cast<size_t>(token)];
@@ -106,7 +131,7 @@ void PathPenalties::add_ngrams(const Extended& s, SuffixAutomaton::Place place, 
         if (mark_[static_cast<size_t>(token)]++ == 0) found.push_back(token);
     };
     if (place.length == known) automaton_.for_each_successor(place, place.length, [&](int32_t token, int32_t, int32_t) { add(token); });
-    for (long next = std::max(length(), known); next < s.size(); next++)
+    for (long next = std::max(indexed(), known); next < s.size(); next++)
         if (common_suffix(s, next, known) == known) add(s[next]);
     for (int32_t token : found) {
         out.push_back({token, BANNED});
@@ -116,7 +141,7 @@ void PathPenalties::add_ngrams(const Extended& s, SuffixAutomaton::Place place, 
 
 std::vector<bool> PathPenalties::hopeful(const int32_t* tokens, const int32_t* parents, long nodes, float most) const {
     std::vector<bool> kept(static_cast<size_t>(nodes), true);
-    if (rules_.dry.empty() && !rules_.ngram) return kept;
+    if (!searches()) return kept;
     std::vector<std::vector<int32_t>> paths(static_cast<size_t>(nodes));
     std::vector<std::vector<long>> children(static_cast<size_t>(nodes));
     for (long node = 1; node < nodes; node++) {
@@ -129,8 +154,8 @@ std::vector<bool> PathPenalties::hopeful(const int32_t* tokens, const int32_t* p
         if (children[static_cast<size_t>(node)].empty()) continue;
         const auto& path = paths[static_cast<size_t>(node)];
         const Extended s{text_, path.data(), static_cast<long>(path.size())};
-        SuffixAutomaton::Place place = automaton_.tail();
-        for (int32_t token : path) place = automaton_.advanced(automaton_.shortened(place, LONGEST_REPEAT), token);
+        SuffixAutomaton::Place place = end_;
+        for (int32_t token : path) place = after(place, token);
         std::vector<Edit> edits;
         if (!rules_.dry.empty()) add_repeats(s, place, edits);
         if (rules_.ngram) add_ngrams(s, place, edits);

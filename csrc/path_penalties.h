@@ -11,7 +11,8 @@
 //                         logit(t) -= dry[l(t)] where l(t) >= allowed
 //   n-grams               logit(t) = -infinity if the last n-1 tokens, followed by t, are in s already
 //
-// A suffix automaton of the text gives all successors of a suffix. Its time does not grow with the text.
+// A suffix automaton of the text gives all successors of a suffix. Its time does not grow with the text. It cannot forget
+// a token, so it does not yet have those that may be taken back: they are searched like a path.
 #pragma once
 
 #include "suffix.h"
@@ -32,6 +33,7 @@ struct PenaltyRules {
     std::vector<float> dry;  // [LONGEST_REPEAT + 1]: the amount for a repeat of that many tokens; empty: no DRY
     long allowed, range;     // of DRY
     long ngram;              // n of the n-grams that may not repeat; 0: any may
+    long held;               // last tokens of the text that may be taken back; more take time in proportion to the text
 };
 
 class PathPenalties {
@@ -39,6 +41,7 @@ public:
     PathPenalties(PenaltyRules rules, long vocabulary, long prompt_length, const std::vector<int32_t>& breakers);
 
     void extend(const int32_t* tokens, long count);
+    void truncate(long length);  // take back the tokens from this place on
     long length() const { return static_cast<long>(text_.size()); }
     long vocabulary() const { return static_cast<long>(is_breaker_.size()); }
 
@@ -62,6 +65,10 @@ private:
         }
     };
 
+    bool searches() const { return !rules_.dry.empty() || rules_.ngram; }
+    long indexed() const { return automaton_.size(); }  // tokens that the automaton has
+    void index();
+    SuffixAutomaton::Place after(SuffixAutomaton::Place place, int32_t token) const;
     void add_counts(const Extended& s, std::vector<Edit>& out) const;
     void add_repeats(const Extended& s, SuffixAutomaton::Place place, std::vector<Edit>& out) const;
     void add_ngrams(const Extended& s, SuffixAutomaton::Place place, std::vector<Edit>& out) const;
@@ -73,6 +80,7 @@ private:
     std::vector<char> is_breaker_;       // [vocabulary]
     std::vector<int32_t> text_;
     SuffixAutomaton automaton_;
+    SuffixAutomaton::Place end_{0, 0};   // the end of the text
     TokenCounts counts_;                 // of generated tokens in the window
     mutable std::vector<int32_t> mark_;  // [vocabulary]: scratch memory, 0 between calls
 };

@@ -12,19 +12,23 @@ static void bind_penalties(nb::module_& m) {
     using Lists = std::tuple<std::vector<int32_t>, std::vector<float>>;
     nb::class_<PathPenalties>(m, "PathPenalties")
         .def("__init__", [](PathPenalties* self, double presence, double frequency, long window, std::vector<float> dry,
-                            long allowed, long range, long ngram, long vocabulary, long prompt_length,
+                            long allowed, long range, long ngram, long held, long vocabulary, long prompt_length,
                             const std::vector<int32_t>& breakers) {
             require(vocabulary > 0 && window > 0 && range >= 0 && prompt_length >= 0, "a vocabulary, a window and a prompt");
             require(dry.empty() || (dry.size() == LONGEST_REPEAT + 1 && allowed >= 1), "an amount for each length");
-            require(0 <= ngram && ngram <= LONGEST_REPEAT + 1, "n of 0 to 51");
+            require(0 <= ngram && ngram <= LONGEST_REPEAT + 1 && held >= 0, "n of 0 to 51, and tokens that are held");
             require_ids(breakers, vocabulary);
-            new (self) PathPenalties({presence, frequency, window, std::move(dry), allowed, range, ngram}, vocabulary,
+            new (self) PathPenalties({presence, frequency, window, std::move(dry), allowed, range, ngram, held}, vocabulary,
                                      prompt_length, breakers); },
             nb::arg("presence"), nb::arg("frequency"), nb::arg("window"), nb::arg("dry"), nb::arg("allowed"),
-            nb::arg("range"), nb::arg("ngram"), nb::arg("vocabulary"), nb::arg("prompt_length"), nb::arg("breakers"))
+            nb::arg("range"), nb::arg("ngram"), nb::arg("held"), nb::arg("vocabulary"), nb::arg("prompt_length"),
+            nb::arg("breakers"))
         .def("extend", [](PathPenalties& self, const Tokens& tokens) {
             require_ids(tokens, self.vocabulary());
             self.extend(tokens.data(), static_cast<long>(tokens.size())); }, nb::arg("tokens"))
+        .def("truncate", [](PathPenalties& self, long length) {
+            require(0 <= length && length <= self.length(), "a length of at most the text's");
+            self.truncate(length); }, nb::arg("length"))
         .def("edits", [](const PathPenalties& self, const std::vector<int32_t>& path, bool follows) {
             require_ids(path, self.vocabulary());
             Lists lists;

@@ -38,18 +38,16 @@ def _rewound(step: Step, num_new: int, banned: Sequence[int],
              new_drafter: Callable[[Sampler], Drafter]) -> Step:
     """The parts of a step, with the text cut after its first `num_new` new tokens. `banned` cannot be chosen next.
 
-    The sampler and the drafter remember the text that they have seen, so they are made anew. Tokens that were computed
-    ahead are dropped.
+    The drafter remembers the text that it has seen, so it is made anew. Tokens that were computed ahead are dropped.
     """
     context = step.context
     num_retracted = context.num_new - num_new
     context.truncate(context.prompt_length + num_new)
     step.cache.truncate(len(context) - 1)  # the last token's row is computed by the next step
-    sampler = step.sampler.of_another_text()
-    sampler.ban(len(context), banned)
-    drafter = new_drafter(sampler)
+    step.sampler.truncate(len(context))
+    step.sampler.ban(len(context), banned)
+    drafter = new_drafter(step.sampler)
     if isinstance(drafter, Inherits):
         drafter.inherit(step.drafter, num_retracted)
     drafter.begin(context, None)
-    ahead = step.ahead.with_sampler(sampler) if step.ahead else None
-    return step._replace(sampler=sampler, drafter=drafter, ahead=ahead)
+    return step._replace(drafter=drafter)

@@ -37,6 +37,9 @@ class PathPenalties(Protocol):
     def extend(self, tokens: NDArray[np.int32]) -> None:
         """Add the next tokens of the text, the prompt included."""
 
+    def truncate(self, length: int) -> None:
+        """Take back the tokens from this place on."""
+
     def edits(self, path: Sequence[int], follows: bool) -> tuple[list[int], list[float]]:
         """Tokens and the amounts to subtract from their logits one after the other, in float32, after `path`.
 
@@ -61,9 +64,10 @@ def new_path_penalties(params: SamplingParams, vocabulary: int, prompt_length: i
     if CompiledPenalties is None or not is_fast:
         return ReferencePathPenalties(params, prompt_length, breakers)
     window, range_ = (min(max(0, length), _LONGEST) for length in (params.penalty_window, params.dry_penalty_last_n))
+    held = max(map(len, params.banned_strings), default=0)  # a cut takes back the tokens of a phrase
     return CompiledPenalties(params.presence_penalty, params.frequency_penalty, window, dry_amounts(params),
-                             params.dry_allowed_length, range_, params.no_repeat_ngram_size, vocabulary, prompt_length,
-                             breakers)
+                             params.dry_allowed_length, range_, params.no_repeat_ngram_size, held, vocabulary,
+                             prompt_length, breakers)
 
 
 def dry_amounts(params: SamplingParams) -> list[float]:
@@ -93,6 +97,9 @@ class ReferencePathPenalties:
 
     def extend(self, tokens: NDArray[np.int32]) -> None:
         self._text += tokens.tolist()
+
+    def truncate(self, length: int) -> None:
+        del self._text[length:]
 
     def edits(self, path: Sequence[int], follows: bool) -> tuple[list[int], list[float]]:
         text = [*self._text, *path]

@@ -90,13 +90,9 @@ class Sampler:
         assert params.seed is not None or params.temperature == 0
         self._settings = params, tuple(banned), is_fast, kernels, marked
         self._rules = rules
-        self._grammar = Grammar(rules) if rules else None
         self.params = params
         self._seed = params.seed or 0
         self._banned = np.array(sorted(set(self._settings[1])), dtype=np.int64)
-        self._window: PenaltyWindow | None = None
-        if params.repetition_penalty != 1:
-            self._window = PenaltyWindow(params.penalty_window, params.repetition_penalty)
         tokens, values = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self._bias = torch.tensor(tokens, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
         self._marked = marked
@@ -104,17 +100,30 @@ class Sampler:
         self._bans: tuple[int, list[int]] = (-1, [])  # tokens that cannot be chosen at one position
         self.imposed: frozenset[int] = frozenset()  # nodes of the latest tree after which a rule imposed the token
         self._is_fast = is_fast and FastSampler.supports(params)
-        self._fast: FastSampler | None = None
+        self._begin()
         self.on_device: DeviceSampler | None = None
         if kernels is not None and DeviceSampler.supports(params, kernels):
             self.on_device = DeviceSampler(params, self._banned.tolist(), kernels)
 
-    def of_another_text(self, is_structured: bool = True) -> Sampler:
-        """A sampler with the same settings. A sampler remembers the text that it was used with.
+    def _begin(self) -> None:
+        """Remember no text but what the penalties by path do, whose index would take time in proportion to it."""
+        params = self.params
+        self._grammar = Grammar(self._rules) if self._rules else None
+        self._window: PenaltyWindow | None = None
+        if params.repetition_penalty != 1:
+            self._window = PenaltyWindow(params.penalty_window, params.repetition_penalty)
+        self._fast: FastSampler | None = None
 
-        is_structured  whether that text must match the same grammar
-        """
-        return Sampler(*self._settings, self._rules if is_structured else None)
+    def truncate(self, length: int) -> None:
+        """The tokens of the text from position `length` on were taken back."""
+        assert self.on_device is None, "a device chooses no text that may be cut"
+        self._begin()
+        if self._path_penalties is not None and len(self._path_penalties) > length:
+            self._path_penalties.truncate(length)
+
+    def of_free_text(self) -> Sampler:
+        """A sampler of another text with the same settings, without grammar and rules. A sampler remembers its text."""
+        return Sampler(*self._settings)
 
     def for_tree(self, tree: Tree, context: Context) -> Sampler:
         """The sampler that chooses the tokens of a step with this tree, the same ones as this sampler."""
@@ -303,10 +312,13 @@ class Sampler:
         return supports
 
     def pruned(self, tree: Tree, context: Context) -> Tree:
-        """A draft tree without the guesses that the grammar forbids, or that penalties make hopeless.
+        """A draft tree without the guesses that are banned, that the grammar forbids, or that penalties make hopeless.
 
         It saves time and changes no text.
         """
+        if self._bans[0] == len(context):
+            tree = tree.kept([parent != 0 or token not in self._bans[1]
+                              for token, parent in zip(tree.tokens, tree.parents, strict=True)])
         if len(tree) > 1 and (masks := self._masks(tree, context)) is not None:
             tree = tree.kept([mask is not None for mask in masks])
         if not (self.params.dry_multiplier or self.params.no_repeat_ngram_size) or len(tree) == 1:

@@ -15,7 +15,6 @@ step in Python takes a millisecond, because the weights have driven it out of th
 
 from __future__ import annotations
 
-from copy import copy
 from time import perf_counter
 
 from longdraft.cache.full import FullCache
@@ -52,12 +51,6 @@ class PlainAhead:
         self._is_begun = is_long
         self._is_possible = WRITES_AHEAD and not cache.states
         self._burst = 1  # tokens that a processor computes ahead
-
-    def with_sampler(self, sampler: Sampler) -> PlainAhead:
-        """The same for a text that was cut, without the tokens that followed."""
-        other = copy(self)
-        other._sampler, other._tokens, other._taps = sampler, [], None
-        return other
 
     @property
     def _is_on_device(self) -> bool:

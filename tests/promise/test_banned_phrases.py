@@ -17,6 +17,10 @@ from longdraft.errors import UsageError
 from longdraft.journal.format import FILE, read_journal
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.request.tree import from_paths
+from longdraft.sampling import sampler
+from longdraft.sampling.path_penalties import new_path_penalties
+from longdraft.sampling.sampler import Sampler
 from longdraft.text.banned_phrases import MAX_BANS, ChosenToken, PhraseFilter, folded
 
 
@@ -147,6 +151,20 @@ def test_a_cut_has_no_index_read_the_text_again(tiny, params, monkeypatch, draft
         counts.append(len(readers))
     assert generation.stats()["rewinds"] > 2
     assert counts[2] == counts[1] > 0
+
+
+def test_a_cut_has_no_penalties_read_the_text_again(engine, params, monkeypatch):
+    made = []
+    monkeypatch.setattr(sampler, "new_path_penalties", lambda *args: made.append(new_path_penalties(*args)) or made[-1])
+    list(generation := engine.generate(prompt_of(60), params))
+    assert generation.stats()["rewinds"] > 2 and len(made) == 1
+
+
+def test_a_banned_guess_is_not_verified():
+    tree, chooses = from_paths(3, [[4, 3], [5, 4]], "test"), Sampler(SamplingParams(seed=1))
+    chooses.ban(60, [4])
+    assert chooses.pruned(tree, Context(range(60))).tokens == (3, 5, 4)
+    assert chooses.pruned(tree, Context(range(61))) is tree
 
 
 @pytest.mark.parametrize("delay", [0, 10])

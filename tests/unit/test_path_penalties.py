@@ -34,6 +34,7 @@ def made(params: SamplingParams, text: list[int], breakers: list[int] = (), prom
 @st.composite
 def rules(draw: st.DrawFn) -> SamplingParams:
     return SamplingParams(
+        banned_strings=draw(st.sampled_from([(), ("phrase",)])),
         dry_multiplier=draw(st.sampled_from([0.0, 0.8, 0.8])), dry_base=draw(st.sampled_from([1.0, 1.75])),
         dry_allowed_length=draw(st.integers(1, 4)), dry_penalty_last_n=draw(st.sampled_from([0, 0, 1, 2, 7, 20, 60])),
         no_repeat_ngram_size=draw(st.sampled_from([0, 1, 2, 3, 5])),
@@ -45,13 +46,15 @@ def rules(draw: st.DrawFn) -> SamplingParams:
 @settings(deadline=None, max_examples=150)
 @given(rules(), st.integers(1, 3), st.randoms(use_true_random=True), st.sets(st.integers(0, 3)))
 def test_the_compiled_penalties_are_those_of_the_reference(params, letters, pick, breakers):
-    """Texts of up to four different tokens, of which one is frequent, with paths after them."""
+    """Texts of up to four different tokens, of which one is frequent, with cuts, and with paths after them."""
     prompt = pick.randrange(1, 20)
     fast, obvious = (new_path_penalties(params, 5, prompt, breakers, is_fast) for is_fast in (True, False))
     for _ in range(pick.randrange(1, 8)):
         new = ids(*(pick.randrange(letters + 1) if pick.random() < 0.7 else 0 for _ in range(pick.randrange(1, 30))))
-        fast.extend(new)
-        obvious.extend(new)
+        length = max(0, len(fast) - pick.choice([0, 0, 1, 3, 6, 99]))
+        for each in (fast, obvious):
+            each.truncate(length)
+            each.extend(new)
         path, follows = [pick.randrange(letters + 1) for _ in range(pick.randrange(8))], pick.random() < 0.9
         found, expected = (sorted(zip(*each.edits(path, follows), strict=True)) for each in (fast, obvious))
         assert found == expected

@@ -121,7 +121,7 @@ class _RandomText:
 
     def __init__(self, model: Transformer, sampler: Sampler, agree: Callable[[float], float], positions: int) -> None:
         self.model = model
-        self.sampler = sampler.of_another_text(is_structured=False)
+        self.sampler = sampler.of_free_text()
         self._agree = agree
         self.cache = random_cache(model, positions, 1024)
         self.context = Context([1] * (positions + 1))
