@@ -17,7 +17,8 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
     block         block.py        trained layers that guess a block of tokens in one pass
     triforce      triforce.py     a head or a small model, for the target on a partial cache, for the target
 
-CONTRIBUTING.md has the steps to add one. `template.py` and `chain.py` help with trees of heads and with chains of
+CONTRIBUTING.md has the steps to add one. `matches.py` has what `ngram` and `suffix` share, `layer_drafter.py` what
+`glide`, `eagle` and `block` share. `template.py` and `chain.py` help with trees of heads and with chains of
 forwards.
 """
 

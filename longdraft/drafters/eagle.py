@@ -20,7 +20,7 @@ from torch import Tensor
 from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TapLog, TappedRows
 from longdraft.cache.window import RowWindow
-from longdraft.drafters.layer_drafter import LayerDrafter, SlotDrafter, rotations_after
+from longdraft.drafters.layer_drafter import ChainDrafter, SlotDrafter, rotations_after
 from longdraft.drafters.marginal_tree import MAX_NODES, SHORTLIST, Slot
 from longdraft.drafters.options import ChainOptions
 from longdraft.errors import check
@@ -283,7 +283,7 @@ class EagleDraftModel:
         self._taps.follow(is_wanted)
 
 
-class EagleDrafter(LayerDrafter):
+class EagleDrafter(ChainDrafter):
     """model: which another drafter of the request drafts with, too; None: the drafter makes its own"""
 
     def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler, params: SamplingParams,

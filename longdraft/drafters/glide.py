@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.window import RowWindow
-from longdraft.drafters.layer_drafter import LayerDrafter, rotations_after
+from longdraft.drafters.layer_drafter import ChainDrafter, rotations_after
 from longdraft.drafters.options import ChainOptions
 from longdraft.kernels.chain_plan import ChainPlan, DraftStores, Ranked, TrainedLayers
 from longdraft.model.transformer import Transformer
@@ -113,7 +113,7 @@ class GlideDraftModel:
                                    num_keys)
 
 
-class GlideDrafter(LayerDrafter):
+class GlideDrafter(ChainDrafter):
     def __init__(self, options: GlideOptions, glide: Glide, model: Transformer, cache: FullCache, sampler: Sampler,
                  params: SamplingParams) -> None:
         super().__init__(GlideDraftModel(glide, model, cache, options.chain), GLIDE, options, sampler, params)

@@ -273,4 +273,4 @@ class SelfDrafter:
             parents = [trie.add(parent, token, HEADS if ahead else SELF) for parent in parents for token in guesses]
             if ahead == 0 and self._ngrams:
                 for parent, token in zip(parents, guesses, strict=True):
-                    self._ngrams.add_matches(trie, parent, token, max_depth - 1)
+                    self._ngrams.add_matches(trie, parent, context, [token], max_depth - 1)

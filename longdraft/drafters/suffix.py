@@ -15,15 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from longdraft.drafters.ngram import DelayedTokens
+from longdraft.drafters.matches import DelayedTokens, MatchDrafter
 from longdraft.drafters.options import DrafterOptions
 from longdraft.drafters.suffix_index import MAX_CONTEXTS, Guesses, Index, TokenArray, new_index
 from longdraft.errors import check
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.request.tree import Tree, Trie
-from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.routine import atomic
+from longdraft.request.tree import Trie
 
 SUFFIX, CORPUS = "suffix", "corpus"  # sources of the guesses in the statistics
 
@@ -71,7 +69,7 @@ class SuffixOptions(DrafterOptions):
 
 
 class SuffixMatcher:
-    """The suffix index of one text, and the index of a corpus, if any."""
+    """The suffix index of one text, and the index of a corpus, if any. Implements `Matcher`."""
 
     def __init__(self, options: SuffixOptions, params: SamplingParams, corpus: Index | None = None) -> None:
         self._options = options
@@ -89,11 +87,7 @@ class SuffixMatcher:
         self._index.extend(self._tokens.take(context))
 
     def add_matches(self, trie: Trie, node: int, context: Context, path: Sequence[int], max_depth: int) -> None:
-        """Add what followed the end of the text and `path` earlier below `node`.
-
-        path       tokens from the root's child to `node`
-        max_depth  of the guesses below `node`
-        """
+        """See `Matcher`. What followed the longest suffixes."""
         tail = context.slice(len(context) - self._options.max_match, len(context))
         if path:
             tail = np.concatenate([tail, np.array(path, np.int32)])
@@ -123,27 +117,10 @@ class SuffixMatcher:
             nodes[source, i] = trie.add(parent, tokens[i], (SUFFIX, CORPUS)[source])
 
 
-class SuffixDrafter:
-    reads_text_only = True
-
+class SuffixDrafter(MatchDrafter[SuffixMatcher]):
     def __init__(self, options: SuffixOptions, params: SamplingParams, corpus: Index | None = None) -> None:
-        self._matcher = SuffixMatcher(options, params, corpus)
+        super().__init__(SuffixMatcher(options, params, corpus))
 
     @property
     def nbytes(self) -> int:
         return self._matcher.nbytes
-
-    def inherit(self, earlier: SuffixDrafter, num_retracted: int) -> None:
-        self._matcher = earlier._matcher
-
-    def begin(self, context: Context, verified: Verified | None) -> None:
-        self._matcher.update(context)
-
-    @atomic
-    def propose(self, context: Context, max_depth: int) -> Tree:
-        trie = Trie(context.last)
-        self._matcher.add_matches(trie, 0, context, (), max_depth)
-        return trie.tree()
-
-    def observe(self, context: Context, accepted: Accepted) -> None:
-        self._matcher.update(context)

@@ -221,7 +221,7 @@ class FirstLevelNgrams(FirstLevel):
     def propose(self, context: Context, path: Sequence[int], max_depth: int) -> Tree:
         self._matcher.update(context)
         trie = Trie(path[-1])
-        self._matcher.add_matches(trie, 0, path[-1], max_depth)
+        self._matcher.add_matches(trie, 0, context, path[1:], max_depth)
         return trie.tree()
 
 

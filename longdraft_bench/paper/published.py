@@ -34,8 +34,9 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
 from longdraft.cache.row_selection import Selection
 from longdraft.drafters.chain import SelfDraftModel
+from longdraft.drafters.matches import DelayedTokens
 from longdraft.drafters.medusa import HEADS
-from longdraft.drafters.ngram import NGRAM, DelayedTokens
+from longdraft.drafters.ngram import NGRAM
 from longdraft.drafters.options import DrafterOptions, parse_fields
 from longdraft.drafters.self_draft import SELF, TokenSwiftOptions
 from longdraft.engine.loaded_model import DrafterChoice

@@ -12,7 +12,7 @@ import pytest
 import longdraft
 from helpers.equality import DRAFTERS, prompt_of
 from helpers.processes import Fork, run_longdraft, wait_for
-from longdraft.drafters.ngram import DelayedTokens
+from longdraft.drafters.matches import DelayedTokens
 from longdraft.errors import UsageError
 from longdraft.journal.format import FILE, read_journal
 from longdraft.request.context import Context

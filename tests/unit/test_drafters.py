@@ -115,12 +115,12 @@ def test_ngrams_of_the_penalty_window_are_not_yet_in_the_table():
     for table, expected in ((now, 4), (waits, 1)):
         table.update(context)
         trie = Trie(1)
-        table.add_matches(trie, 0, 1, 3)
+        table.add_matches(trie, 0, context, (), 3)
         assert len(trie) == expected
     context.extend([9, 9])
     waits.update(context)
     trie = Trie(1)
-    waits.add_matches(trie, 0, 1, 2)  # cut to two tokens
+    waits.add_matches(trie, 0, context, [1], 2)  # cut to two tokens
     assert trie.tree() == chain(1, [2, 3], "ngram")
 
 
