@@ -17,7 +17,6 @@ from longdraft.cli.options import FILES, OptionValues, engine_options, option, s
 from longdraft.engine.settings import CACHE_RAM, FSYNC, LOADING, TENSOR_PARALLEL
 from longdraft.errors import UsageError, check
 from longdraft.system import processor
-from longdraft.system.files import named_folder
 
 if TYPE_CHECKING:
     from longdraft.batch.local import Executor
@@ -51,8 +50,8 @@ def batch(
     ray: Annotated[str | None, option("Run on the Ray cluster at ADDRESS: auto (also without ADDRESS), local, or "
                                       "host:port. All nodes must share the storage of --work.", JOB, "--ray",
                                       metavar="[ADDRESS]")] = None,
-    work: Annotated[Path | None, option("Folder for journals until the job is done.", JOB, parser=named_folder,
-                                        metavar="PATH", show_default="OUT.work")] = None,
+    work: Annotated[Path | None, options.folder_option("Folder for journals until the job is done.", JOB,
+                                                       show_default="OUT.work")] = None,
     retries: Annotated[int, option("How often a row may end its worker without a new token before it becomes an error "
                                    "record.", JOB)] = 2,
     retry_errors: Annotated[bool, option("Write the rows of error records again.", JOB, "--retry-errors")] = False,

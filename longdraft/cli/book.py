@@ -14,7 +14,7 @@ from longdraft.cli.options import FILES, OptionValues, engine_options, option, s
 from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.system.console import Interrupt, Interrupted
-from longdraft.system.files import named_folder, read_prompt
+from longdraft.system.files import read_prompt
 
 if TYPE_CHECKING:
     from longdraft.engine.generation import Generation
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def book(
     premise: Annotated[str | None, typer.Argument(help="What the book is about.", show_default=False)] = None,
     premise_file: Annotated[str | None, option("Read the premise from a UTF-8 file; '-' is stdin.", FILES)] = None,
-    folder: Annotated[Path, option("Folder for the outline, the journals and the book.", FILES, parser=named_folder,
-                                   metavar="PATH")] = Path("book"),
+    folder: Annotated[Path, options.folder_option("Folder for the outline, the journals and the book.",
+                                                  FILES)] = Path("book"),
     chapters: Annotated[int, option("Number of chapters, 1 to 200.", FILES)] = 10,
     words: Annotated[int, option("Approximate number of words in a chapter, 50 to 20000.", FILES)] = 1500,
     outline_only: Annotated[bool, option("Stop after the outline, which you can edit in BOOK.json. The same command "

@@ -13,7 +13,6 @@ from longdraft.cli.options import FILES, OptionValues, engine_options, option, s
 from longdraft.engine.settings import JOURNALING, LOADING, TENSOR_PARALLEL
 from longdraft.errors import JournalError, UsageError
 from longdraft.request.sampling_params import SamplingParams
-from longdraft.system.files import named_folder
 
 
 @with_option_groups
@@ -28,8 +27,8 @@ def generate(
     stats: options.Stats = None,
     report: Annotated[Path | None, option("Write figures and the text, coloured by drafter, to this HTML file.",
                                           FILES)] = None,
-    journal: Annotated[Path | None, option("Keep a crash-safe journal in this new folder. `longdraft resume` continues "
-                                           "from it.", FILES, parser=named_folder, metavar="PATH")] = None,
+    journal: Annotated[Path | None, options.folder_option(
+        "Keep a crash-safe journal in this new folder. `longdraft resume` continues from it.", FILES)] = None,
     quiet: options.Quiet = False,
     *,
     journaling: Annotated[OptionValues, engine_options(JOURNALING, FILES)],

@@ -25,7 +25,7 @@ from longdraft.errors import UsageError
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.settings import Setting, SettingScope, parse_pairs, settings_of
 from longdraft.system.console import leave_remarks_out
-from longdraft.system.files import read_text
+from longdraft.system.files import named_folder, read_text
 
 SAMPLING, RUNNING, FILES = "Sampling and stopping", "Model, drafter and machine", "Input and output"
 _MAX_NAME = 200  # characters of a file's name; a phrase may have as many
@@ -35,6 +35,10 @@ OptionValues = dict[str, Any]
 
 def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+def folder_option(text: str, panel: str, **settings: Any) -> Any:
+    return option(text, panel, parser=named_folder, metavar="PATH", **settings)
 
 
 def _quieten(is_quiet: bool) -> bool:

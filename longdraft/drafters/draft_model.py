@@ -69,8 +69,7 @@ def windowed(model: Transformer, target: Transformer, budget: int, sinks: int, r
     """
     most = model.config.max_positions
     check(budget <= most, name, budget, f"at most {most}, the draft model's context")
-    check(sinks + refresh < budget, name, budget, f"more than sinks and refresh, {sinks + refresh}; the "
-          "draft model's context must hold them")
+    check_window(budget, sinks, refresh, name)
     return StreamingDraftModel(model, target.config.vocab_size, budget, sinks, refresh, clock)
 
 
