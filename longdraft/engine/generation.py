@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from longdraft import drafters, kernels
 from longdraft.checkpoint import memory_plan
@@ -37,7 +38,7 @@ from longdraft.kernels.launched import Launched
 from longdraft.model.transformer import Forward, ForwardRequest
 from longdraft.parallel import Request
 from longdraft.request.context import Context, Prompt
-from longdraft.request.events import Event, Finish
+from longdraft.request.events import Event, Finish, TokenLogprob
 from longdraft.request.loops import FullAcceptance
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.settings import Range
@@ -47,6 +48,7 @@ from longdraft.sampling.thought import INSIDE, Thought
 from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.cost_clock import CostClock
 from longdraft.speculation.drafter import Drafter
+from longdraft.speculation.logprobs import text_logprobs
 from longdraft.speculation.prefill import prefill
 from longdraft.speculation.reuse import WAITING, PrefixReuse, Waiting
 from longdraft.speculation.routine import Routine, run_batched
@@ -71,14 +73,15 @@ class Generation(Iterator[Event]):
     def __init__(self, model: LoadedModel, drafter: DrafterChoice, prompt: list[int], params: SamplingParams, *,
                  on_prefill: Callable[[int, int], None] | None = None,
                  written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
-                 logprobs: int | None = None, sampler: Sampler | None = None, cache_salt: str | None = "") -> None:
+                 logprobs: int | None = None, prompt_logprobs: int | None = None, reads_only: bool = False,
+                 sampler: Sampler | None = None, cache_salt: str | None = "") -> None:
         """A request whose prompt and settings are checked already; see `start` and `resume`.
 
         written   new tokens of earlier runs
         is_pure   whether those runs had this one's arithmetic
         logprobs  likeliest tokens to report beside each token; None: no log-probabilities
         sampler   chooses the target's tokens; default: the sampler of `params`
-        cache_salt  see `Engine.generate`
+        prompt_logprobs, reads_only, cache_salt  see `Engine.generate`
         """
         self.model, self.choice, self.params = model, drafter, params
         self._on_prefill = on_prefill
@@ -112,7 +115,10 @@ class Generation(Iterator[Event]):
         self.phrases = new_phrase_filter(model.tokenizer, params, context, ends, rules)
         if self.phrases and cache.states:
             cache.states.hold(len(context) - 1)
-        self.reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
+        scores = prompt_logprobs is not None  # of all rows, so that they are all computed
+        self.reuse = PrefixReuse(model.prefixes, None if scores else cache_salt, target, cache, context)
+        self._num_prompt_logprobs, self._reads_only = prompt_logprobs, reads_only
+        self._prompt_logprobs = [TokenLogprob(prompt[0], None)] if scores else []
         self._full_acceptance = FullAcceptance()
         self.statistics = RunStatistics(model, drafter, params, draft_copy, self.num_resumed, is_pure)
         self._is_asked_to_answer = False
@@ -124,7 +130,8 @@ class Generation(Iterator[Event]):
     def start(cls, model: LoadedModel, drafter: DrafterChoice, prompt: Prompt, params: SamplingParams | None = None, *,
               journal: str | Path | None = None, fsync: str | float = 1.0,
               on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None,
-              cache_salt: str | None = "", snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
+              prompt_logprobs: int | None = None, reads_only: bool = False, cache_salt: str | None = "",
+              snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """A new text. See `Engine.generate`."""
         snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
         params = model.settings(params)
@@ -133,9 +140,11 @@ class Generation(Iterator[Event]):
         params = model.completed(params, ids).with_seed(seed)
         model.check_request(ids, params)
         interval, folder = parse_fsync(fsync), None if journal is None else named_folder(journal)
-        if logprobs is not None:
-            Range(0, model.target.config.vocab_size).require("logprobs", logprobs)
-        generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
+        for name, number in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+            if number is not None:
+                Range(0, model.target.config.vocab_size).require(name, number)
+        generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs,
+                         prompt_logprobs=prompt_logprobs, reads_only=reads_only, cache_salt=cache_salt)
         if folder is not None:  # created last, so that a request that is refused leaves none
             opened = generation._open_snapshot(folder, snapshot_options)
             generation._journal = create_journal(model, drafter, ids, params, folder, interval)
@@ -274,7 +283,8 @@ class Generation(Iterator[Event]):
         ranks, context = self.model.ranks, self.step.context
         try:
             written = context.slice(context.prompt_length, len(context))
-            ranks.start_request(Request(context.slice(0, context.prompt_length), self.params, written))
+            ranks.start_request(Request(context.slice(0, context.prompt_length), self.params, written,
+                                        self._num_prompt_logprobs, self._reads_only))
             try:  # inside, because a request that the ranks refuse must not end the one they work on
                 with translate_memory_errors():
                     yield from self._replay()
@@ -284,12 +294,14 @@ class Generation(Iterator[Event]):
                             yield from self.reuse.restore(self._journal.snapshot.restore)
                         yield from self.reuse.begin(ranks)
                         yield from prefill(self.step, ranks, lambda: self.clock.batch_size > 1, self._on_prefill,
-                                           self.reuse)
+                                           self.reuse, self._score if self._prompt_logprobs else None)
                         self.statistics.prefill_seconds = time.perf_counter() - began
+                    scores = tuple(self._prompt_logprobs)
                     while not self.is_finished:
-                        event = yield from self._advance()
+                        event = self._end_unwritten() if self._reads_only else (yield from self._advance())
                         if event.tokens or event.finish_reason:  # all tokens of a step may be held, or taken back
-                            yield event
+                            yield event._replace(prompt_logprobs=scores)
+                            scores = ()
             finally:
                 ranks.end_request(is_finished=self.is_finished)
         finally:
@@ -318,6 +330,15 @@ class Generation(Iterator[Event]):
             if self.reuse.is_in_batch:
                 yield WAITING
         yield self._event(DecodedTokens(tuple(written), tuple(pieces)), sources=("",) * len(written))
+
+    def _score(self, hidden: Tensor, tokens: list[int]) -> None:
+        """Add the log-probabilities of tokens of the prompt, from the last layer's output for those before them."""
+        assert self._num_prompt_logprobs is not None
+        self._prompt_logprobs += text_logprobs(self.step.model, hidden, tokens, self._num_prompt_logprobs)
+
+    def _end_unwritten(self) -> Event:
+        self.stream.finish_reason = "length"
+        return self._event(DecodedTokens((), ()))
 
     def _advance(self) -> Routine[Event]:
         """One step. Its tokens are in the journal before the caller sees them."""

@@ -8,10 +8,11 @@ Finish = Literal["length", "eos", "stop", "loop", "cancelled"]
 
 
 class TokenLogprob(NamedTuple):
-    """A chosen token, its log-probability among the tokens that sampling could choose, and the likeliest of these."""
+    """A token, its log-probability among the tokens that sampling could choose (of a prompt: among all), and the
+    likeliest of these. Of the first token of a prompt there is none."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -30,6 +31,7 @@ class Event(NamedTuple):
     depth          depth of the draft tree, tokens
     logprobs       log-probabilities for each token, if requested
     seconds        wall-clock time of the step; in a batch it includes the work on other texts
+    prompt_logprobs  log-probabilities for each token of the prompt, if requested; set on the first event only
     """
 
     tokens: tuple[int, ...]
@@ -43,6 +45,7 @@ class Event(NamedTuple):
     depth: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     seconds: float = 0.0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def num_accepted(self) -> int:

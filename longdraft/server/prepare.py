@@ -97,7 +97,8 @@ class Preparer:
         if clamps:
             room = self._room(max(encoded, key=len))
             request, default_tokens = _clamped(request, room), min(CHAT_TOKENS, room)
-        jobs, check_grammar = self._jobs(request, encoded, default_tokens, request_id, request.logprobs, events)
+        jobs, check_grammar = self._jobs(request, encoded, default_tokens, request_id, request.logprobs, events,
+                                         scores_prompt=request.echo, reads_only=request.reads_only)
         echo = None
         if request.echo:
             decode = self.engine.tokenizer.decode
@@ -295,10 +296,13 @@ class Preparer:
 
     def _jobs(self, request: SamplingRequest, prompts: list[list[int]], default_tokens: int, request_id: str,
               logprobs: int | None, events: EventQueue, effort: Effort | None = None,
-              tools: ToolRequest | None = None
+              tools: ToolRequest | None = None, scores_prompt: bool = False, reads_only: bool = False
               ) -> tuple[list[GenerationJob], Callable[[], object] | None]:
         """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i. And the check of the
-        grammar, as in `PreparedRequest`."""
+        grammar, as in `PreparedRequest`.
+
+        scores_prompt  `logprobs` are those of the prompts, too; reads_only: see `Engine.generate`
+        """
         self.require_model(request.model)
         given = self._settings_of(request, default_tokens)
         loaded, spelled = self.engine.loaded, partial(_spelled, given, request.longdraft.model_fields_set)
@@ -326,6 +330,9 @@ class Preparer:
         engine = self._engine_with(extension.drafter, extension.drafter_options)
         seed = params.seed if params.seed is not None else time.time_ns() & (2**53 - 1)  # exact as a JSON number
         count, deadline = len(prompts) * request.n, self._deadline(extension.timeout)
+        # Those of all texts wait in the reply until the last one has ended.
+        num_bytes = logprob_bytes(count * params.max_new_tokens + scores_prompt * request.n * sum(map(len, prompts)),
+                                  logprobs)
         jobs = []
         for i in range(count):
             own, ids = whole[i // request.n]
@@ -334,9 +341,10 @@ class Preparer:
             journal = self._journal(extension.journal, job_id, own, count)
             jobs.append(GenerationJob(
                 job_id, i, events, partial(engine.generate, ids, own, journal=journal, logprobs=logprobs,
+                                           prompt_logprobs=logprobs if scores_prompt else None, reads_only=reads_only,
                                            **self._snapshot), own,
-                len(ids), self._num_bytes(engine, len(ids) + own.max_new_tokens)
-                + logprob_bytes(own.max_new_tokens, logprobs) + self._grammar_bytes(own),
+                len(ids), self._num_bytes(engine, len(ids) + own.max_new_tokens) + num_bytes
+                + self._grammar_bytes(own),
                 prompt_excerpt(engine.tokenizer, ids),
                 journal, keeps_journal=bool(extension.journal), may_journal=extension.journal is not False,
                 times_plain=extension.details, deadline=deadline,
@@ -412,7 +420,7 @@ class Preparer:
 
 
 def logprob_bytes(tokens: int, logprobs: int | None) -> int:
-    """Upper bound of the memory for the log-probabilities of a text, which wait for the client."""
+    """Upper bound of the memory for the log-probabilities of tokens, which wait for the client."""
     return 0 if logprobs is None else tokens * (_LOGPROB_BYTES + logprobs * _TOP_LOGPROB_BYTES)
 
 

@@ -278,12 +278,13 @@ class ReplyBuilder:
         choice = self._choices[job]
         choice.parts += choice.read(events)
         for event in events:
-            choice.logprobs += event.logprobs
+            choice.logprobs += (*event.prompt_logprobs, *event.logprobs)
 
     @property
     def is_large(self) -> bool:
         """Whether encoding the whole reply would keep the event loop from other requests."""
-        return sum(job.num_tokens * (_LOGPROB_COST if self._options.logprobs else 1) for job in self._choices) > _LARGE
+        return sum(job.num_tokens + _LOGPROB_COST * len(choice.logprobs)
+                   for job, choice in self._choices.items()) > _LARGE
 
     def whole(self) -> Iterator[bytes]:
         """The reply of a request without `stream`, as JSON in pieces of limited size."""
@@ -380,15 +381,17 @@ class ReplyBuilder:
                 "text_offset": [offsets.next(e.token, text) for e, text in zip(entries, texts, strict=True)],
                 "top_logprobs": [self._top_by_text(e) for e in entries]}
 
-    def _top_by_text(self, entry: TokenLogprob) -> dict[str, float]:
+    def _top_by_text(self, entry: TokenLogprob) -> dict[str, float] | None:
         """The likeliest tokens and the sampled one by their text, which the format uses as key. Of equal texts the
         likeliest remains."""
+        if entry.logprob is None:
+            return None
         top: dict[str, float] = {}
         for token, value in sorted([*entry.top, (entry.token, entry.logprob)], key=lambda each: -each[1]):
             top.setdefault(self._tokenizer.text_of(token), value)
         return top
 
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._tokenizer.text_of(token)
         return {"token": text, "logprob": logprob, "bytes": self._tokenizer.bytes_of(token, text)}
 

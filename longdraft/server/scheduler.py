@@ -323,7 +323,7 @@ class Scheduler:
         metrics = self._metrics
         seconds = job.record_step(event)
         now = time.monotonic()
-        if event.sources and job.generation and job.num_tokens > job.generation.num_resumed:
+        if job.generation and (job.num_tokens > job.generation.num_resumed if event.sources else not job.num_tokens):
             metrics.generation_tokens.inc(len(event.tokens))
             job.events.charge(len(event.tokens))
             metrics.observe_draft(event.drafted, event.num_accepted)

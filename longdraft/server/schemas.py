@@ -130,8 +130,18 @@ class SamplingRequest(BodySettings):
 
 class CompletionRequest(SamplingRequest):
     prompt: PromptInput
-    echo: bool = False
+    echo: bool = Field(default=False, description="The prompt comes first; with `logprobs`, so do those of its tokens.")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether the prompt is read, and nothing is written."""
+        return super().settings.get("max_tokens") == 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """A text that is only read has room for a token, too."""
+        return super().settings | ({"max_tokens": 1} if self.reads_only else {})
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -141,9 +151,9 @@ class CompletionRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError("echo", "echo with logprobs is not supported: log-probabilities exist for new "
-                                              "tokens only; leave one of them out", {"param": "echo"})
+        if self.echo and self.logprobs is not None and self.stream:
+            raise PydanticCustomError("echo", "a stream has log-probabilities of new tokens only; with echo and "
+                                              "logprobs, leave stream out", {"param": "echo"})
         return self
 
 

@@ -1,17 +1,41 @@
-"""Log-probabilities of the tokens that a step accepts."""
+"""Log-probabilities of the tokens that a step accepts, and of those of a given text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from longdraft.errors import NumericalError
+from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
 from longdraft.request.events import TokenLogprob
 from longdraft.request.tree import Tree
 from longdraft.sampling.process import Support
 from longdraft.sampling.sampler import Sampler
+
+_PIECE = 32  # rows whose logits are held together: 20 MB for a vocabulary of 152,000 tokens
+
+
+def text_logprobs(model: Transformer, hidden: Tensor, tokens: Sequence[int], num: int) -> Iterator[TokenLogprob]:
+    """The log-probability of each token of a given text, and the `num` likeliest tokens beside it, as the model has
+    them: without penalty, temperature or filter.
+
+    hidden  [R, hidden], the last layer's output for the token before each of `tokens`
+    """
+    for start in range(0, len(tokens), _PIECE):
+        piece = slice(start, start + _PIECE)
+        rows = model.logits(hidden[piece]).log_softmax(-1)
+        following = torch.tensor(tokens[piece], device=rows.device)
+        own, best = rows.gather(1, following[:, None])[:, 0], rows.topk(num)
+        if not own.isfinite().all():
+            raise NumericalError("the model's logits are not finite; its weights may be damaged")
+        for token, logprob, ids, values in zip(tokens[piece], own.tolist(), best.indices.tolist(),
+                                               best.values.tolist(), strict=True):
+            top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+            yield TokenLogprob(token, logprob, tuple(top))
 
 
 def path_logprobs(sampler: Sampler, logits: Tensor, tree: Tree, path: Sequence[int], tokens: Sequence[int],

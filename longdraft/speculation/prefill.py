@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from longdraft.kernels.interface import DEVICE_CHUNK
 from longdraft.model.transformer import ForwardRequest, chain_rows
 from longdraft.parallel import SingleProcess
@@ -18,7 +20,8 @@ RESUMED_CHUNK = 128  # on a device, resumed tokens in one forward
 
 
 def prefill(step: Step, ranks: SingleProcess, is_shared: Callable[[], bool],
-            on_prefill: Callable[[int, int], None] | None, reuse: PrefixReuse) -> Routine[None]:
+            on_prefill: Callable[[int, int], None] | None, reuse: PrefixReuse,
+            score: Callable[[Tensor, list[int]], None] | None = None) -> Routine[None]:
     """Compute the cache rows of all of the context but its last token, which is the root of the first tree.
 
     The cache may hold the first of these rows already.
@@ -26,6 +29,7 @@ def prefill(step: Step, ranks: SingleProcess, is_shared: Callable[[], bool],
     is_shared   whether other requests share the forwards at this moment
     on_prefill  called with (tokens done, tokens in all) after each forward
     reuse       gives the rows to the prefix tree
+    score       called with the last layer's output [R, hidden] of each forward, and the tokens that follow its rows
     """
     cache, context = step.cache, step.context
     last = len(context) - 1
@@ -37,6 +41,8 @@ def prefill(step: Step, ranks: SingleProcess, is_shared: Callable[[], bool],
         with ranks.synchronized(context):
             result = yield ForwardRequest(step.model, chain_rows(tokens, start), cache, is_prompt=is_prompt)
         cache.commit(range(len(tokens)))
+        if score:
+            score(result.hidden, context.slice(start + 1, end + 1).tolist())
         reuse.record_progress(is_done=cache.length == last)
         verified = Verified(result, range(-min(DRAFTER_ROWS, len(tokens)), 0))
         if on_prefill:

@@ -24,12 +24,13 @@ from longdraft.errors import check
 from longdraft.kernels.cuda.cache_format import CacheFormat
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.report.table import Table
+from longdraft.speculation.logprobs import text_logprobs
 from longdraft.system.files import read_text
 from longdraft.text.tokenizer import Tokenizer
 from longdraft_bench.machine.roofline import CachedText, ModelCopies, time_steps
 from longdraft_bench.timing import in_rounds
 
-_FORWARD_ROWS = 256  # rows of a forward, whose logits are held together
+_FORWARD_ROWS = 256  # rows of a forward
 STEPS_PER_TURN = 4  # steps of plain decoding before the next setting's turn
 
 
@@ -84,10 +85,10 @@ def token_nats(model: Transformer, ids: Sequence[int]) -> Iterator[Tensor]:
     cache = model.new_cache()
     for start in range(0, len(ids) - 1, _FORWARD_ROWS):
         rows = ids[start : min(start + _FORWARD_ROWS, len(ids) - 1)]
-        logits = model.logits(model.forward(chain_rows(rows, start), cache).hidden)
+        hidden = model.forward(chain_rows(rows, start), cache).hidden
         cache.commit(range(len(rows)))
-        following = torch.tensor(ids[start + 1 : start + 1 + len(rows)], device=logits.device)
-        yield torch.nn.functional.cross_entropy(logits.double(), following, reduction="none")
+        scores = text_logprobs(model, hidden, ids[start + 1 : start + 1 + len(rows)], 0)
+        yield -torch.tensor([each.logprob for each in scores], dtype=torch.float64)
 
 
 def by_cache_format(model: Transformer, ids: Sequence[int]) -> list[dict[str, Any]]:

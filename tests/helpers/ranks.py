@@ -74,6 +74,7 @@ def main(folder: Path, journals: Path, plan: str) -> None:
         if name == "tokenswift":
             found[f"{model} warm"]["resumed"] = resumed(engine, journals / model)
             found[f"{model} warm"]["batch"] = batched(engine)
+            found[f"{model} warm"]["scored"] = scored(engine)
             found[f"{model} warm"]["again"] = again(engine)
             found[f"{model} continued"] = continued(engine)
         engine.close()
@@ -142,6 +143,16 @@ def resumed(engine: longdraft.Engine, journal: Path) -> list[object]:
             for event, _ in zip(generation, range(events), strict=False):
                 last = event
     return [last.stats["sha256_tokens"], last.stats["resumed_tokens"], last.stats["exactness"]]
+
+
+def scored(engine: longdraft.Engine) -> list[object]:
+    """A prompt whose tokens have log-probabilities, and before that one that is only read."""
+    settings = params(SAMPLINGS["warm"])
+    only, = engine.generate(PROMPT, settings, prompt_logprobs=1, reads_only=True)
+    first, *_, last = engine.generate(PROMPT, settings, prompt_logprobs=1)
+    assert first.prompt_logprobs == only.prompt_logprobs and not only.tokens
+    assert [each.token for each in first.prompt_logprobs] == engine.encode(PROMPT)
+    return [last.stats["sha256_tokens"], last.stats["draft_tokens"], last.stats["exactness"]]
 
 
 def batched(engine: longdraft.Engine) -> list[object]:

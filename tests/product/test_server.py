@@ -194,6 +194,41 @@ def test_chat_logprobs_have_bytes_and_alternatives(client):
         assert entry.logprob == entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
 
 
+def test_echo_with_logprobs_has_those_of_the_prompts_as_harnesses_ask_for_them(client, engine):
+    """Those of the prompt are the model's own, and those of a new token follow them."""
+    prompts = [engine.encode("The ship lay in the harbour, and rotted."), engine.encode("It was")]
+    body = {"model": "novelist", "max_tokens": 1, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+    reply = client.completions.create(prompt=prompts, **body)
+    for choice, ids in zip(reply.choices, prompts, strict=True):
+        found, count = choice.logprobs, len(ids)
+        told = next(engine.generate(ids, engine.params(max_new_tokens=1), prompt_logprobs=1)).prompt_logprobs
+        assert found.token_logprobs[:count] == [each.logprob for each in told]
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        for token, each, top in zip(found.tokens[1:count], told[1:], found.top_logprobs[1:count], strict=True):
+            assert top[token] == each.logprob and max(top.values()) == each.top[0][1]
+        alone = client.completions.create(prompt=ids, **body | {"echo": False}).choices[0]
+        assert found.token_logprobs[count:] == alone.logprobs.token_logprobs
+        assert "".join(found.tokens) == choice.text == engine.tokenizer.decode(ids) + alone.text
+        assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(count + 1)]
+    assert reply.usage.completion_tokens == 2
+    text = client.completions.create(prompt=engine.tokenizer.decode(prompts[0]), **body).choices[0]
+    assert text.logprobs == reply.choices[0].logprobs
+
+
+def test_no_new_tokens_leave_the_prompt_alone(client, engine):
+    """Texts that begin alike share its rows, but not with one whose prompt has log-probabilities."""
+    ids = engine.encode("The sea was calm. " * 60)
+    body = {"model": "novelist", "prompt": ids, "max_tokens": 0}
+    read = client.completions.create(**body)
+    assert (read.choices[0].text, read.choices[0].finish_reason, read.usage.completion_tokens) == ("", "length", 0)
+    again = client.completions.create(**body, echo=True)
+    assert again.choices[0].text == engine.tokenizer.decode(ids)
+    assert again.usage.prompt_tokens_details.cached_tokens > len(ids) // 2
+    scored = client.completions.create(**body, echo=True, logprobs=0)
+    assert scored.usage.prompt_tokens_details.cached_tokens == 0
+    assert len(scored.choices[0].logprobs.tokens) == len(ids) and scored.choices[0].text == again.choices[0].text
+
+
 # Refusals
 
 BAD = [
@@ -211,7 +246,7 @@ BAD = [
     ({"prompt": "a", "temperature": -1}, "temperature"),
     ({"prompt": "a", "temperature": "hot"}, "temperature"),
     ({"prompt": "a", "top_p": 2}, "top_p"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
     ({"prompt": "a", "max_tokens": 10**9}, "max_tokens"),
     ({"prompt": "a", "max_tokens": 10**4299}, "max_tokens"),
     ({"prompt": "a", "n": 0}, "n"),
@@ -219,7 +254,7 @@ BAD = [
     ({"prompt": "a", "seed": -1}, "seed"),
     ({"prompt": "a", "stop": [""]}, "stop"),
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"999999": 1}}, None),
     ({"prompt": "a", "logit_bias": {"1": 1000}}, "logit_bias"),
@@ -266,7 +301,7 @@ def test_an_unsupported_or_invalid_parameter_is_refused_by_name(server, body, pa
     ({"stop": ["a"] * 17}, "stop: must be a text or a list of at most 16 texts, of 1,024 characters each"),
     ({"stop": ""}, "stop is ''; allowed: non-empty texts"),
     ({"stop": ["\ud800"]}, "stop: the text has half of a surrogate pair; send whole characters"),
-    ({"max_tokens": 0}, "max_tokens is 0; allowed: 1 or more"),
+    ({"max_tokens": -1}, "max_tokens is -1; allowed: 1 or more"),
     ({"eta_cutoff": 0.1}, 'unknown parameter \'eta_cutoff\'; write "longdraft": {"eta_cutoff": ...}'),
     ({"longdraft": {"journal": "../x"}}, "longdraft.journal: must be true, false or an id: "),
 ], ids=lambda each: json.dumps(each)[:40])

@@ -200,6 +200,9 @@ def test_requests_wait_for_the_memory_budget(engine):
     with serving.running(engine, memory_bytes=64 << 20) as server:
         reply = httpx.post(server.url + "/v1/completions", json={"prompt": "It was", "max_tokens": 100_000})
         assert reply.status_code == 400 and reply.json()["error"]["code"] == "memory_exceeded"
+        scored = {"prompt": [[7] * 5000] * 4, "max_tokens": 1, "logprobs": 20, "echo": True}  # 70 MB in the reply
+        reply = httpx.post(server.url + "/v1/completions", json=scored)
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "memory_exceeded"
         one = {"prompt": "It was", "max_tokens": 2500, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=one) as first, \
                 httpx.stream("POST", server.url + "/v1/completions", json=one) as second:

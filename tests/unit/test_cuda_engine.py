@@ -223,6 +223,23 @@ def test_log_probabilities_of_a_text_are_those_that_the_host_computes(folders, m
     assert found[0] == found[1] and all(len(each.top) == 2 for step in found[0] for each in step)
 
 
+def test_log_probabilities_of_a_prompt_are_the_same_bits_beside_another_text(folders, monkeypatch):
+    """... and those of the model's logits, also where chunks of the prompt meet."""
+    use_small_chunks(monkeypatch)
+    engine, prompt = engine_of(folders, monkeypatch), prompt_of(44)
+    alone = next(engine.generate(prompt, PARAMS, prompt_logprobs=2)).prompt_logprobs
+    rows = chain_rows(prompt[:-1], 0)
+    expected = engine.model.forward(rows, engine.model.new_cache(), 43).logits.log_softmax(-1).cpu()
+    own = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert [each.logprob for each in alone[1:]] == pytest.approx(own.tolist(), abs=1e-3)
+    with engine.batch() as batch:
+        batch.add(prompt_of(30), PARAMS)
+        text, found = batch.add(prompt, PARAMS, prompt_logprobs=2), {}
+        while batch:
+            found.update({number: event.prompt_logprobs for number, event in batch.step() if event.prompt_logprobs})
+    assert found == {text: alone}
+
+
 def test_a_bucket_of_rows_allocates_its_buffers_and_graph_once(folders):
     from longdraft.kernels.cuda.graph_cache import BUCKETS
 

@@ -7,19 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.extents import extent
 from longdraft.engine.engine import Engine
 from longdraft.engine.loaded_model import DrafterChoice
-from longdraft.errors import UsageError
+from longdraft.errors import NumericalError, UsageError
 from longdraft.journal.format import read_journal
 from longdraft.request.context import Context
+from longdraft.request.events import TokenLogprob
 from longdraft.request.sampling_params import SamplingParams
 from longdraft.request.tree import root_only
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.logprobs import likeliest
+from longdraft.speculation.logprobs import likeliest, text_logprobs
 from longdraft.speculation.plain_speed import measure_plain_step
 
 DRAFTERS = ("plain", "ngram", "suffix", "tokenswift", "medusa", "magicdec", "auto")
@@ -135,6 +137,57 @@ def test_told_log_probabilities_do_not_depend_on_the_drafter(engine, kind):
         assert [entry.token for entry in entries] == [token for event in events for token in event.tokens]
         told[drafter] = entries
     assert all(entries == told["plain"] for entries in told.values())
+
+
+SCORED = torch.randint(2, 300, (700,), generator=torch.Generator().manual_seed(9)).tolist()  # two chunks
+
+
+def test_log_probabilities_of_a_prompt_are_the_softmax_of_the_models_logits(engine, tiny):
+    """Whatever the settings are. The first token has none."""
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tiny["gqa"])(torch.tensor([SCORED])).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1)
+    params = SamplingParams(max_new_tokens=3, seed=5, temperature=0.3, top_k=2, repetition_penalty=1.5,
+                            logit_bias=((7, 50.0),), ignore_eos=True)
+    first, *others = engine.with_drafter("plain").generate(SCORED, params, prompt_logprobs=3)
+    beginning, *rest = first.prompt_logprobs
+    assert beginning == TokenLogprob(SCORED[0], None)
+    assert [each.token for each in rest] == SCORED[1:]
+    own = expected.gather(1, torch.tensor(SCORED[1:])[:, None])[:, 0]
+    assert [each.logprob for each in rest] == pytest.approx(own.tolist(), abs=1e-3)
+    best = [[value for _, value in each.top] for each in rest]
+    torch.testing.assert_close(torch.tensor(best), expected.topk(3).values, atol=1e-3, rtol=0)
+    assert all(dict(each.top).get(each.token, each.logprob) == each.logprob for each in rest)
+    assert not any(event.prompt_logprobs for event in others)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_of_a_prompt_are_the_same_bits_alone_beside_others_and_after_them(tiny, dtype):
+    """The chunks of a prompt are smaller beside other texts. Rows that the prefix tree knows are computed again."""
+    engine = longdraft.load(str(tiny["gqa"]), dtype=dtype, threads=1, cache_ram=50)
+    params, found = SamplingParams(max_new_tokens=8, seed=5), {}
+    alone = next(engine.generate(SCORED, params, prompt_logprobs=2)).prompt_logprobs
+    *_, last = engine.generate(SCORED, params)
+    *_, again = engine.generate(SCORED, params)
+    assert again.stats["cached_tokens"] > last.stats["cached_tokens"] == 0, "only texts without scores share rows"
+    with engine.batch() as batch:
+        lengths = {batch.add(SCORED[:count], params, prompt_logprobs=2): count for count in (700, 1, 2, 333)}
+        batch.add(SCORED, params)
+        while batch:
+            found.update({text: event.prompt_logprobs for text, event in batch.step() if event.prompt_logprobs})
+    assert found == {text: alone[:count] for text, count in lengths.items()}
+
+
+def test_a_prompt_is_read_and_nothing_is_written(engine):
+    params = SamplingParams(max_new_tokens=8, seed=5)
+    event, = engine.generate(SCORED, params, prompt_logprobs=1, reads_only=True)
+    assert (event.tokens, event.text, event.finish_reason, event.stats["new_tokens"]) == ((), "", "length", 0)
+    assert event.prompt_logprobs == next(engine.generate(SCORED, params, prompt_logprobs=1)).prompt_logprobs
+
+
+def test_a_damaged_model_has_no_log_probabilities(engine):
+    with pytest.raises(NumericalError, match="not finite"):
+        list(text_logprobs(engine.model, torch.full((1, engine.model.config.hidden_size), torch.nan), [1], 1))
 
 
 # Pieces, sources, work

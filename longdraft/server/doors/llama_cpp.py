@@ -39,11 +39,6 @@ class _Completion(CompletionRequest):
     logit_bias: Any = Field(default=None, description="As in completions, or a list of pairs.")
     seed: Any = Field(default=None, description="-1: a random one.")
 
-    @property
-    def reads_only(self) -> bool:
-        """Whether the prompt is read, and nothing is written."""
-        return type(self.n_predict) is int and self.n_predict == 0
-
 
 if TYPE_CHECKING:
     CompletionBody = _Completion
@@ -61,8 +56,7 @@ def completion_of(body: CompletionBody) -> dict[str, Any]:
     probs = completion.get("logprobs")
     if isinstance(probs, int) and probs > MAX_LOGPROBS:
         raise refused("n_probs", probs, f"0 to {MAX_LOGPROBS}")
-    least = {"max_tokens": 1} if body.reads_only else {}  # the token is not sent
-    return without_none(completion | {"logprobs": probs or None} | least)
+    return without_none(completion | {"logprobs": probs or None})
 
 
 def _bias(given: Any) -> Any:
@@ -114,8 +108,6 @@ class CompletionReply(TextReply):
     def _read(self, events: list[Event]) -> str:
         """The text of new events, whose tokens are kept."""
         text = "".join(part.text for part in self._choice.read(events))
-        if self._body.reads_only:
-            return ""
         self._stops.add(events)
         for event in events:
             self._tokens += event.tokens if self._body.return_tokens else ()
@@ -123,23 +115,19 @@ class CompletionReply(TextReply):
                 "top_logprobs": [self._probability(*pair) for pair in each.top]} for each in event.logprobs]
         return text
 
-    @property
-    def _num_tokens(self) -> int:
-        return 0 if self._body.reads_only else self._job.num_tokens
-
-    def _probability(self, token: int, logprob: float) -> dict[str, Any]:
+    def _probability(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._tokenizer.text_of(token)
         return {"id": token, "token": text, "bytes": self._tokenizer.bytes_of(token, text), "logprob": logprob}
 
     def _content(self, text: str, tokens: list[int], probabilities: list[dict[str, Any]]) -> dict[str, Any]:
         shown = {"completion_probabilities": probabilities} if self._options.logprobs else {}
         return {"index": 0, "content": text, "tokens": tokens, "id_slot": 0, "stop": False,
-                "tokens_predicted": self._num_tokens, "tokens_evaluated": self._options.prompt_tokens, **shown}
+                "tokens_predicted": self._job.num_tokens, "tokens_evaluated": self._options.prompt_tokens, **shown}
 
     def _figures(self) -> dict[str, Any]:
         """The members of the last reply."""
         job, params = self._job, self._job.params
-        end = "length" if self._body.reads_only else self._choice.end
+        end = self._choice.end
         kind = {"length": "limit", "loop": "limit", "eos": "eos", "stop": "word"}.get(end or "", "none")
         prefill, decoding = (1000 * (job.stats or {}).get(f"{name}_seconds", 0.0) for name in ("prefill", "decode"))
         read = self._options.prompt_tokens - job.cached_tokens
@@ -147,11 +135,11 @@ class CompletionReply(TextReply):
             "stop": True, "model": self._model, "prompt": self._body.prompt, "truncated": False, "stop_type": kind,
             "stopping_word": (self._stops.stop or "") if end == "stop" else "", "tokens_cached": job.cached_tokens,
             "generation_settings": {
-                "n_predict": 0 if self._body.reads_only else params.max_new_tokens, "seed": params.seed,
+                "n_predict": params.max_new_tokens if job.num_tokens else 0, "seed": params.seed,
                 "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p,
                 "stop": list(params.stop)},
             "timings": {"cache_n": job.cached_tokens, **_speed("prompt", read, prefill),
-                        **_speed("predicted", self._num_tokens, decoding)}}
+                        **_speed("predicted", self._job.num_tokens, decoding)}}
 
 
 def _speed(name: str, count: int, milliseconds: float) -> dict[str, float]:
