@@ -34,9 +34,12 @@ from longdraft.parts.block_config import BlockConfig
 from longdraft.parts.block_files import block_shapes, canonical_names
 from longdraft.parts.head_config import OWN_KEY
 from longdraft.parts.head_tensors import draft_ids
+from longdraft.train.data import as_ids
 from longdraft.train.data_files import Tokens
-from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, read_part
+from longdraft.train.frozen_model import FrozenModel
 from longdraft.train.glide import rotate, training_positions
+from longdraft.train.layers import read_part
+from longdraft.train.losses import Scores
 from longdraft.train.settings import BlockSettings
 from longdraft.train.state_heads import (
     SPECULATORS_FORMAT,

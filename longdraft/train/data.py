@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from longdraft.errors import UsageError, check
@@ -153,6 +154,11 @@ def spread(packed: Tokens, max_tokens: int) -> Tokens:
     """Evenly spaced sequences of `packed` with at most `max_tokens` tokens (0: all), but at least one."""
     wanted = len(packed) if max_tokens == 0 else max(1, min(len(packed), max_tokens // packed.shape[1]))
     return packed[np.linspace(0, len(packed) - 1, wanted).round().astype(np.int64)]
+
+
+def as_ids(sequences: Tokens, device: torch.device) -> torch.Tensor:
+    """The sequences as int64. It is a copy: the data may be a map of a file."""
+    return torch.from_numpy(sequences.astype(np.int64)).to(device)
 
 
 def names(files: Sequence[str]) -> list[str]:

@@ -32,17 +32,13 @@ from longdraft.model.config import ModelConfig
 from longdraft.parts.eagle import eagle_shapes
 from longdraft.parts.eagle_config import EagleConfig, canonical_names, read_eagle_config
 from longdraft.parts.head_config import OWN_KEY
+from longdraft.train.data import as_ids
 from longdraft.train.data_files import Tokens
-from longdraft.train.frozen_model import (
-    IGNORED,
-    FrozenModel,
-    Scores,
-    as_ids,
-    mixed_loss,
-    read_part,
-)
+from longdraft.train.frozen_model import FrozenModel
 from longdraft.train.glide import rotate, training_positions
+from longdraft.train.layers import read_part
 from longdraft.train.least_squares import LinearMap, NormalEquations
+from longdraft.train.losses import IGNORED, Scores, mixed_loss
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.settings import EagleSettings
 from longdraft.train.state_heads import (

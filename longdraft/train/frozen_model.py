@@ -1,33 +1,24 @@
-"""The frozen target model of a training, and losses that never hold [tokens, vocabulary] logits at a time.
-
-The logits of a row depend on its hidden state only. A long sequence is therefore cut into chunks of rows, and the
-logits of one chunk at a time are computed, differentiated and freed.
-"""
+"""The frozen target model of a training, loaded with `transformers`: token ids in, states and logits out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from longdraft.checkpoint.config_file import read_config
-from longdraft.checkpoint.tensor_files import TensorFiles, dump_json
+from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError, missing_extra
 from longdraft.model.config import ModelConfig
 from longdraft.system import processor
-from longdraft.train.checkpoint import write_tensors
-from longdraft.train.data_files import Tokens
 from longdraft.train.delta import use_chunks
+from longdraft.train.losses import row_chunks
 
-CPU_CHUNK_ELEMENTS = 2**21  # logits of a chunk; 8 MiB of float32, about the L2 cache of a server's core
-GPU_CHUNK_ELEMENTS = 2**28
-IGNORED = -100
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -156,13 +147,6 @@ def _last_keys(layer: int) -> Any:
     return LastKeys()
 
 
-def row_chunks(device: torch.device, vocab_size: int, count: int) -> Iterator[slice]:
-    """Slices of rows 0 .. count, small enough for their logits."""
-    elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
-    rows = max(64, elements // vocab_size)
-    return (slice(start, start + rows) for start in range(0, count, rows))
-
-
 def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: bool = False) -> FrozenModel:
     """The frozen model of a folder. Raises ModelError if a file or tensor is missing or not supported.
 
@@ -224,173 +208,3 @@ def _gguf_options(file: Path) -> dict[str, Any]:
     if hasattr(transformers, "GgufConfig"):  # versions without it know no other way
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return options
-
-
-def as_ids(sequences: Tokens, device: torch.device) -> Tensor:
-    return torch.from_numpy(sequences.astype(np.int64)).to(device)  # a copy: the data may be a map of a file
-
-
-def mixed_loss(logits: Tensor, wanted: Tensor, taught: Tensor | None, part: float) -> Tensor:
-    """The distillation loss, summed over rows: (1 - part) CE(target token) + part CE(teacher's distribution).
-
-    logits  [R, V] float32
-    wanted  [R] int64 target tokens; rows that are IGNORED do not count
-    taught  [R, V] float32 probabilities of the teacher; None: cross-entropy only
-    """
-    if taught is None or not part:
-        return functional.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
-    loss: Tensor = _MixedLoss.apply(logits, wanted, taught, part)  # type: ignore[no-untyped-call]
-    return loss
-
-
-class _MixedLoss(torch.autograd.Function):
-    """Cross-entropy against the mixture q = (1 - part) onehot + part taught: -q log p, with the gradient p - q.
-
-    It reads [R, V] half as often as softmax, log_softmax and their separate derivatives do.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Tensor, taught: Tensor, part: float) -> Tensor:
-        is_known = wanted != IGNORED
-        tokens = wanted.clamp(min=0)[:, None]
-        log_p = logits.log_softmax(-1)
-        of_taught = torch.einsum("rv,rv->r", taught, log_p)
-        loss = -(part * of_taught + (1 - part) * log_p.gather(1, tokens)[:, 0])
-        gradient = log_p.exp_().sub_(taught, alpha=part)
-        gradient.scatter_add_(1, tokens, gradient.new_full(tokens.shape, part - 1.0))
-        ctx.save_for_backward(gradient.masked_fill_(~is_known[:, None], 0.0))
-        return loss.masked_fill(~is_known, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, = ctx.saved_tensors
-        return gradient * upstream, None, None, None
-
-
-def backward_in_chunks(hidden: Tensor, wanted: Tensor, logits: Callable[[Tensor], Tensor],
-                       teacher: Callable[[slice], Tensor] | None, runs: Iterable[slice], part: float,
-                       scale: float) -> Tensor:
-    """Add `scale` times the gradient of the mean `mixed_loss` of normalised rows; returns that mean.
-
-    The gradient of the rows is computed a chunk at a time, and that of the layers in one backward.
-
-    hidden   [R, hidden]
-    wanted   [R] int64 target tokens
-    logits   computes the logits of some rows
-    teacher  computes the teacher's probabilities for a chunk of rows; None: cross-entropy only
-    runs     the chunks of rows
-    """
-    rows = hidden.detach().requires_grad_()
-    mean = torch.zeros((), device=hidden.device)
-    for run in runs:
-        with torch.no_grad():
-            taught = teacher(run) if teacher else None
-        loss = mixed_loss(logits(rows[run]), wanted[run], taught, part) / len(wanted)
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
-        mean += loss.detach()
-    assert rows.grad is not None
-    hidden.backward(rows.grad)  # type: ignore[no-untyped-call]
-    return mean
-
-
-class Scores:
-    """Sums the validation of several parts (heads, lags), a chunk of rows at a time."""
-
-    def __init__(self, parts: int) -> None:
-        self._sums = torch.zeros(parts, 4, dtype=torch.float64)  # loss, top 1, top 3, rows
-
-    def add(self, part: int, logits: Tensor, target: Tensor) -> None:
-        """Count rows with logits [R, V] and target tokens [R]."""
-        own = logits.gather(1, target[:, None])
-        rank = (logits > own).sum(1)
-        loss = functional.cross_entropy(logits, target, reduction="sum")
-        sums = [float(loss), int((rank < 1).sum()), int((rank < 3).sum()), len(target)]
-        self._sums[part] += torch.tensor(sums, dtype=torch.float64)
-
-    def metrics(self) -> list[dict[str, float]]:
-        """Of each part: mean cross-entropy in nats; shares of targets that rank first, and among the first three."""
-        return [dict(zip(("loss", "top1", "top3"), (row[:3] / row[3]).tolist(), strict=True)) for row in self._sums]
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a part's file: its name and parameter, and what the parameter is multiplied by in the file."""
-
-    name: str
-    parameter: nn.Parameter
-    factor: float = 1.0
-
-    def value(self, dtype: torch.dtype) -> Tensor:
-        """For the file."""
-        return (self.parameter.detach() * self.factor).to("cpu", dtype)
-
-
-@torch.no_grad()
-def read_part(files: TensorFiles, tensors: Iterable[StoredTensor], names: Mapping[str, str] | None = None) -> None:
-    """Set the parameters of a part from the file of an earlier one. Raises ModelError if tensors are missing or have
-    other shapes.
-
-    names  our names of the file's tensors -> its own; None: the same ones
-    """
-    present = {name: name for name in files.names()} if names is None else names
-    tensors = list(tensors)
-    wanted = {present.get(each.name, each.name): tuple(each.parameter.shape) for each in tensors}
-    files.check(wanted, files.names() & wanted.keys(), "the part to train; give --start a part of the same kind and "
-                "sizes")
-    for each in tensors:
-        each.parameter.copy_(files.read(present[each.name]).float() / each.factor)
-
-
-def write_part(path: Path, tensors: Iterable[StoredTensor], dtype: torch.dtype, config: Mapping[str, Any]) -> None:
-    """Write the file of a part, and config.json beside it."""
-    write_tensors(path, {each.name: each.value(dtype) for each in tensors}, {"format": "pt"})
-    dump_json(path.with_name("config.json"), config)
-
-
-class LayerModule(nn.Module):
-    """Trained layers that draft for a frozen model, in float32, with the names of their file.
-
-    shapes  of the tensors, by name. Vectors start as ones, output maps as zeros, other matrices are random by `seed`
-    """
-
-    def __init__(self, base: FrozenModel, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
-        super().__init__()
-        self._base = base
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterDict()
-        for name, shape in shapes.items():
-            tensor = torch.ones(shape)
-            if len(shape) > 1:
-                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-                tensor = torch.zeros(shape) if is_output else torch.randn(shape, generator=generator) * shape[1] ** -0.5
-            self.weights[name.replace(".", "/")] = nn.Parameter(tensor)
-        with torch.no_grad():
-            self._weight("norm").copy_(base.final_norm)
-
-    def _weight(self, name: str) -> Tensor:
-        weight: Tensor = self.weights[f"{name}.weight".replace(".", "/")]
-        return weight
-
-    def stored(self) -> list[StoredTensor]:
-        return [StoredTensor(name.replace("/", "."), p) for name, p in self.weights.items()]
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        dtype = self._base.head_weight.dtype
-        return functional.linear(x.to(dtype), self._weight(name).to(dtype))
-
-    def _heads(self, x: Tensor, name: str) -> Tensor:
-        """The heads [B, H, L, D] of a product of x [B, L, ...]."""
-        return self._linear(x, name).view(*x.shape[:2], -1, self._base.config.head_dim).transpose(1, 2)
-
-    def _merge(self, heads: Tensor, name: str) -> Tensor:
-        """The product [B, L, hidden] float32 of heads [B, H, L, D]."""
-        return self._linear(heads.transpose(1, 2).flatten(2), name).float()
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self._weight(name)
-        return functional.rms_norm(x, weight.shape, weight, self._base.config.rms_norm_eps)
-
-    def _mlp(self, x: Tensor, prefix: str) -> Tensor:
-        """The output [B, L, hidden] float32 of the MLP and the norm before it."""
-        normed = self._norm(x, f"{prefix}post_attention_layernorm")
-        inner = functional.silu(self._linear(normed, f"{prefix}mlp.gate_proj"))
-        return self._linear(inner * self._linear(normed, f"{prefix}mlp.up_proj"), f"{prefix}mlp.down_proj").float()

@@ -23,17 +23,11 @@ from torch.nn import functional
 
 from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles
 from longdraft.parts.glide import GLIDE_KIND, glide_shapes, require_supported
+from longdraft.train.data import as_ids
 from longdraft.train.data_files import Tokens
-from longdraft.train.frozen_model import (
-    FrozenModel,
-    FrozenOutputs,
-    LayerModule,
-    Scores,
-    as_ids,
-    backward_in_chunks,
-    read_part,
-    write_part,
-)
+from longdraft.train.frozen_model import FrozenModel, FrozenOutputs
+from longdraft.train.layers import LayerModule, read_part, write_part
+from longdraft.train.losses import Scores, backward_in_chunks
 from longdraft.train.settings import BlockSettings, EagleSettings, GlideSettings
 
 

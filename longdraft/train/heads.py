@@ -25,17 +25,11 @@ from longdraft.checkpoint.tensor_files import WEIGHTS, TensorFiles
 from longdraft.checkpoint.tensor_source import HEADS_PREFIX
 from longdraft.parts import medusa
 from longdraft.parts.heads import HEADS_KIND
+from longdraft.train.data import as_ids
 from longdraft.train.data_files import Tokens
-from longdraft.train.frozen_model import (
-    IGNORED,
-    FrozenModel,
-    Scores,
-    StoredTensor,
-    as_ids,
-    mixed_loss,
-    read_part,
-    write_part,
-)
+from longdraft.train.frozen_model import FrozenModel
+from longdraft.train.layers import StoredTensor, read_part, write_part
+from longdraft.train.losses import IGNORED, Scores, mixed_loss
 from longdraft.train.settings import HeadSettings
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longdraft.train.data import as_ids
 from longdraft.train.data_files import Tokens
 from longdraft.train.delta import new_hybrid, use_chunks
-from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, backward_in_chunks, row_chunks
+from longdraft.train.frozen_model import FrozenModel
+from longdraft.train.losses import Scores, backward_in_chunks, row_chunks
 from longdraft.train.settings import HYBRID, LmSettings
 
 if TYPE_CHECKING:

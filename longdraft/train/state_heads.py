@@ -22,7 +22,8 @@ from longdraft.model.rope import frequencies
 from longdraft.model.rope_config import RopeConfig
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data_files import Tokens
-from longdraft.train.frozen_model import FrozenModel, LayerModule
+from longdraft.train.frozen_model import FrozenModel
+from longdraft.train.layers import LayerModule
 
 SPECULATORS_FORMAT = "0.9.0"  # version of speculators whose format is written
 

@@ -25,6 +25,7 @@ from longdraft.text.tokenizer import Tokenizer
 from longdraft.train import data, data_files, heads, job
 from longdraft.train import frozen_model as frozen
 from longdraft.train.loop import Position, learning_rate
+from longdraft.train.losses import CPU_CHUNK_ELEMENTS, IGNORED, mixed_loss
 from longdraft.train.settings import HeadSettings
 
 pytestmark = pytest.mark.full
@@ -114,8 +115,8 @@ def test_computing_rows_in_chunks_does_not_change_the_gradient(base, monkeypatch
     trained = frozen.load_frozen_model(base, "auto", torch.device("cpu"))
     ids = np.random.default_rng(0).integers(2, 250, (2, 100))
     found = []
-    for elements in (1, frozen.CPU_CHUNK_ELEMENTS):
-        monkeypatch.setattr(frozen, "CPU_CHUNK_ELEMENTS", elements)
+    for elements in (1, CPU_CHUNK_ELEMENTS):
+        monkeypatch.setattr("longdraft.train.losses.CPU_CHUNK_ELEMENTS", elements)
         wanted = HeadSettings(data=("none",), kind="tokenswift", heads=2, init="paper", seed=3, distill=distill)
         task = heads.heads_task(trained, wanted, ids[:1], ids)
         loss = task.accumulate(ids, 1.0, 0)
@@ -130,11 +131,11 @@ def test_the_mixed_loss_has_the_gradient_of_its_two_losses(part):
     draw = torch.Generator().manual_seed(5)
     taught = (3 * torch.randn(12, 40, generator=draw)).softmax(-1)
     wanted = torch.randint(40, (12,), generator=draw)
-    wanted[[2, 7]] = frozen.IGNORED
+    wanted[[2, 7]] = IGNORED
     ours = (3 * torch.randn(12, 40, generator=draw)).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
-    known = wanted != frozen.IGNORED
-    loss = frozen.mixed_loss(ours, wanted, taught, part)
+    known = wanted != IGNORED
+    loss = mixed_loss(ours, wanted, taught, part)
     obvious = (1 - part) * torch.nn.functional.cross_entropy(theirs[known], wanted[known], reduction="sum")
     obvious = obvious - part * (taught[known] * theirs[known].log_softmax(-1)).sum()
     (3 * loss).backward()
