@@ -71,6 +71,13 @@ async def detokenize(request: Request, service: ServiceDependency) -> Response:
     return await service.admission.prepare(request, DetokenizeRequest, partial(_as_json, service.preparer.detokenize))
 
 
+@router.get("/tokenizer_info", summary="Special tokens and chat template, as in vLLM.")
+async def tokenizer_info(service: ServiceDependency) -> dict[str, str]:
+    tokenizer = service.engine.tokenizer
+    template = {"chat_template": tokenizer.chat_template.source} if tokenizer.chat_template else {}
+    return tokenizer.special_tokens | template
+
+
 @router.post("/v1/longdraft/export", summary="A text as an EPUB or Markdown file.", response_class=Response,
              openapi_extra=body_reference(ExportRequest))
 async def export_text(request: Request, service: ServiceDependency) -> Response:

@@ -82,11 +82,15 @@ class Tokenizer:
         ids, own = self.encode("a"), self.encode("a", add_special_tokens=False)
         return ids[0] if len(ids) > len(own) and ids[: len(own)] != own else None
 
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens that the tokenizer's own files name, by their names, such as eos_token."""
+        return template_of(open_gguf(self._folder))[1] if self._folder.is_file() else self._beside.special
+
     @property
     def end_id(self) -> int | None:
         """The token that ends a text, as the tokenizer's own files say; None: they name none."""
-        special = template_of(open_gguf(self._folder))[1] if self._folder.is_file() else self._beside.special
-        return self.token_id(special.get("eos_token", ""))
+        return self.token_id(self.special_tokens.get("eos_token", ""))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary; None: it has no such token. Unlike `vocabulary`, it reads no

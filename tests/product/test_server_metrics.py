@@ -28,6 +28,9 @@ def test_models_tokenize_detokenize_version(client, server, engine, post):
     assert post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "It was", "content": "It was"}
     assert post("/detokenize", {"tokens": [10**9]}).status_code == 400
     assert post("/tokenize", {"messages": [{"role": "user", "content": "a"}]}).json()["count"] > 1
+    about = httpx.get(server.url + "/tokenizer_info").json()
+    assert about["chat_template"] == serving.TEMPLATE
+    assert post("/tokenize", {"prompt": about["eos_token"]}).json()["tokens"] == list(engine.model.config.eos_token_ids)
     assert httpx.get(server.url + "/version").json()["version"]
     assert httpx.get(server.url + "/ready").json()["ready"] is True
 
