@@ -9,12 +9,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 from helpers.checkpoints import HIDDEN, load
-from helpers.equality import prompt_of
+from helpers.equality import factory_of, prompt_of
 from longdraft import kernels
 from longdraft.cache import taps
 from longdraft.cache.taps import TapLog
+from longdraft.drafters import Resources
 from longdraft.kernels import Taps
 from longdraft.model.transformer import ForwardRequest, Rows, chain_rows
+from longdraft.request.sampling_params import SamplingParams
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.abilities import memory_of
 
 LAYERS = (0, 1, 2)  # both layers, and what leaves the last one
 
@@ -103,6 +107,19 @@ def test_forwards_copy_no_states_while_no_drafter_reads_them(tiny):
     (whole,), (before, after) = found.values()
     assert (before.start, after.start) == (0, 9), "the positions go on"
     assert torch.equal(before.states, whole.cut(0, 5).states) and torch.equal(after.states, whole.cut(9, 12).states)
+
+
+@pytest.mark.parametrize("name", ["eagle", "block"])
+def test_states_that_a_drafter_has_not_read_belong_to_its_memory(tiny, name):
+    model, params = load(tiny["gqa"]), SamplingParams(seed=1)
+    factory = factory_of(name, model, model, tiny["gqa"])
+    tapped = model.with_taps(factory.taps)
+    cache = tapped.new_cache()
+    drafter = factory(Resources(tapped, cache, Sampler(params), params))
+    before = memory_of(drafter)
+    tapped.forward(chain_rows(prompt_of(9), 0), cache)
+    cache.commit(range(9))
+    assert memory_of(drafter) - before == len(factory.taps) * 9 * HIDDEN * 4
 
 
 def test_a_device_copies_states_always():
