@@ -133,14 +133,20 @@ function offerResume() {
   $("resume").hidden = !run.isCut || !window.keepsJournals || !run.id;
 }
 
-async function resume(id) {
+// Begin with a text of the list in place of the one on display; null if that is to go on.
+async function opened(id, question) {
   const about = await ask(`${GENERATIONS}/${id}`);
   check(about);
-  if (!(await leave("Stop it and resume the other one?"))) return;
+  if (!(await leave(question))) return null;
   const known = ofJournal(about, id);
   close();
   begin(known);
   takes.clear();
+  return about;
+}
+
+async function resume(id) {
+  if (!(await opened(id, "Stop it and resume the other one?"))) return;
   await receive(`${GENERATIONS}/${id}/resume`, { stream: true, details: true });
 }
 
@@ -536,13 +542,8 @@ async function remove(id) {
 }
 
 async function read(id) {
-  const about = await ask(`${GENERATIONS}/${id}`);
-  check(about);
-  if (!(await leave("Stop it and read the other one?"))) return;
-  const known = ofJournal(about, id);
-  close();
-  begin(known);
-  takes.clear();
+  const about = await opened(id, "Stop it and read the other one?");
+  if (!about) return;
   view.push({ tokens: about.tokens, pieces: about.pieces, sources: about.tokens.map(() => ""), steps: about.tokens.map(() => 1) }, true);
   divide(about.pieces);
   run.sawOld = true;
