@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from helpers.checkpoints import load, released
@@ -255,6 +255,7 @@ def test_no_option_takes_a_number_below_its_range(name, key):
         drafters.parse_options(name, {key: "-2"})
 
 
+@example(option=("tokenswift", "tree"), value=[1, 3])  # the one option that is a list
 @given(option=st.sampled_from(OPTIONS), value=ANYTHING | st.sampled_from([10**400, -(2**63), [10**9] * 3000]))
 @settings(max_examples=400, deadline=None)
 def test_any_value_of_an_option_is_taken_unchanged_or_refused(option, value):
