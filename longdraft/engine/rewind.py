@@ -44,7 +44,7 @@ def _rewound(step: Step, num_new: int, banned: Sequence[int],
     num_retracted = context.num_new - num_new
     context.truncate(context.prompt_length + num_new)
     step.cache.truncate(len(context) - 1)  # the last token's row is computed by the next step
-    step.sampler.truncate(len(context))
+    step.sampler.truncate(context)
     step.sampler.ban(len(context), banned)
     drafter = new_drafter(step.sampler)
     if isinstance(drafter, Inherits):

@@ -89,10 +89,13 @@ class Sampler:
                  rules: GrammarRules | None = None) -> None:
         assert params.seed is not None or params.temperature == 0
         self._settings = params, tuple(banned), is_fast, kernels, marked
-        self._rules = rules
+        self._grammar = Grammar(rules) if rules else None
         self.params = params
         self._seed = params.seed or 0
         self._banned = np.array(sorted(set(self._settings[1])), dtype=np.int64)
+        self._window: PenaltyWindow | None = None
+        if params.repetition_penalty != 1:
+            self._window = PenaltyWindow(params.penalty_window, params.repetition_penalty)
         tokens, values = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self._bias = torch.tensor(tokens, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
         self._marked = marked
@@ -100,26 +103,18 @@ class Sampler:
         self._bans: tuple[int, list[int]] = (-1, [])  # tokens that cannot be chosen at one position
         self.imposed: frozenset[int] = frozenset()  # nodes of the latest tree after which a rule imposed the token
         self._is_fast = is_fast and FastSampler.supports(params)
-        self._begin()
+        self._fast: FastSampler | None = None
         self.on_device: DeviceSampler | None = None
         if kernels is not None and DeviceSampler.supports(params, kernels):
             self.on_device = DeviceSampler(params, self._banned.tolist(), kernels)
 
-    def _begin(self) -> None:
-        """Remember no text but what the penalties by path do, whose index would take time in proportion to it."""
-        params = self.params
-        self._grammar = Grammar(self._rules) if self._rules else None
-        self._window: PenaltyWindow | None = None
-        if params.repetition_penalty != 1:
-            self._window = PenaltyWindow(params.penalty_window, params.repetition_penalty)
-        self._fast: FastSampler | None = None
-
-    def truncate(self, length: int) -> None:
-        """The tokens of the text from position `length` on were taken back."""
-        assert self.on_device is None, "a device chooses no text that may be cut"
-        self._begin()
-        if self._path_penalties is not None and len(self._path_penalties) > length:
-            self._path_penalties.truncate(length)
+    def truncate(self, context: Context) -> None:
+        """The text was cut to this one. What has a window is made anew; what grows with the text is kept."""
+        assert self._grammar is None and self.on_device is None, "neither goes with banned phrases"
+        self._window = self._window and PenaltyWindow(self.params.penalty_window, self.params.repetition_penalty)
+        self._fast = None
+        if self._path_penalties is not None and len(self._path_penalties) > len(context):
+            self._path_penalties.truncate(len(context))
 
     def of_free_text(self) -> Sampler:
         """A sampler of another text with the same settings, without grammar and rules. A sampler remembers its text."""

@@ -60,28 +60,27 @@ class ThinkingSampler(Sampler):
     def __init__(self, params: SamplingParams, banned: Iterable[int] = (), is_fast: bool = True,
                  kernels: Kernels | None = None, marked: MarkedTokens = NO_MARKS,
                  rules: GrammarRules | None = None, *, thought: ThoughtRules) -> None:
-        self.thought = thought
         super().__init__(params, banned, is_fast, kernels, marked, rules)
         closing = thought.markers.completing(thought.markers.closing, 0) if thought.bans_ends else ()
         self._ends = frozenset(self._settings[1]) - set(closing)  # that are banned inside
         self.on_device = None  # `for_tree` decides whether a device can choose
-        self._plain: dict[str, Sampler] = {}
-        self._plain_tokens: dict[int, set[int]] = {phase: set() for phase in (BEFORE, INSIDE, CLOSING, AFTER)}
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._text = Thought(self.thought)
+        self.thought = thought
+        self._text = Thought(thought)
         # Whether the grammar begins where the thought ends; otherwise it covers the whole text.
-        self._is_gated = self._grammar is not None and self.thought.bans_ends
+        self._is_gated = self._grammar is not None and thought.bans_ends
         if self._grammar and self._is_gated and self._text.state.phase != AFTER:
             self._grammar.wait()
+        self._plain: dict[str, Sampler] = {}
         self._known: _States | None = None
         self._quiet: tuple[Tree, int, str | None] | None = None  # of `_quiet_mode`: tree, length of the text, result
+        self._plain_tokens: dict[int, set[int]] = {phase: set() for phase in (BEFORE, INSIDE, CLOSING, AFTER)}
 
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
+    def truncate(self, context: Context) -> None:
+        super().truncate(context)
         for sampler in self._plain.values():
-            sampler.truncate(length)
+            sampler.truncate(context)
+        self._text = self._text.cut_to(context.num_new)
+        self._known = self._quiet = None
 
     def ban(self, position: int, tokens: Sequence[int]) -> None:
         super().ban(position, tokens)

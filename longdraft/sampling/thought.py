@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,7 @@ from longdraft.request.loops import LoopGuard
 BEFORE, INSIDE, CLOSING, AFTER = range(4)
 NEVER = sys.maxsize  # of a count of tokens: no rule depends on it
 SOFT_BIAS = 8.0  # logits that a soft close adds to the closing marker where the budget is spent
+_REMEMBERED = 256  # last tokens that can be taken back
 _LONGEST_CHARACTER = 4  # bytes, and therefore tokens
 _SENTENCE_ENDS = tuple(".!?\n。！？…")
 
@@ -254,6 +256,7 @@ class Thought:
         self.state = rules.first
         self.num = -len(begun)  # new tokens so far
         self._guard = LoopGuard() if rules.closes_loops else None
+        self._states = deque[ThoughtState](maxlen=_REMEMBERED)  # before the last tokens
         if self.state.phase == INSIDE:
             self.state = rules.closed_if_due(self.state, self.num)
         for token in begun:
@@ -273,6 +276,7 @@ class Thought:
     def push(self, token: int) -> ThoughtState:
         """One more token; returns the state after it."""
         before, self.num = self.state, self.num + 1
+        self._states.append(before)
         self.state = state = self.rules.advance(before, token, self.num)
         if self._guard is not None and before.phase == INSIDE:
             if state.phase == AFTER:
@@ -282,6 +286,16 @@ class Thought:
                 if self._guard.is_looping and state.is_whole:
                     self.state = closing(state, "loop")
         return self.state
+
+    def cut_to(self, num: int) -> Thought:
+        """The thought of the text's first `num` new tokens; of none of them where that is not remembered, as after a
+        long cut, or where it looks for loops."""
+        taken = [self._states.pop() for _ in range(min(self.num - num, len(self._states)))]
+        if len(taken) < self.num - num or (self._guard and any(state.phase == INSIDE for state in taken)):
+            return Thought(self.rules)
+        if taken:
+            self.state, self.num = taken[-1], num
+        return self
 
     def replace_rules(self, rules: ThoughtRules) -> None:
         """Go on with rules that differ in what is due from now on, such as `close_at`."""

@@ -48,6 +48,25 @@ def rules_of(**rules) -> ThoughtRules:
     return ThoughtRules(markers, **(dict(forced=F, bans_ends=True) | rules))
 
 
+@pytest.mark.parametrize("closes_loops", [False, True])
+def test_a_thought_that_is_cut_is_that_of_the_shorter_text(closes_loops):
+    draw = random.Random(7)
+    rules = rules_of(begun=(), budget=9, closes_loops=closes_loops)
+    thought, new = Thought(rules), list[int]()
+    for _ in range(300):
+        for _ in range(draw.randrange(12)):
+            given = rules.given_token(thought.state)
+            new.append(draw.choice([OPEN, CLOSE, WAIT, 60, 200, 230, 130]) if given is None else given)
+            thought.push(new[-1])
+        del new[max(0, len(new) - draw.choice([0, 1, 3, 9, 300])) :]
+        thought, obvious = thought.cut_to(len(new)), Thought(rules)
+        for token in new[thought.num :]:
+            thought.push(token)
+        for token in new:
+            obvious.push(token)
+        assert (thought.state, thought.num, thought.quiet_for) == (obvious.state, obvious.num, obvious.quiet_for)
+
+
 # The obvious definition
 
 
