@@ -111,10 +111,10 @@ std::vector<Bytes> memory_of(nb::handle_t<Linear> self) {
 }
 
 Linear* take_rows(const Kernels& kernels, const Linear& weight, const std::vector<int64_t>& rows) {
-    require(!weight.is_grouped() && !weight.is_mxfp4 && !rows.empty(), "a weight without groups, and one or more rows");
+    require(!weight.is_mxfp4 && !rows.empty(), "a weight that is not in MXFP4, and one or more rows");
     for (int64_t row : rows) require(0 <= row && row < weight.n, "rows of the weight");
     const int bits = weight.is_int8 ? 8 : weight.is_bf16 ? 16 : 32;
-    auto* taken = new Linear(weight.is_bf16, bits, Groups::NONE, static_cast<long>(rows.size()), weight.k, false);
+    auto* taken = new Linear(weight.is_bf16, bits, weight.groups, static_cast<long>(rows.size()), weight.k, false);
     kernels.take_rows(weight, rows.data(), *taken);
     return taken;
 }

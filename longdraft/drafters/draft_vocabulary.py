@@ -22,7 +22,6 @@ import torch
 from longdraft.errors import UsageError, check
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary, can_take_rows, rows_of_head
 from longdraft.model.transformer import Transformer
-from longdraft.parts.draft_copy import outweighs_cache
 from longdraft.request.context import Context
 from longdraft.speculation.drafter import Verified
 
@@ -56,14 +55,13 @@ def vocabulary_size(asked: VocabularySize, model: Transformer) -> int | None:
     is_possible = can_take_rows(model.kernels, head)
     if asked == AUTO_VOCABULARY:
         saved = head.nbytes * (1 - _AUTO_SIZE / total) / model.weights_bytes
-        pays = total > _AUTO_MIN_VOCABULARY and saved >= _AUTO_MIN_SAVED and outweighs_cache(model)
+        pays = total > _AUTO_MIN_VOCABULARY and saved >= _AUTO_MIN_SAVED
         return _AUTO_SIZE if pays and is_possible else None
     check(isinstance(asked, int) and asked <= total, "draft_vocabulary", asked,
           f"auto, all, or {LEAST_SIZE} to {total} (the model's number of tokens)")
     if not is_possible:
-        raise UsageError(f"draft_vocabulary is {asked!r}, which needs the compiled CPU kernels, and draft weights that "
-                         "are neither divided among ranks nor a file's own numbers (draft_weights int8 and int4 are "
-                         "not); allowed here: auto, all")
+        raise UsageError(f"draft_vocabulary is {asked!r}, which needs the compiled CPU kernels, and weights that are "
+                         "not divided among ranks; allowed here: auto, all")
     return int(asked)
 
 

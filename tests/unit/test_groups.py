@@ -18,6 +18,7 @@ from longdraft.checkpoint.gguf.types import TYPES
 from longdraft.checkpoint.tensor_files import TensorFiles
 from longdraft.errors import ModelError
 from longdraft.kernels.cpu.store import CpuLinear
+from longdraft.kernels.cpu.vocabulary import PartOfVocabulary, rows_of_head
 from longdraft.kernels.formats import groups, int4
 from longdraft.kernels.formats.groups import BlockRows, GroupedWeight
 from longdraft.model.transformer import chain_rows
@@ -55,6 +56,17 @@ def test_the_product_is_that_of_the_slow_twin_whatever_rows_are_beside(name, kin
         assert torch.equal(ops.linear(x[some].clone(), packed, keep_float=True), got[some])
     table = groups.dequantise(weight)
     assert torch.equal(ops.embed(packed, [0, 2, 69]), table[[0, 2, 69]].to(ops.dtype))
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_taken_from_a_packed_weight_give_the_same_bits(kind, dtype):
+    ops = kernels.choose("cpu", dtype)
+    x, packed = torch.randn(3, WIDTH).to(ops.dtype), ops.pack(numbers(kind), torch.randn(70))
+    ids = torch.tensor([0, 1, 3, *range(8, 68, 2), 69])
+    taken = rows_of_head(ops, packed, PartOfVocabulary(ids, 70))
+    assert torch.equal(ops.linear(x, taken), ops.linear(x, packed)[:, ids])
+    assert torch.equal(ops.embed(taken, range(len(ids))), ops.embed(packed, ids))
 
 
 @every_kind

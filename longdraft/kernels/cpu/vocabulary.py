@@ -41,7 +41,7 @@ class PartOfVocabulary:
 
 def can_take_rows(kernels: Kernels, head: Linear) -> bool:
     """Whether `rows_of_head` can take rows of this head."""
-    return isinstance(kernels, CpuKernels) and isinstance(head, CpuLinear) and not head.native.is_grouped
+    return isinstance(kernels, CpuKernels) and isinstance(head, CpuLinear)
 
 
 def rows_of_head(kernels: Kernels, head: Linear, part: PartOfVocabulary) -> Linear:
