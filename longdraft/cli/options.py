@@ -232,7 +232,7 @@ def chat_options(pairs: Iterable[str]) -> dict[str, Any]:
     return {key: parse_option(value) for key, value in given.items()}
 
 
-def require_one_process(tensor_parallel: int = 1) -> None:
+def require_one_process(tensor_parallel: int) -> None:
     """Raise UsageError if torchrun started several processes without --tensor-parallel."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and tensor_parallel == 1:

@@ -39,7 +39,7 @@ from longdraft.drafters.block import BlockDrafter, BlockModel, BlockOptions
 from longdraft.drafters.chain import SMALL_BYTES
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
-from longdraft.drafters.draft_vocabulary import VocabularySize
+from longdraft.drafters.draft_vocabulary import VocabularySize, vocabulary_size
 from longdraft.drafters.eagle import EagleDrafter, EagleDraftModel, EagleOptions, ParallelEagleDrafter
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
 from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
@@ -142,7 +142,9 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
         resources = resources._replace(draft=None)
     resources = _with_shared_cache(resources, options.draft_vocabulary)
     candidates = _candidates(options, resources)
-    identity = {**_costs_identity(resources), "vocabulary": options.draft_vocabulary, "head": options.head_weights}
+    drafting = resources.draft_copy or resources.model
+    identity = {**_costs_identity(resources), "vocabulary": vocabulary_size(options.draft_vocabulary, drafting),
+                "rows": MagicDecOptions().partial_rows(drafting), "head": options.head_weights}
     shared = resources.knowledge or SharedStatistics()
     clock = resources.clock or CostClock(always=True)
 
@@ -167,10 +169,11 @@ def _with_shared_cache(resources: Resources, vocabulary: VocabularySize) -> Reso
     """Candidates that draft with the target share one partial cache, and those of a head its rows of the text, so that
     these are up to date whichever drafts next. vocabulary: the option `draft_vocabulary`"""
     model, cache, head = resources.model, resources.cache, resources.reads_states
+    drafting = resources.draft_copy or model
     if head is None or not resources.levels:
-        return resources._replace(partial=new_partial_cache(MagicDecOptions(), model, cache))
+        return resources._replace(partial=new_partial_cache(MagicDecOptions(), drafting, cache))
     states = tapped_drafts(head, model)  # for `triforce`
-    return resources._replace(partial=new_partial_cache(MagicDecOptions(), model, cache, states),
+    return resources._replace(partial=new_partial_cache(MagicDecOptions(), drafting, cache, states),
                               reader=new_reader(head, cache, resources.sampler, states, _LONGEST, vocabulary))
 
 

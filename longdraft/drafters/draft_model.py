@@ -60,8 +60,8 @@ class DraftModelOptions(DrafterOptions):
         return self.budget if self.cache == "streaming" else 0
 
 
-def windowed(model: Transformer, target: Transformer, budget: int, sinks: int, refresh: int,
-             clock: CostClock | None = None, name: str = "budget") -> StreamingDraftModel:
+def windowed(model: Transformer, target: Transformer, budget: int, sinks: int, refresh: int, clock: CostClock | None,
+             name: str = "budget") -> StreamingDraftModel:
     """`model` as a drafter of `target` that reads a window of the text. UsageError if its context is smaller.
 
     clock  of the request; None: the request runs alone
@@ -77,7 +77,7 @@ class DraftModelDrafter:
     """clock: of the request; None: the request runs alone."""
 
     def __init__(self, options: DraftModelOptions, draft: Transformer, target: Transformer, sampler: Sampler,
-                 clock: CostClock | None = None) -> None:
+                 clock: CostClock | None) -> None:
         self._length = options.chain
         if options.cache == "full":
             most = draft.config.max_positions

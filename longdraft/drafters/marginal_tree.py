@@ -124,8 +124,8 @@ class MarginalTrees:
         self._slots: Sequence[Slot] = ()  # of the latest tree
         self._rankings: dict[tuple[int, int], _Ranking] = {}  # by depth and place of the parent, of the latest tree
 
-    def grow(self, root: int, slots: Sequence[Slot], num_nodes: int, least: float = 0.0) -> Tree:
-        """The tree of the `num_nodes` likeliest nodes at most, of those with a reach of at least `least`."""
+    def grow(self, root: int, slots: Sequence[Slot], num_nodes: int) -> Tree:
+        """The tree of the `num_nodes` likeliest nodes at most."""
         trie = Trie(root)
         self._slots, self._rankings = slots, {}
         order = count()  # of entries with one reach: the earlier one first
@@ -139,7 +139,7 @@ class MarginalTrees:
             ranking = self._ranking(depth, before)
             if rank < len(ranking.places):
                 own = reach * ranking.corrected[rank]
-                if own > 0 and own >= least:
+                if own > 0:
                     heapq.heappush(heap, (-own, next(order), reach, parent, depth, before, rank))
 
         push(1.0, 0, 1, 0, 0)

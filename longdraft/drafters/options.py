@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from longdraft.errors import UsageError, check
+from longdraft.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ class DrafterOptions:
         """Whether the drafter uses trained heads of the target, if it is one of those that can."""
         return True
 
-    @property
-    def partial_rows(self) -> int:
-        """Rows of a partial KV cache of the target, for each layer and KV head."""
+    def partial_rows(self, model: Transformer) -> int:
+        """Rows of a partial KV cache of the target, for each layer and KV head. model: drafts on it"""
         return 0
 
 

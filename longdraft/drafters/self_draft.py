@@ -23,6 +23,7 @@ selected again every `refresh` tokens. The default trees were measured with the 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -62,6 +63,19 @@ from longdraft.speculation.routine import Routine
 SELF = "self"  # the source of the chain's guesses in the statistics
 SelectionKind = Literal["heavy-hitters", "streaming", "snapkv"]  # how the rows of the partial cache are chosen
 _SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds
+AUTO_BUDGET = "auto"
+_MOST_ROWS = 2048
+_SHARE_OF_WEIGHTS = 1 / 8  # of the bytes of the weights that a draft token reads: what the rows may take
+
+
+def affordable_rows(model: Transformer) -> int:
+    """Rows of a partial cache that cost little beside the weights of `model`, which drafts; 0 on a device."""
+    layers = [(each.num_kv_heads * model.kernels.cache_bytes(each.head_dim), each.window)
+              for each in model.config.kv_attention]
+    rows = 0 if model.kernels.is_device else _MOST_ROWS
+    while sum(size * min(rows, window or rows) for size, window in layers) > _SHARE_OF_WEIGHTS * model.weights_bytes:
+        rows //= 2
+    return rows
 
 
 @dataclass(frozen=True)
@@ -72,8 +86,10 @@ class SelfDraftOptions(ChainOptions):
     least      the chain ends early where its next token is accepted with less than this probability, as far as the
                scores of its tokens and the outcomes of earlier ones tell; 0: never. `auto` sets it by cost
     remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
-    budget     rows of the partial cache for each layer and KV head, at each selection for `magicdec` (TokenSwift: the
-               prompt's length; MagicDec: 257, 4097)
+    budget     auto | number of rows of the partial cache for each layer and KV head, at each selection for `magicdec`
+               (TokenSwift: the prompt's length; MagicDec: 257, 4097). auto, on a CPU: 2,048, or half of that as often
+               as they take more than an eighth of the bytes of the weights that a draft token reads; but at least
+               256, for `magicdec` 192, which it is on a device
     sinks      first positions of the text, always held
     draft_weights  auto | same | file | int8 | int4: weights that the chain drafts with; the target verifies with its
                own. file: the numbers of the quantised file that the target was expanded from. auto, on a CPU: file
@@ -86,7 +102,7 @@ class SelfDraftOptions(ChainOptions):
     chain: int = 8
     least: float = 0.0
     remainder: bool = True
-    budget: int = 256
+    budget: int | str = AUTO_BUDGET
     sinks: int = 16
     draft_weights: str = AUTO_WEIGHTS
     draft_vocabulary: VocabularySize = AUTO_VOCABULARY
@@ -94,12 +110,22 @@ class SelfDraftOptions(ChainOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(0 <= self.least < 1, "least", self.least, "0 to below 1")
+        is_known = isinstance(self.budget, int) or self.budget == AUTO_BUDGET
+        check(is_known, "budget", self.budget, "auto, or a number of rows")
         check_draft_weights(self.draft_weights)
         check_draft_vocabulary(self.draft_vocabulary)
 
+    def partial_rows(self, model: Transformer) -> int:
+        return self.budget if isinstance(self.budget, int) else max(affordable_rows(model), self.fewest_rows)
+
     @property
-    def partial_rows(self) -> int:
-        return self.budget
+    @abstractmethod
+    def fewest_rows(self) -> int:
+        """Rows that `budget=auto` takes at least."""
+
+    @abstractmethod
+    def partial_budget(self, rows: int) -> PartialBudget:
+        """How so many rows are divided. UsageError if they are too few."""
 
     @property
     def copy_weights(self) -> str:
@@ -142,7 +168,7 @@ class TokenSwiftOptions(SelfDraftOptions):
         check(all(num <= MAX_NODES for num in nodes), "tree", list(self.tree), f"at most {MAX_NODES} nodes")
         check(0 <= self.continuations <= RANKED, "continuations", self.continuations, f"0 to {RANKED}")
         check(self.cache in ("dynamic", "static", "full"), "cache", self.cache, "dynamic, static or full")
-        _ = self.ngrams, self.partial_budget  # which check the other values
+        _ = self.ngrams, self.partial_budget(self.budget if isinstance(self.budget, int) else self.fewest_rows)  # check
 
     @property
     def ngrams(self) -> NgramOptions | None:
@@ -151,8 +177,11 @@ class TokenSwiftOptions(SelfDraftOptions):
         return options if self.continuations else None
 
     @property
-    def partial_budget(self) -> PartialBudget:
-        return PartialBudget(self.budget, self.sinks, self.recent, self.room)
+    def fewest_rows(self) -> int:
+        return max(256, self.sinks + self.recent + self.room)
+
+    def partial_budget(self, rows: int) -> PartialBudget:
+        return PartialBudget(rows, self.sinks, self.recent, self.room)
 
 
 @dataclass(frozen=True)
@@ -164,7 +193,6 @@ class MagicDecOptions(SelfDraftOptions):
     """
 
     selection: SelectionKind = "streaming"
-    budget: int = 192
     refresh: int = 64
     tree: ClassVar[tuple[int, ...]] = ()
     ngrams: ClassVar[None] = None
@@ -175,19 +203,28 @@ class MagicDecOptions(SelfDraftOptions):
         check(self.selection in ("streaming", "snapkv"), "selection", self.selection, "streaming or snapkv")
         check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
         check(self.refresh >= 1, "refresh", self.refresh, "1 or more")
-        least = self.sinks + (_SNAPKV_RECENT if self.selection == "snapkv" else 1)
-        check(self.budget >= least, "budget", self.budget, f"at least {least} (sinks and the latest rows)")
+        if isinstance(self.budget, int):
+            check(self.budget >= self._held_rows, "budget", self.budget,
+                  f"at least {self._held_rows} (sinks and the latest rows)")
 
     @property
-    def partial_budget(self) -> PartialBudget:
-        recent = _SNAPKV_RECENT if self.selection == "snapkv" else self.budget - self.sinks
-        return PartialBudget(self.budget + self.refresh, self.sinks, recent, self.refresh)
+    def _held_rows(self) -> int:
+        return self.sinks + (_SNAPKV_RECENT if self.selection == "snapkv" else 1)
+
+    @property
+    def fewest_rows(self) -> int:
+        return max(192, self._held_rows)
+
+    def partial_budget(self, rows: int) -> PartialBudget:
+        recent = _SNAPKV_RECENT if self.selection == "snapkv" else rows - self.sinks
+        return PartialBudget(rows + self.refresh, self.sinks, recent, self.refresh)
 
 
 def new_partial_cache(options: TokenSwiftOptions | MagicDecOptions, model: Transformer, cache: FullCache,
                       taps: TapLog | None = None) -> PartialCache:
-    """The partial cache over `cache` that the options describe. taps: gets the tapped states of its drafts"""
-    size = options.partial_budget
+    """The partial cache over `cache` that the options describe, on which `model` drafts. taps: gets the tapped states
+    of its drafts"""
+    size = options.partial_budget(options.partial_rows(model))
     if options.selection == "streaming":
         selection = row_selection.streaming(size.selected, size.sinks)
     else:
@@ -216,8 +253,8 @@ class SelfDrafter:
         self._sampler = sampler
         self._heads = heads
         self._is_shared = partial is not None
-        self.partial = partial or new_partial_cache(options, model, cache)
         drafting = copy or model
+        self.partial = partial or new_partial_cache(options, drafting, cache)
         size = vocabulary_size(options.draft_vocabulary, drafting)
         self._vocabulary = DraftVocabulary(drafting, size) if size else None
         self._draft_model = SelfDraftModel(drafting, self.partial, clock, self._vocabulary)

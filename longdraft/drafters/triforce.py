@@ -144,8 +144,7 @@ class TriForceOptions(DrafterOptions):
     def draft_window(self) -> int:
         return self.window
 
-    @property
-    def partial_rows(self) -> int:
+    def partial_rows(self, model: Transformer) -> int:
         return self.budget
 
 

@@ -65,11 +65,9 @@ def test_a_tree_has_the_likeliest_paths_of_all(seed, has_pairs):
         assert all(reach == pytest.approx(dict(wanted)[path]) for path, reach in grown.items())
 
 
-def test_a_tree_ends_where_its_nodes_become_unlikely_and_has_64_rows_at_most():
+def test_a_tree_has_64_rows_at_most():
     slots = random_slots(3, False, num=6, width=8)
     assert len(MarginalTrees("test").grow(1, slots, 999)) == 1 + MAX_NODES
-    reach = paths_of(MarginalTrees("test").grow(1, slots, 999, least=0.05)).values()
-    assert reach and min(reach) >= 0.05 and len(reach) < MAX_NODES
 
 
 @pytest.mark.parametrize("slots", [[], [Slot([], np.empty(0))], [Slot([5], np.zeros(1)), Slot([], np.empty(0))]])

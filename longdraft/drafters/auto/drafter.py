@@ -40,6 +40,8 @@ from longdraft.drafters.confidence import confidence_of
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.draft_vocabulary import AUTO_VOCABULARY, VocabularySize, check_draft_vocabulary
 from longdraft.drafters.options import DrafterOptions
+from longdraft.drafters.self_draft import MagicDecOptions
+from longdraft.model.transformer import Transformer
 from longdraft.parts.draft_copy import AUTO_WEIGHTS, check_draft_weights
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree, root_only
@@ -77,6 +79,9 @@ class AutoOptions(DrafterOptions):
     @property
     def draft_window(self) -> int:
         return DraftModelOptions().draft_window
+
+    def partial_rows(self, model: Transformer) -> int:
+        return MagicDecOptions().partial_rows(model)
 
 
 class Proposal(NamedTuple):
