@@ -128,7 +128,8 @@ class Engine:
     def drafter_bytes(self, tokens: int) -> int:
         """Bytes of the caches that drafting a text of `tokens` tokens takes, beside the text's own."""
         options, draft = self.choice.options, self.draft
-        num_bytes = min(options.partial_rows, tokens) * self.model.cache_bytes_per_token
+        partial_rows = options.partial_rows(self.loaded.draft_copy or self.model)
+        num_bytes = min(partial_rows, tokens) * self.model.cache_bytes_per_token
         if draft is None or self.drafter not in drafters.WITH_DRAFT:
             return num_bytes
         rows = options.draft_window or draft.config.max_positions

@@ -42,6 +42,7 @@ from longdraft.drafters.self_draft import SELF, TokenSwiftOptions
 from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import UsageError, check
 from longdraft.kernels import AttentionRows, Kernels, KVStore
+from longdraft.model.transformer import Transformer
 from longdraft.request.context import Context
 from longdraft.request.tree import Tree
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
@@ -75,8 +76,7 @@ class PublishedOptions(DrafterOptions):
         check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
         check(self.budget > self.sinks + 1, "budget", self.budget, f"more than sinks + 1 ({self.sinks + 1})")
 
-    @property
-    def partial_rows(self) -> int:
+    def partial_rows(self, model: Transformer) -> int:
         return self.budget
 
 
