@@ -14,11 +14,13 @@ import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import SETTINGS, prompt_of
 from helpers.extents import extent
-from helpers.families import make_hybrid
+from helpers.families import make_family, make_hybrid
 from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.cache.full import FullCache
+from longdraft.drafters import self_draft
 from longdraft.drafters import streaming_model as streaming_module
+from longdraft.drafters.self_draft import MagicDecOptions
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import UsageError
 from longdraft.model.transformer import Transformer, chain_rows
@@ -203,6 +205,23 @@ def test_low_acceptance_selects_the_retrieval_cache_again(model):
     assert counts[0] <= 2 and counts[1] > counts[0] + 2
 
 
+def test_budget_auto_takes_rows_that_cost_little_beside_the_weights_that_draft(tmp_path, model, monkeypatch):
+    make_family(tmp_path, "gemma3")
+    windowed = load(tmp_path)
+    windows = [each.window for each in windowed.config.kv_attention]
+    assert 0 in windows and 0 < max(windows) < 192
+    in_full = windows.count(0) / len(windows)  # layers that read more rows than their window has
+    for drafts, bytes_of_row in ((model, model.cache_bytes_per_token),
+                                 (windowed, in_full * windowed.cache_bytes_per_token)):
+        for rows, share in ((2048, 1.1), (2048, 9.0), (1024, 0.9), (512, 0.3)):
+            monkeypatch.setattr(self_draft, "_SHARE_OF_WEIGHTS", 2048 * share * bytes_of_row / drafts.weights_bytes)
+            assert MagicDecOptions().partial_rows(drafts) == rows
+    monkeypatch.setattr(self_draft, "_SHARE_OF_WEIGHTS", 0.0)
+    for name, given, rows in (("magicdec", {}, 192), ("tokenswift", {}, 256), ("magicdec", {"sinks": 432}, 433),
+                              ("tokenswift", {"sinks": 512}, 640), ("magicdec", {"budget": 300}, 300)):
+        assert drafters.parse_options(name, given).partial_rows(model) == rows
+
+
 # What users see.
 
 
@@ -210,6 +229,7 @@ def test_low_acceptance_selects_the_retrieval_cache_again(model):
     ("magicdec", {"selection": "all"}, "selection is 'all'; allowed: streaming or snapkv"),
     ("magicdec", {"chain": "0"}, "chain is 0; allowed: 1 to 64"),
     ("magicdec", {"budget": "40", "selection": "snapkv"}, r"budget is 40; allowed: at least 48 \(sinks and the latest"),
+    ("magicdec", {"budget": "many"}, "budget is 'many'; allowed: auto, or a number of rows"),
     ("magicdec", {"refresh": "0"}, "refresh is 0"),
     ("magicdec", {"sinks": "-1"}, "sinks is -1"),
     ("magicdec", {"width": "17"}, "width is 17; allowed: 1 to 16"),
