@@ -51,7 +51,7 @@ def test_the_core_meets_every_drafter_and_every_lie(core):
 
 
 def test_the_core_meets_every_sampling_setting(core):
-    assert "two settings" in values(core, "test_equality", "test_every_drafter_writes_the_plain_text", "extent")
+    assert "three settings" in values(core, "test_equality", "test_every_drafter_writes_the_plain_text", "extent")
     met = [setting for drafter in equality.DRAFTERS for setting in equality.settings_for(drafter)]
     assert {*met} == equality.SETTINGS.keys() and min(map(met.count, equality.SETTINGS)) >= 4
 
