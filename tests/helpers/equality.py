@@ -35,7 +35,7 @@ SETTINGS = {
                         xtc_threshold=0.02, typical_p=0.95, top_n_sigma=2.5, dry_multiplier=0.8, dry_allowed_length=1),
     "few tokens": dict(temperature=1.0, logit_bias=tuple((token, 100.0) for token in range(60, 66))),
 }
-EASY = "few tokens"  # every drafter guesses many of these right; with the other settings, few of a random model's tokens
+EASY = "few tokens"  # with this setting every drafter guesses many tokens of a random model, with the others few
 DRAFTERS = {
     "auto": ("auto", {}),
     "ngram": ("ngram", dict(delay=0, seen=1)),
