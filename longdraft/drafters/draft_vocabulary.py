@@ -1,23 +1,23 @@
-"""A draft vocabulary: the tokens that a self-drafting chain can guess, those that are frequent in the text.
+"""A draft vocabulary: the tokens that a self-drafting chain can guess, those that are likely in the text.
 
 A draft token multiplies the head's row of every token of the vocabulary. With 152,000 tokens that is 40 % of what an
-int4 copy of a 0.5B model reads. A head of the frequent tokens' rows alone reads less (FR-Spec, arXiv 2502.14856, with
-the frequencies of a corpus). A token outside the draft vocabulary cannot be guessed; verification adds it as it adds
+int4 copy of a 0.5B model reads. A head of some tokens' rows alone reads less (FR-Spec, arXiv 2502.14856, with the most
+frequent tokens of a corpus). A token outside the draft vocabulary cannot be guessed; verification adds it as it adds
 any other token, so the text does not change.
 
-    tokens of the text and candidates, most frequent first  |  then the lowest ids, which BPE gives to its first merges
+    tokens of the text, most frequent first  |  then those with the highest mean logit over verified rows
 
-Candidates are tokens to which verification gave at least a fiftieth of the best token's probability. They halve the
-number of new tokens that a draft vocabulary lacks (notebook/2026-11.md). The rows are packed once and again from time
-to time, where the text has tokens that they lack. The work of a step does not grow with the text.
+The mean logit tells which tokens fit into such a text. A prior is added, because BPE gives the lowest ids to its first
+merges. With 32,768 of 262,144 tokens, the draft vocabulary lacks a fifth to a half of the new tokens that one without
+the logits would lack (notebook/2026-11.md). The rows are packed once and again from time to time, where the text has
+tokens that they lack. The work of a step does not grow with the text.
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
+from torch import Tensor
 
 from longdraft.errors import UsageError, check
 from longdraft.kernels.cpu.vocabulary import PartOfVocabulary, can_take_rows, rows_of_head
@@ -31,10 +31,11 @@ LEAST_SIZE = 64
 _AUTO_SIZE = 32_768
 _AUTO_MIN_VOCABULARY = 65_536
 _AUTO_MIN_SAVED = 0.2  # share of the bytes that a draft token reads
-_RENEW_AFTER = 256  # tokens
-_WEIGHT = 10  # of a token of the text; that of a candidate is 1
-_CANDIDATE = math.log(0.02)  # of the best token's probability
-_MAX_CANDIDATES = 256  # of a row; a row with more of them tells little
+_RENEW_AFTER = 32, 256  # tokens: as many as the text had when the rows were packed, between these
+_PROMPT_ROWS = 16  # last rows of a prompt whose logits are computed
+_DECAY = 0.98  # weight of the logits of earlier rows at each new one
+_OF_TEXT = 1e6  # above all logits
+_PRIOR = 4.0  # nats by which the first id is likelier than the last one, before any row is known
 
 
 def check_draft_vocabulary(value: VocabularySize) -> None:
@@ -73,50 +74,58 @@ class DraftVocabulary:
     """
 
     def __init__(self, model: Transformer, size: int) -> None:
+        total = model.config.vocab_size
         self._model, self._size = model, size
-        self._counts = np.zeros(model.config.vocab_size, dtype=np.int64)
+        self._counts = torch.zeros(total, dtype=torch.float64)  # of the text's tokens
         self._num_counted = 0
+        self._prompt: Tensor | None = None  # its last rows, until they are used
+        self._logits, self._weight = torch.zeros(total), 0.0  # decayed sums, of logits and of 1, over verified rows
         self._limited: Transformer | None = None
-        self._is_in: np.ndarray = np.zeros(0, dtype=bool)
-        self._made_at = 0
+        self._is_in = torch.zeros(0, dtype=torch.bool)
+        self._renewal = 0  # tokens of the text at which the vocabulary may be renewed
         self._lacks_tokens = False
 
     @property
     def nbytes(self) -> int:
         limited = self._limited
         made = limited.part.nbytes + limited.weights.head.nbytes if limited and limited.part else 0
-        return self._counts.nbytes + self._is_in.nbytes + made
+        return sum(part.nbytes for part in (self._counts, self._logits, self._is_in)) + made
 
     def learn(self, verified: Verified) -> None:
-        """Count the candidates of verified rows."""
-        logits = verified.result.logits
-        if not len(logits):  # the last rows of a prompt have none
-            return
-        for row in (logits[node].numpy() for node in verified.rows):  # NumPy takes a sixth of PyTorch's time here
-            candidates = np.flatnonzero(row >= row.max() + _CANDIDATE)
-            if len(candidates) <= _MAX_CANDIDATES:
-                self._counts[candidates] += 1
+        """Learn from verified rows which tokens are likely."""
+        if len(logits := verified.result.logits):
+            self._add(logits[list(verified.rows)])
+        else:  # a prompt
+            self._prompt = verified.hidden[-_PROMPT_ROWS:]
+
+    def _add(self, logits: Tensor) -> None:
+        decay = _DECAY ** len(logits)
+        self._logits.mul_(decay).add_(logits.sum(0))
+        self._weight = decay * self._weight + len(logits)
 
     def model(self, context: Context) -> Transformer:
-        """The model with the head of the tokens that are frequent now."""
-        new = context.slice(self._num_counted, len(context))
-        np.add.at(self._counts, new, _WEIGHT)
+        """The model with the head of the tokens that are likely now."""
+        new = torch.from_numpy(context.slice(self._num_counted, len(context)).astype(np.int64))
+        self._counts.index_add_(0, new, torch.ones(len(new), dtype=torch.float64))
         self._num_counted = len(context)
         if self._limited is not None:
             self._lacks_tokens |= not self._is_in[new].all()
-            if not self._lacks_tokens or len(context) < self._made_at + _RENEW_AFTER:
+            if not self._lacks_tokens or len(context) < self._renewal:
                 return self._limited
-        part = PartOfVocabulary(self._frequent(), len(self._counts))
+        part = PartOfVocabulary(self._likely(), len(self._counts))
         head = rows_of_head(self._model.kernels, self._model.weights.head, part)
         self._limited = self._model.with_part_of_vocabulary(part, head)
-        self._made_at, self._lacks_tokens = len(context), False
+        least, most = _RENEW_AFTER
+        self._renewal, self._lacks_tokens = len(context) + min(max(len(context), least), most), False
         return self._limited
 
-    def _frequent(self) -> torch.Tensor:
+    def _likely(self) -> Tensor:
         """The ids of the draft vocabulary [N] int64, ascending."""
+        if self._prompt is not None:
+            self._add(self._model.logits(self._prompt))
+            self._prompt = None
         total = len(self._counts)
-        score = self._counts * total + np.arange(total, 0, -1)  # no two are equal
-        ids = np.sort(np.argpartition(-score, self._size - 1)[: self._size])
-        self._is_in = np.zeros(total, dtype=bool)
-        self._is_in[ids] = True
-        return torch.from_numpy(ids)
+        fit = self._logits / max(self._weight, 1.0) - torch.arange(total) * (_PRIOR / total) + _OF_TEXT * self._counts
+        ids = fit.topk(self._size).indices.sort().values
+        self._is_in = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
+        return ids

@@ -95,7 +95,7 @@ class SelfDraftOptions(ChainOptions):
                own. file: the numbers of the quantised file that the target was expanded from. auto, on a CPU: file
                where such a file takes less than 0.45 of the target's weights, else int4 where the weights are larger
                than the cache of 16,384 tokens, else int8 where they have 4 MiB or more, else same
-    draft_vocabulary  auto | all | number of tokens that the chain can guess, the frequent ones of the text.
+    draft_vocabulary  auto | all | number of tokens that the chain can guess, the likely ones of the text.
                auto: 32,768 where that saves a fifth of what a draft token reads, else all
     """
 

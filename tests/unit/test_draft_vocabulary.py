@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -48,21 +46,41 @@ def test_it_holds_the_tokens_of_the_text_then_the_lowest_ids(tiny):
     assert ids == [7, *range(100, 113), *range(150, 200)]
 
 
-def test_candidates_of_verified_rows_come_before_low_ids_and_after_the_text(tiny):
+def test_the_tokens_with_the_highest_mean_logits_of_verified_rows_come_before_low_ids_and_after_the_text(tiny):
     model = load(tiny["gqa"])
-    logits = torch.full((2, VOCAB), -9.0)
-    logits[0, [310, 311]] = 1.0
-    logits[0, 309] = 1.0 + math.log(0.03)
-    logits[1, 200:] = 1.0  # the text does not follow this row
-    forward = Forward(logits, None, None, logits)
+    logits = torch.zeros(3, VOCAB)
+    logits[0, [310, 311]], logits[1, [309, 311]], logits[0, 308] = 9.0, 9.0, 8.0
+    logits[2, 312] = 99.0  # the text does not follow this row
     vocabulary = DraftVocabulary(model, 64)
-    vocabulary.learn(Verified(forward, [0]))
-    vocabulary.learn(Verified(Forward(logits, None, None, logits[:0]), [-1]))
-    assert vocabulary.model(Context([300, 5])).part.ids.tolist() == [*range(60), 300, 309, 310, 311]
+    vocabulary.learn(Verified(Forward(logits, None, None, logits), [0, 1]))
+    assert vocabulary.model(Context([300, 5])).part.ids.tolist() == [*range(59), 300, 308, 309, 310, 311]
+
+
+def test_the_logits_of_a_prompts_last_rows_are_computed_for_it(tiny, monkeypatch):
+    monkeypatch.setattr(draft_vocabulary, "_PROMPT_ROWS", 3)
+    model, prompt = load(tiny["gqa"]), prompt_of(20)
+    read = model.forward(chain_rows(prompt, 0), model.new_cache(), 0)
+    vocabulary = DraftVocabulary(model, 64)
+    vocabulary.learn(Verified(read, range(-5, 0)))
+    fit = model.logits(read.hidden[-3:]).mean(0) - 4.0 * torch.arange(VOCAB) / VOCAB
+    own = set(vocabulary.model(Context(prompt)).part.ids.tolist())
+    assert set(prompt) < own
+    others = [token for token in fit.argsort(descending=True).tolist() if token not in prompt]
+    assert own - {*prompt} == {*others[: 64 - len(set(prompt))]}
+
+
+def test_it_is_renewed_after_as_many_tokens_as_the_text_had_between_32_and_256(tiny):
+    for length, wait in ((2, 32), (100, 100), (900, 256)):
+        vocabulary, context = DraftVocabulary(load(tiny["gqa"]), 64), Context([1] * length)
+        first = vocabulary.model(context)
+        context.extend([300] * (wait - 1))
+        assert vocabulary.model(context) is first
+        context.extend([300])
+        assert vocabulary.model(context) is not first
 
 
 def test_it_is_renewed_where_the_text_has_tokens_that_it_lacks(tiny, monkeypatch):
-    monkeypatch.setattr(draft_vocabulary, "_RENEW_AFTER", 4)
+    monkeypatch.setattr(draft_vocabulary, "_RENEW_AFTER", (4, 4))
     vocabulary, context = DraftVocabulary(load(tiny["gqa"]), 64), Context([1, 2])
     first = vocabulary.model(context)
     context.extend([3] * 8)
@@ -78,7 +96,7 @@ def test_it_is_renewed_where_the_text_has_tokens_that_it_lacks(tiny, monkeypatch
 @pytest.mark.parametrize("drafter", ["magicdec", "tokenswift"])
 @pytest.mark.parametrize("weights", ["int4", "same"])
 def test_the_text_is_that_of_plain_decoding(tiny, monkeypatch, drafter, weights):
-    monkeypatch.setattr(draft_vocabulary, "_RENEW_AFTER", 8)
+    monkeypatch.setattr(draft_vocabulary, "_RENEW_AFTER", (8, 8))
     plain = longdraft.load(str(tiny["gqa"]), drafter="plain")
     engine = longdraft.load(str(tiny["gqa"]), drafter=drafter,
                             drafter_options={"draft_weights": weights, "draft_vocabulary": 64})

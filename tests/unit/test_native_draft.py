@@ -150,7 +150,7 @@ def test_chains_end_at_the_same_token_natively(tiny, width):
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chains_of_a_draft_vocabulary_are_the_same_natively(tiny, monkeypatch, quantize, dtype):
-    monkeypatch.setattr(draft_vocabulary, "_RENEW_AFTER", 2)  # the vocabulary changes between two steps
+    monkeypatch.setattr(draft_vocabulary, "_RENEW_AFTER", (2, 2))  # the vocabulary changes between two steps
     model = load(tiny["gqa"], dtype, quantize=quantize)
     for name in SETTINGS:
         step_by_step, native = (drafts(model, params_of(name), prompt_of(60), budget=24, natively=way, width=3,
