@@ -47,12 +47,12 @@ def test_it_holds_the_tokens_of_the_text_then_the_lowest_ids(tiny):
 
 
 def test_the_tokens_with_the_highest_mean_logits_of_verified_rows_come_before_low_ids_and_after_the_text(tiny):
-    model = load(tiny["gqa"])
-    logits = torch.zeros(3, VOCAB)
-    logits[0, [310, 311]], logits[1, [309, 311]], logits[0, 308] = 9.0, 9.0, 8.0
-    logits[2, 312] = 99.0  # the text does not follow this row
-    vocabulary = DraftVocabulary(model, 64)
-    vocabulary.learn(Verified(Forward(logits, None, None, logits), [0, 1]))
+    vocabulary = DraftVocabulary(load(tiny["gqa"]), 64)
+    for likely in ({310: 9.0, 311: 9.0, 308: 8.0}, {309: 9.0, 311: 9.0}):
+        logits = torch.zeros(3, VOCAB)
+        logits[1, [*likely]] = torch.tensor([*likely.values()])
+        logits[2, 312] = 99.0  # the text does not follow this row
+        vocabulary.learn(Verified(Forward(logits, None, None, logits), [0, 1]))
     assert vocabulary.model(Context([300, 5])).part.ids.tolist() == [*range(59), 300, 308, 309, 310, 311]
 
 
