@@ -58,12 +58,14 @@ class PartialBudget:
     sinks   first positions of the text, always held
     recent  last positions always held at a selection; the rows written since then follow them
     room    rows left free at a selection for new tokens; the other rows hold heavy hitters
+    whole   a text of up to so many tokens is held whole, even if the budget is smaller
     """
 
     budget: int = 256
     sinks: int = 16
     recent: int = 64
     room: int = 64
+    whole: int = 0
 
     def __post_init__(self) -> None:
         check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
@@ -201,7 +203,8 @@ class PartialCache:
     def _append_or_select(self, attention: AttentionRows | None) -> None:
         num_new = self._full.length - self._num_seen
         is_whole = self._rows.length == self._num_seen
-        has_room = self._rows.length + num_new <= self._size.budget
+        most = max(self._size.budget, self._size.whole * is_whole)
+        has_room = self._rows.length + num_new <= most
         if has_room and (is_whole or not self._must_select):
             self._copy(range(self._num_seen, self._full.length))
         elif attention is not None:

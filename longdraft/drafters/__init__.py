@@ -144,7 +144,7 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     candidates = _candidates(options, resources)
     drafting = resources.draft_copy or resources.model
     identity = {**_costs_identity(resources), "vocabulary": vocabulary_size(options.draft_vocabulary, drafting),
-                "rows": MagicDecOptions().partial_rows(drafting), "head": options.head_weights}
+                "rows": repr(MagicDecOptions().partial_budget(drafting)), "head": options.head_weights}
     shared = resources.knowledge or SharedStatistics()
     clock = resources.clock or CostClock(always=True)
 

@@ -92,7 +92,7 @@ class DraftVocabulary:
         return sum(part.nbytes for part in (self._counts, self._logits, self._is_in)) + made
 
     def learn(self, verified: Verified) -> None:
-        """Learn from the last verified row which tokens are likely. All rows would take a tenth of a small model's time."""
+        """Learn from the last verified row which tokens are likely. All rows take a tenth of a small model's time."""
         if len(logits := verified.result.logits):
             self._add(logits[verified.rows[-1]][None])
         else:  # a prompt

@@ -65,17 +65,30 @@ SelectionKind = Literal["heavy-hitters", "streaming", "snapkv"]  # how the rows 
 _SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds
 AUTO_BUDGET = "auto"
 _MOST_ROWS = 2048
-_SHARE_OF_WEIGHTS = 1 / 8  # of the bytes of the weights that a draft token reads: what the rows may take
+_SHARE_OF_WEIGHTS = 1 / 8  # of the bytes of the weights that a draft token reads: rows that take no more cost little
 
 
-def affordable_rows(model: Transformer) -> int:
-    """Rows of a partial cache that cost little beside the weights of `model`, which drafts; 0 on a device."""
+def _cost_little(model: Transformer, rows: int) -> bool:
+    """Whether so many rows of a partial cache cost little beside the weights of `model`, which drafts. On a device
+    that was not measured."""
     layers = [(each.num_kv_heads * model.kernels.cache_bytes(each.head_dim), each.window)
               for each in model.config.kv_attention]
-    rows = 0 if model.kernels.is_device else _MOST_ROWS
-    while sum(size * min(rows, window or rows) for size, window in layers) > _SHARE_OF_WEIGHTS * model.weights_bytes:
+    num_bytes = sum(size * min(rows, window or rows) for size, window in layers)
+    return not model.kernels.is_device and num_bytes <= _SHARE_OF_WEIGHTS * model.weights_bytes
+
+
+def whole_rows(model: Transformer) -> int:
+    """Tokens of a text that is held whole with `budget=auto`."""
+    rows = _MOST_ROWS
+    while rows and not _cost_little(model, rows):
         rows //= 2
     return rows
+
+
+def selected_rows(model: Transformer, least: int) -> int:
+    """Rows that are selected of a longer text with `budget=auto`."""
+    window = max((each.window for each in model.config.kv_attention), default=0)
+    return window if window > least and _cost_little(model, window) else least
 
 
 @dataclass(frozen=True)
@@ -87,9 +100,9 @@ class SelfDraftOptions(ChainOptions):
                scores of its tokens and the outcomes of earlier ones tell; 0: never. `auto` sets it by cost
     remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
     budget     auto | number of rows of the partial cache for each layer and KV head, at each selection for `magicdec`
-               (TokenSwift: the prompt's length; MagicDec: 257, 4097). auto, on a CPU: 2,048, or half of that as often
-               as they take more than an eighth of the bytes of the weights that a draft token reads; but at least
-               256, for `magicdec` 192, which it is on a device
+               (TokenSwift: the prompt's length; MagicDec: 257, 4097). auto: 256, for `magicdec` 192. On a CPU besides,
+               where these rows take at most an eighth of the bytes of the weights that a draft token reads: as many as
+               the longest sliding window of a layer, and a text of 2,048 tokens (1,024, 512, ...) is held whole
     sinks      first positions of the text, always held
     draft_weights  auto | same | file | int8 | int4: weights that the chain drafts with; the target verifies with its
                own. file: the numbers of the quantised file that the target was expanded from. auto, on a CPU: file
@@ -116,16 +129,18 @@ class SelfDraftOptions(ChainOptions):
         check_draft_vocabulary(self.draft_vocabulary)
 
     def partial_rows(self, model: Transformer) -> int:
-        return self.budget if isinstance(self.budget, int) else max(affordable_rows(model), self.fewest_rows)
-
-    @property
-    @abstractmethod
-    def fewest_rows(self) -> int:
-        """Rows that `budget=auto` takes at least."""
+        size = self.partial_budget(model)
+        return max(size.budget, size.whole)
 
     @abstractmethod
-    def partial_budget(self, rows: int) -> PartialBudget:
-        """How so many rows are divided. UsageError if they are too few."""
+    def partial_budget(self, model: Transformer) -> PartialBudget:
+        """How the rows of a partial cache on which `model` drafts are divided."""
+
+    def _rows(self, model: Transformer, least: int) -> tuple[int, int]:
+        """Rows that are selected, `least` if nothing says otherwise, and tokens of a text that is held whole."""
+        if isinstance(self.budget, int):
+            return self.budget, 0
+        return selected_rows(model, least), whole_rows(model)
 
     @property
     def copy_weights(self) -> str:
@@ -168,7 +183,8 @@ class TokenSwiftOptions(SelfDraftOptions):
         check(all(num <= MAX_NODES for num in nodes), "tree", list(self.tree), f"at most {MAX_NODES} nodes")
         check(0 <= self.continuations <= RANKED, "continuations", self.continuations, f"0 to {RANKED}")
         check(self.cache in ("dynamic", "static", "full"), "cache", self.cache, "dynamic, static or full")
-        _ = self.ngrams, self.partial_budget(self.budget if isinstance(self.budget, int) else self.fewest_rows)  # check
+        _ = self.ngrams  # which checks its values, as the next line does
+        self._divided(self.budget if isinstance(self.budget, int) else self._least)
 
     @property
     def ngrams(self) -> NgramOptions | None:
@@ -176,12 +192,15 @@ class TokenSwiftOptions(SelfDraftOptions):
         options = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
         return options if self.continuations else None
 
+    def partial_budget(self, model: Transformer) -> PartialBudget:
+        return self._divided(*self._rows(model, self._least))
+
     @property
-    def fewest_rows(self) -> int:
+    def _least(self) -> int:
         return max(256, self.sinks + self.recent + self.room)
 
-    def partial_budget(self, rows: int) -> PartialBudget:
-        return PartialBudget(rows, self.sinks, self.recent, self.room)
+    def _divided(self, rows: int, whole: int = 0) -> PartialBudget:
+        return PartialBudget(rows, self.sinks, self.recent, self.room, whole)
 
 
 @dataclass(frozen=True)
@@ -211,20 +230,17 @@ class MagicDecOptions(SelfDraftOptions):
     def _held_rows(self) -> int:
         return self.sinks + (_SNAPKV_RECENT if self.selection == "snapkv" else 1)
 
-    @property
-    def fewest_rows(self) -> int:
-        return max(192, self._held_rows)
-
-    def partial_budget(self, rows: int) -> PartialBudget:
+    def partial_budget(self, model: Transformer) -> PartialBudget:
+        rows, whole = self._rows(model, max(192, self._held_rows))
         recent = _SNAPKV_RECENT if self.selection == "snapkv" else rows - self.sinks
-        return PartialBudget(rows + self.refresh, self.sinks, recent, self.refresh)
+        return PartialBudget(rows + self.refresh, self.sinks, recent, self.refresh, whole)
 
 
 def new_partial_cache(options: TokenSwiftOptions | MagicDecOptions, model: Transformer, cache: FullCache,
                       taps: TapLog | None = None) -> PartialCache:
     """The partial cache over `cache` that the options describe, on which `model` drafts. taps: gets the tapped states
     of its drafts"""
-    size = options.partial_budget(options.partial_rows(model))
+    size = options.partial_budget(model)
     if options.selection == "streaming":
         selection = row_selection.streaming(size.selected, size.sinks)
     else:

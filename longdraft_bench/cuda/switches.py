@@ -225,8 +225,7 @@ def upkeep(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, 
     every 32 rows, and how far the fits differ; of a selection of heavy hitters, and the floor of reading keys."""
     model, times, maps = bench.model(shape), dict[str, Any](), []
     cache = random_cache(model, context, _ROOM)
-    options = TokenSwiftOptions()
-    size = options.partial_budget(options.partial_rows(model))
+    size = TokenSwiftOptions().partial_budget(model)
     stores = random_cache(model, size.budget, _ROOM).stores
     found = model.forward(tree_rows(chain(5, [5] * 3, "guess"), context), cache, 4).attention_output
     found.lse.add_(1.0)  # keys of a random cache have nearly equal shares: something is left out

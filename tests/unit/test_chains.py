@@ -18,11 +18,13 @@ from helpers.families import make_family, make_hybrid
 from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.cache.full import FullCache
+from longdraft.cache.partial import PartialBudget, PartialCache
 from longdraft.drafters import self_draft
 from longdraft.drafters import streaming_model as streaming_module
 from longdraft.drafters.self_draft import MagicDecOptions
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import UsageError
+from longdraft.kernels import AttentionRows
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -205,7 +207,8 @@ def test_low_acceptance_selects_the_retrieval_cache_again(model):
     assert counts[0] <= 2 and counts[1] > counts[0] + 2
 
 
-def test_budget_auto_takes_rows_that_cost_little_beside_the_weights_that_draft(tmp_path, model, monkeypatch):
+def test_budget_auto_holds_a_short_text_whole_where_its_rows_cost_little_beside_the_weights_that_draft(
+        tmp_path, model, monkeypatch):
     make_family(tmp_path, "gemma3")
     windowed = load(tmp_path)
     windows = [each.window for each in windowed.config.kv_attention]
@@ -213,13 +216,32 @@ def test_budget_auto_takes_rows_that_cost_little_beside_the_weights_that_draft(t
     in_full = windows.count(0) / len(windows)  # layers that read more rows than their window has
     for drafts, bytes_of_row in ((model, model.cache_bytes_per_token),
                                  (windowed, in_full * windowed.cache_bytes_per_token)):
-        for rows, share in ((2048, 1.1), (2048, 9.0), (1024, 0.9), (512, 0.3)):
+        for whole, share in ((2048, 1.1), (2048, 9.0), (1024, 0.9), (512, 0.3), (0, 0.0)):
             monkeypatch.setattr(self_draft, "_SHARE_OF_WEIGHTS", 2048 * share * bytes_of_row / drafts.weights_bytes)
-            assert MagicDecOptions().partial_rows(drafts) == rows
-    monkeypatch.setattr(self_draft, "_SHARE_OF_WEIGHTS", 0.0)
-    for name, given, rows in (("magicdec", {}, 192), ("tokenswift", {}, 256), ("magicdec", {"sinks": 432}, 433),
-                              ("tokenswift", {"sinks": 512}, 640), ("magicdec", {"budget": 300}, 300)):
+            size = MagicDecOptions().partial_budget(drafts)
+            assert (size.selected, size.whole) == (192, whole)
+            assert MagicDecOptions(budget=300).partial_budget(drafts).whole == 0
+    for name, given, rows in (("magicdec", {}, 256), ("tokenswift", {}, 256), ("magicdec", {"sinks": 432}, 497),
+                              ("tokenswift", {"sinks": 512}, 640), ("magicdec", {"budget": 300}, 364)):
         assert drafters.parse_options(name, given).partial_rows(model) == rows
+
+
+def test_budget_auto_selects_as_many_rows_as_the_longest_window_has_where_they_cost_little(tmp_path, monkeypatch):
+    make_family(tmp_path, "gemma3", sliding_window=300)
+    windowed = load(tmp_path)
+    for share, rows in ((1e9, 300), (0.0, 192)):
+        monkeypatch.setattr(self_draft, "_SHARE_OF_WEIGHTS", share)
+        assert MagicDecOptions().partial_budget(windowed).selected == rows
+
+
+def test_a_text_that_is_held_whole_loses_rows_only_when_it_outgrows_that(model):
+    cache = model.new_cache()
+    partial = PartialCache(cache, model.kernels, PartialBudget(12, 1, 2, 4, whole=20))
+    for length, rows in ((10, 10), (16, 16), (20, 20), (22, 8), (25, 11), (27, 8)):
+        forward = model.forward(chain_rows(prompt_of(length - cache.length), cache.length), cache, 0)
+        cache.commit(range(length - cache.length))
+        partial.update(AttentionRows(forward.attention_output, range(-1, 0)))
+        assert partial.length == rows, length
 
 
 # What users see.
