@@ -23,6 +23,8 @@ The remainder is what the omitted keys gave a verified row: for each layer and q
 the verified rows (longdraft/cache/remainder.py). So drafts count the attention mass of a long text that a small cache
 leaves out.
 
+Drafts of a short text may use the full cache itself (`PartialBudget.whole`), which makes them as good as the model.
+
 Modes (the paper's ablation, table 5): "dynamic" is the above; "static" selects once after the prompt and then never
 changes; "full" drafts on a view of the full cache.
 """
@@ -58,7 +60,7 @@ class PartialBudget:
     sinks   first positions of the text, always held
     recent  last positions always held at a selection; the rows written since then follow them
     room    rows left free at a selection for new tokens; the other rows hold heavy hitters
-    whole   a text of up to so many tokens is held whole, even if the budget is smaller
+    whole   drafts of a text of up to so many tokens use the full cache, where it has neither states nor taps
     """
 
     budget: int = 256
@@ -110,6 +112,9 @@ class PartialCache:
         check(mode != "full" or self._states is None, "cache", mode, "dynamic or static for models with delta layers")
         if kernels.is_device and mode != "full":  # stores that grow would need new graphs
             self._rows.reserve(size.budget + _DEVICE_ROOM)
+        self._is_view = mode == "full"  # drafts are appended to the full cache
+        has_log = self._states is not None or full.taps is not None or taps is not None
+        self._whole = 0 if has_log else size.whole
         self._num_seen = 0  # rows of the full cache that were appended here or left out
         self.num_selections = 0
         self._num_drafted = 0  # rows of drafts at the end
@@ -117,7 +122,7 @@ class PartialCache:
     @property
     def _base(self) -> FullCache:
         """The cache that drafted rows are appended to."""
-        return self._full if self._mode == "full" else self._rows
+        return self._full if self._is_view else self._rows
 
     @property
     def length(self) -> int:
@@ -165,7 +170,8 @@ class PartialCache:
 
         attention  of each layer, for the last accepted tokens; None: there is none (a prompt of one token)
         """
-        if self._mode == "full" or (self._full.length == self._num_seen and not self._must_select):
+        self._is_view = self._mode == "full" or self._full.length <= self._whole
+        if self._is_view or (self._full.length == self._num_seen and not self._must_select):
             return
         if self._mode == "dynamic" or not self._num_seen:
             self._append_or_select(attention)
@@ -203,8 +209,7 @@ class PartialCache:
     def _append_or_select(self, attention: AttentionRows | None) -> None:
         num_new = self._full.length - self._num_seen
         is_whole = self._rows.length == self._num_seen
-        most = max(self._size.budget, self._size.whole * is_whole)
-        has_room = self._rows.length + num_new <= most
+        has_room = self._rows.length + num_new <= self._size.budget
         if has_room and (is_whole or not self._must_select):
             self._copy(range(self._num_seen, self._full.length))
         elif attention is not None:

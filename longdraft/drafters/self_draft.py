@@ -64,8 +64,8 @@ SELF = "self"  # the source of the chain's guesses in the statistics
 SelectionKind = Literal["heavy-hitters", "streaming", "snapkv"]  # how the rows of the partial cache are chosen
 _SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds
 AUTO_BUDGET = "auto"
-_MOST_ROWS = 2048
-_SHARE_OF_WEIGHTS = 1 / 8  # of the bytes of the weights that a draft token reads: rows that take no more cost little
+_MOST_ROWS = 16_384
+_SHARE_OF_WEIGHTS = 1 / 4  # of the bytes of the weights that a draft token reads: rows that take no more cost little
 
 
 def _cost_little(model: Transformer, rows: int) -> bool:
@@ -78,7 +78,7 @@ def _cost_little(model: Transformer, rows: int) -> bool:
 
 
 def whole_rows(model: Transformer) -> int:
-    """Tokens of a text that is held whole with `budget=auto`."""
+    """Tokens of a text up to which drafts read the full cache with `budget=auto`."""
     rows = _MOST_ROWS
     while rows and not _cost_little(model, rows):
         rows //= 2
@@ -101,8 +101,9 @@ class SelfDraftOptions(ChainOptions):
     remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
     budget     auto | number of rows of the partial cache for each layer and KV head, at each selection for `magicdec`
                (TokenSwift: the prompt's length; MagicDec: 257, 4097). auto: 256, for `magicdec` 192. On a CPU besides,
-               where these rows take at most an eighth of the bytes of the weights that a draft token reads: as many as
-               the longest sliding window of a layer, and a text of 2,048 tokens (1,024, 512, ...) is held whole
+               where the rows take at most a quarter of the bytes of the weights that a draft token reads: as many as
+               the longest sliding window of a layer has, and drafts of a text of up to 16,384 tokens (8,192, 4,096,
+               ...) read the full cache, unless the model has delta layers or a head that reads its states
     sinks      first positions of the text, always held
     draft_weights  auto | same | file | int8 | int4: weights that the chain drafts with; the target verifies with its
                own. file: the numbers of the quantised file that the target was expanded from. auto, on a CPU: file
@@ -129,15 +130,14 @@ class SelfDraftOptions(ChainOptions):
         check_draft_vocabulary(self.draft_vocabulary)
 
     def partial_rows(self, model: Transformer) -> int:
-        size = self.partial_budget(model)
-        return max(size.budget, size.whole)
+        return self.partial_budget(model).budget
 
     @abstractmethod
     def partial_budget(self, model: Transformer) -> PartialBudget:
         """How the rows of a partial cache on which `model` drafts are divided."""
 
     def _rows(self, model: Transformer, least: int) -> tuple[int, int]:
-        """Rows that are selected, `least` if nothing says otherwise, and tokens of a text that is held whole."""
+        """Rows that are selected, `least` if nothing says otherwise, and `PartialBudget.whole`."""
         if isinstance(self.budget, int):
             return self.budget, 0
         return selected_rows(model, least), whole_rows(model)
@@ -305,10 +305,12 @@ class SelfDrafter:
         trie, template = Trie(context.last), self._options.tree
         # Where the depth is limited, the chain gives way to the template, which needs no forwards.
         num_forwards = min(self._options.chain, max_depth, max(1, max_depth + 1 - len(template)))
-        node, path = yield from self._chain.draft(trie, context, [context.last], num_forwards - bool(template))
-        if template and len(path) == num_forwards:
-            yield from self._add_template(trie, node, context, path, max_depth - num_forwards + 1)
-        self.partial.drop_drafts()
+        try:
+            node, path = yield from self._chain.draft(trie, context, [context.last], num_forwards - bool(template))
+            if template and len(path) == num_forwards:
+                yield from self._add_template(trie, node, context, path, max_depth - num_forwards + 1)
+        finally:  # a request that ends meanwhile leaves no drafts in a cache whose rows others may take
+            self.partial.drop_drafts()
         if self._suffix:
             self._suffix.add_matches(trie, 0, context, (), max_depth)
             if not template and 1 < len(path) <= max_depth:

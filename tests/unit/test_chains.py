@@ -12,7 +12,7 @@ import torch
 
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
-from helpers.equality import SETTINGS, prompt_of
+from helpers.equality import SETTINGS, params_of, prompt_of
 from helpers.extents import extent
 from helpers.families import make_family, make_hybrid
 from helpers.generation import by_name, generate
@@ -21,13 +21,14 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
 from longdraft.drafters import self_draft
 from longdraft.drafters import streaming_model as streaming_module
-from longdraft.drafters.self_draft import MagicDecOptions
+from longdraft.drafters.self_draft import MagicDecOptions, SelfDrafter
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import UsageError
 from longdraft.kernels import AttentionRows
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
+from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
 from longdraft.speculation.step import Tally
 
@@ -207,8 +208,9 @@ def test_low_acceptance_selects_the_retrieval_cache_again(model):
     assert counts[0] <= 2 and counts[1] > counts[0] + 2
 
 
-def test_budget_auto_holds_a_short_text_whole_where_its_rows_cost_little_beside_the_weights_that_draft(
+def test_budget_auto_reads_the_full_cache_of_a_short_text_where_its_rows_cost_little_beside_the_weights(
         tmp_path, model, monkeypatch):
+    monkeypatch.setattr(self_draft, "_MOST_ROWS", 2048)
     make_family(tmp_path, "gemma3")
     windowed = load(tmp_path)
     windows = [each.window for each in windowed.config.kv_attention]
@@ -234,7 +236,7 @@ def test_budget_auto_selects_as_many_rows_as_the_longest_window_has_where_they_c
         assert MagicDecOptions().partial_budget(windowed).selected == rows
 
 
-def test_a_text_that_is_held_whole_loses_rows_only_when_it_outgrows_that(model):
+def test_rows_are_selected_when_a_text_outgrows_the_length_up_to_which_drafts_use_the_full_cache(model):
     cache = model.new_cache()
     partial = PartialCache(cache, model.kernels, PartialBudget(12, 1, 2, 4, whole=20))
     for length, rows in ((10, 10), (16, 16), (20, 20), (22, 8), (25, 11), (27, 8)):
@@ -242,6 +244,38 @@ def test_a_text_that_is_held_whole_loses_rows_only_when_it_outgrows_that(model):
         cache.commit(range(length - cache.length))
         partial.update(AttentionRows(forward.attention_output, range(-1, 0)))
         assert partial.length == rows, length
+
+
+@pytest.mark.parametrize("name", ["magicdec", "tokenswift", "auto"])
+@pytest.mark.parametrize("whole", [70, 4096])
+def test_texts_whose_drafts_use_the_full_cache_are_those_of_plain_decoding(tiny, monkeypatch, name, whole):
+    monkeypatch.setattr(self_draft, "whole_rows", lambda model: whole)
+    plain, engine = (longdraft.load(str(tiny["gqa"]), drafter=each) for each in ("plain", name))
+    prompts = [prompt_of(40), prompt_of(66, 5), prompt_of(90, 3)]
+    for setting in ("top-k", "few tokens"):
+        wanted = [list(plain.generate(prompt, params_of(setting)))[-1].stats["sha256_tokens"] for prompt in prompts]
+        found = [list(engine.generate(prompt, params_of(setting)))[-1].stats for prompt in prompts]
+        assert [stats["sha256_tokens"] for stats in found] == wanted
+        assert name == "auto" or sum(stats["accepted_tokens"] for stats in found) > 0
+        together = {place: event.stats["sha256_tokens"] for place, event in engine.generate_many(
+            prompts, params_of(setting), batch_size=3) if event.stats}
+        assert [together[place] for place in range(3)] == wanted
+
+
+def test_a_draft_that_is_given_up_leaves_no_rows_in_the_full_cache(tiny, monkeypatch):
+    monkeypatch.setattr(self_draft, "whole_rows", lambda model: 4096)
+    model = load(tiny["gqa"], name="reference")  # which drafts forward by forward
+    cache, context, params = model.new_cache(), Context(prompt_of(30)), SamplingParams(seed=1)
+    model.forward(chain_rows(prompt_of(29), 0), cache, 0)
+    cache.commit(range(29))
+    drafter = SelfDrafter(MagicDecOptions(), model, cache, Sampler(params), params, None, None, None, None)
+    drafter.begin(context, None)
+    draft = drafter.propose(context, 8)
+    request = next(draft)
+    while cache.length == 29:
+        request = draft.send(model.forward_batch([request])[0])
+    draft.close()
+    assert cache.length == 29
 
 
 # What users see.
@@ -333,7 +367,8 @@ def test_auto_ignores_a_draft_model_with_a_short_context(tmp_path):
 
 
 def test_memory_of_drafters_is_reported(tiny):
-    sizes = {name: stats_of(tiny["gqa"], name)["drafter_memory_bytes"] for name in ("plain", "magicdec", "tokenswift")}
+    sizes = {name: stats_of(tiny["gqa"], name, **options)["drafter_memory_bytes"] for name, options in (
+        ("plain", {}), ("magicdec", {"budget": 200}), ("tokenswift", {"budget": 200}))}
     assert sizes["plain"] == 0 < sizes["magicdec"] and sizes["tokenswift"] > 0
 
 
