@@ -51,6 +51,7 @@ from longdraft.drafters.template import MAX_NODES, ranked_heads
 from longdraft.errors import UsageError, check
 from longdraft.kernels.chain_plan import Heads
 from longdraft.model.transformer import Transformer
+from longdraft.parallel import shard_of
 from longdraft.parts.draft_copy import AUTO_WEIGHTS, check_draft_weights
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -70,11 +71,14 @@ _SHARE_OF_WEIGHTS = 1 / 4  # of the bytes of the weights that a draft token read
 
 def _cost_little(model: Transformer, rows: int) -> bool:
     """Whether so many rows of a partial cache cost little beside the weights of `model`, which drafts. On a device
-    that was not measured."""
-    layers = [(each.num_kv_heads * model.kernels.cache_bytes(each.head_dim), each.window)
+    that was not measured; ranks, whose shares of the weights differ, must do the same."""
+    kernels = model.kernels
+    if kernels.is_device or shard_of(kernels).size > 1:
+        return False
+    layers = [(each.num_kv_heads * kernels.cache_bytes(each.head_dim), each.window)
               for each in model.config.kv_attention]
     num_bytes = sum(size * min(rows, window or rows) for size, window in layers)
-    return not model.kernels.is_device and num_bytes <= _SHARE_OF_WEIGHTS * model.weights_bytes
+    return num_bytes <= _SHARE_OF_WEIGHTS * model.weights_bytes
 
 
 def whole_rows(model: Transformer) -> int:
@@ -100,8 +104,8 @@ class SelfDraftOptions(ChainOptions):
                scores of its tokens and the outcomes of earlier ones tell; 0: never. `auto` sets it by cost
     remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
     budget     auto | number of rows of the partial cache for each layer and KV head, at each selection for `magicdec`
-               (TokenSwift: the prompt's length; MagicDec: 257, 4097). auto: 256, for `magicdec` 192. On a CPU besides,
-               where the rows take at most a quarter of the bytes of the weights that a draft token reads: as many as
+               (TokenSwift: the prompt's length; MagicDec: 257, 4097). auto: 256, for `magicdec` 192. On a CPU, in one
+               process, where the rows take at most a quarter of the bytes of the weights that a draft token reads: as many as
                the longest sliding window of a layer has, and drafts of a text of up to 16,384 tokens (8,192, 4,096,
                ...) read the full cache, unless the model has delta layers or a head that reads its states
     sinks      first positions of the text, always held
