@@ -105,9 +105,9 @@ class SelfDraftOptions(ChainOptions):
     remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
     budget     auto | number of rows of the partial cache for each layer and KV head, at each selection for `magicdec`
                (TokenSwift: the prompt's length; MagicDec: 257, 4097). auto: 256, for `magicdec` 192. On a CPU, in one
-               process, where the rows take at most a quarter of the bytes of the weights that a draft token reads: as many as
-               the longest sliding window of a layer has, and drafts of a text of up to 16,384 tokens (8,192, 4,096,
-               ...) read the full cache, unless the model has delta layers or a head that reads its states
+               process, where the rows take at most a quarter of the bytes of the weights that a draft token reads: as
+               many as the longest sliding window of a layer has, and drafts of a text of up to 16,384 tokens (8,192,
+               4,096, ...) read the full cache, unless the model has delta layers or a head that reads its states
     sinks      first positions of the text, always held
     draft_weights  auto | same | file | int8 | int4: weights that the chain drafts with; the target verifies with its
                own. file: the numbers of the quantised file that the target was expanded from. auto, on a CPU: file
