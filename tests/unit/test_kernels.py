@@ -241,7 +241,7 @@ def test_hostile_tensors_are_refused_or_handled(name):
 
 def test_token_ids_outside_the_vocabulary_and_no_threads_are_refused_by_the_compiled_module():
     ids, logits = np.array([3, 8], np.int32), torch.zeros(2, 8)
-    rules = dict(presence=0.5, frequency=0.0, window=4, dry=[], allowed=2, range=0, ngram=3, prompt_length=0)
+    rules = dict(presence=0.5, frequency=0.0, window=4, dry=[], allowed=2, range=0, ngram=3, held=0, prompt_length=0)
     penalties = _cpu.PathPenalties(**rules, vocabulary=8, breakers=[])
     choice = _cpu.Choice(1.0, -math.inf, -math.inf, 1.0, 1.2, 4, 7, 0, 1.0, 8, [])
     for wrong in (
