@@ -46,6 +46,8 @@ def _rewound(step: Step, num_new: int, banned: Sequence[int],
     step.cache.truncate(len(context) - 1)  # the last token's row is computed by the next step
     step.sampler.truncate(context)
     step.sampler.ban(len(context), banned)
+    if step.ahead:
+        step.ahead.forget()
     drafter = new_drafter(step.sampler)
     if isinstance(drafter, Inherits):
         drafter.inherit(step.drafter, num_retracted)

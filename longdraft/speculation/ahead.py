@@ -52,6 +52,10 @@ class PlainAhead:
         self._is_possible = WRITES_AHEAD and not cache.states
         self._burst = 1  # tokens that a processor computes ahead
 
+    def forget(self) -> None:
+        """Drop the tokens that follow: the text was cut, and goes on in another way."""
+        self._tokens, self._taps = [], None
+
     @property
     def _is_on_device(self) -> bool:
         return self._sampler.on_device is not None

@@ -10,6 +10,7 @@ from helpers.checkpoints import load
 from helpers.equality import SETTINGS, params_of, prompt_of
 from helpers.families import CPU_FAMILIES, make_family
 from longdraft.drafters.plain import PlainDrafter
+from longdraft.engine.rewind import _rewound
 from longdraft.errors import NumericalError
 from longdraft.model.transformer import chain_rows
 from longdraft.request.context import Context
@@ -62,6 +63,20 @@ def are_equal(model, params):
 @pytest.mark.parametrize("family, dtype", [("mha", "float32"), ("gqa", "bfloat16")])
 def test_tokens_and_rows_are_those_of_single_steps(tiny, family, dtype, name):
     are_equal(load(tiny[family], dtype), params_of(name))
+
+
+def test_a_cut_forgets_the_tokens_that_were_computed_ahead(tiny):
+    """Though drafts reach the place that they followed."""
+    model, params = load(tiny["gqa"]), params_of("top-k")
+    fast, slow = begun(model, params, True), begun(model, params, False)
+    for _ in range(4):
+        run_alone(fast.run(30))
+    tokens = write(slow, 4)
+    assert fast.ahead._tokens, "tokens that follow were computed"
+    fast, slow = (_rewound(step, 2, [tokens[-2]], lambda sampler: PlainDrafter()) for step in (fast, slow))
+    for _ in range(2):
+        run_alone(fast._replace(ahead=None).run(1))
+    assert write(fast, 12) == write(slow, 12) != write(begun(model, params, False), 12)
 
 
 @pytest.mark.parametrize("family", CPU_FAMILIES)
