@@ -170,7 +170,7 @@ class PartialCache:
 
         attention  of each layer, for the last accepted tokens; None: there is none (a prompt of one token)
         """
-        self._is_view = self._mode == "full" or self._full.length <= self._whole
+        self._is_view = self._mode == "full" or self._full.length < self._whole  # a text has one token more than rows
         if self._is_view or (self._full.length == self._num_seen and not self._must_select):
             return
         if self._mode == "dynamic" or not self._num_seen:

@@ -238,12 +238,21 @@ def test_budget_auto_selects_as_many_rows_as_the_longest_window_has_where_they_c
 
 def test_rows_are_selected_when_a_text_outgrows_the_length_up_to_which_drafts_use_the_full_cache(model):
     cache = model.new_cache()
-    partial = PartialCache(cache, model.kernels, PartialBudget(12, 1, 2, 4, whole=20))
+    partial = PartialCache(cache, model.kernels, PartialBudget(12, 1, 2, 4, whole=21))
     for length, rows in ((10, 10), (16, 16), (20, 20), (22, 8), (25, 11), (27, 8)):
         forward = model.forward(chain_rows(prompt_of(length - cache.length), cache.length), cache, 0)
         cache.commit(range(length - cache.length))
         partial.update(AttentionRows(forward.attention_output, range(-1, 0)))
         assert partial.length == rows, length
+
+
+def test_without_such_a_length_drafts_never_use_the_full_cache_however_short_the_text_is(model):
+    cache = model.new_cache()
+    partial = PartialCache(cache, model.kernels, PartialBudget(12, 1, 2, 4))
+    partial.update(None)  # after a prompt of one token
+    partial.append(*torch.zeros(2, model.config.num_layers, 1, *model.config.kv_shapes[0]))
+    partial.commit([0])
+    assert (partial.length, cache.length) == (1, 0)
 
 
 @pytest.mark.parametrize("name", ["magicdec", "tokenswift", "auto"])
