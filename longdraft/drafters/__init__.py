@@ -103,6 +103,11 @@ class Resources(NamedTuple):
         return self.block or self.eagle
 
     @property
+    def drafting(self) -> Transformer:
+        """The model that self-drafting chains draft with."""
+        return self.draft_copy or self.model
+
+    @property
     def levels(self) -> bool:
         """Whether a head can draft for a copy that drafts for the target, and may gain: not for a copy so small that
         drafting a chain in one call gains more."""
@@ -142,9 +147,9 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
         resources = resources._replace(draft=None)
     resources = _with_shared_cache(resources, options.draft_vocabulary)
     candidates = _candidates(options, resources)
-    drafting = resources.draft_copy or resources.model
-    identity = {**_costs_identity(resources), "vocabulary": vocabulary_size(options.draft_vocabulary, drafting),
-                "rows": repr(MagicDecOptions().partial_budget(drafting)), "head": options.head_weights}
+    identity = {**_costs_identity(resources), "head": options.head_weights,
+                "vocabulary": vocabulary_size(options.draft_vocabulary, resources.drafting),
+                "rows": repr(MagicDecOptions().partial_budget(resources.drafting))}
     shared = resources.knowledge or SharedStatistics()
     clock = resources.clock or CostClock(always=True)
 
@@ -169,11 +174,10 @@ def _with_shared_cache(resources: Resources, vocabulary: VocabularySize) -> Reso
     """Candidates that draft with the target share one partial cache, and those of a head its rows of the text, so that
     these are up to date whichever drafts next. vocabulary: the option `draft_vocabulary`"""
     model, cache, head = resources.model, resources.cache, resources.reads_states
-    drafting = resources.draft_copy or model
     if head is None or not resources.levels:
-        return resources._replace(partial=new_partial_cache(MagicDecOptions(), drafting, cache))
+        return resources._replace(partial=new_partial_cache(MagicDecOptions(), resources.drafting, cache))
     states = tapped_drafts(head, model)  # for `triforce`
-    return resources._replace(partial=new_partial_cache(MagicDecOptions(), drafting, cache, states),
+    return resources._replace(partial=new_partial_cache(MagicDecOptions(), resources.drafting, cache, states),
                               reader=new_reader(head, cache, resources.sampler, states, _LONGEST, vocabulary))
 
 

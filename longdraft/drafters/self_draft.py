@@ -136,15 +136,20 @@ class SelfDraftOptions(ChainOptions):
     def partial_rows(self, model: Transformer) -> int:
         return self.partial_budget(model).budget
 
-    @abstractmethod
     def partial_budget(self, model: Transformer) -> PartialBudget:
         """How the rows of a partial cache on which `model` drafts are divided."""
-
-    def _rows(self, model: Transformer, least: int) -> tuple[int, int]:
-        """Rows that are selected, `least` if nothing says otherwise, and `PartialBudget.whole`."""
         if isinstance(self.budget, int):
-            return self.budget, 0
-        return selected_rows(model, least), whole_rows(model)
+            return self._divided(self.budget)
+        return self._divided(selected_rows(model, self._least), whole_rows(model))
+
+    @property
+    @abstractmethod
+    def _least(self) -> int:
+        """Rows that `budget=auto` selects where nothing says otherwise."""
+
+    @abstractmethod
+    def _divided(self, rows: int, whole: int = 0) -> PartialBudget:
+        """How so many rows are divided. whole: as in `PartialBudget`"""
 
     @property
     def copy_weights(self) -> str:
@@ -196,9 +201,6 @@ class TokenSwiftOptions(SelfDraftOptions):
         options = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
         return options if self.continuations else None
 
-    def partial_budget(self, model: Transformer) -> PartialBudget:
-        return self._divided(*self._rows(model, self._least))
-
     @property
     def _least(self) -> int:
         return max(256, self.sinks + self.recent + self.room)
@@ -234,8 +236,11 @@ class MagicDecOptions(SelfDraftOptions):
     def _held_rows(self) -> int:
         return self.sinks + (_SNAPKV_RECENT if self.selection == "snapkv" else 1)
 
-    def partial_budget(self, model: Transformer) -> PartialBudget:
-        rows, whole = self._rows(model, max(192, self._held_rows))
+    @property
+    def _least(self) -> int:
+        return max(192, self._held_rows)
+
+    def _divided(self, rows: int, whole: int = 0) -> PartialBudget:
         recent = _SNAPKV_RECENT if self.selection == "snapkv" else rows - self.sinks
         return PartialBudget(rows + self.refresh, self.sinks, recent, self.refresh, whole)
 
