@@ -200,7 +200,7 @@ class Engine:
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, journal: str | Path | None = None,
                  fsync: str | float = 1.0, on_prefill: Callable[[int, int], None] | None = None,
-                 logprobs: int | None = None, prompt_logprobs: int | None = None, reads_only: bool = False,
+                 logprobs: int | None = None, prompt_logprobs: int | None = None,
                  cache_salt: str | None = "", snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """Write a text. Iterate over the result for its events; close it to stop early.
 
@@ -212,7 +212,6 @@ class Engine:
         logprobs    report the log-probability of each token, and of that many likeliest tokens beside it
         prompt_logprobs  the same of the prompt's tokens, as the model has them: without penalty, temperature, filter.
                     The text then takes no rows from the prefix tree
-        reads_only  read the prompt and write nothing; the only event has no tokens
         cache_salt  the text shares rows of the prefix tree (`cache_ram` of `load`) with texts of the same salt only;
                     None: it neither takes rows from the tree nor gives any
         snapshot    auto | never | always: keep keys and values beside the journal, so that `resume` reads a file
@@ -225,8 +224,7 @@ class Engine:
         """
         return Generation.start(self.loaded, self.choice, prompt, params, journal=journal, fsync=fsync,
                                 on_prefill=on_prefill, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-                                reads_only=reads_only, cache_salt=cache_salt, snapshot=snapshot,
-                                snapshot_max=snapshot_max)
+                                cache_salt=cache_salt, snapshot=snapshot, snapshot_max=snapshot_max)
 
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -287,8 +285,7 @@ class Engine:
             raise UsageError("follow() is for the ranks of a run other than the first; this engine is not one of them")
         while (request := ranks.next_request()) is not None:
             generation = Generation(self.loaded, self.choice, request.prompt.tolist(), request.params,
-                                    written=request.written, prompt_logprobs=request.prompt_logprobs,
-                                    reads_only=request.reads_only)
+                                    written=request.written, prompt_logprobs=request.prompt_logprobs)
             # The first rank reports these errors. A text that it stops gives its rows to the prefix tree of each rank.
             with suppress(parallel.RequestStopped, NumericalError, JournalError), generation:
                 for _ in generation:

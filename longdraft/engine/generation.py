@@ -73,7 +73,7 @@ class Generation(Iterator[Event]):
     def __init__(self, model: LoadedModel, drafter: DrafterChoice, prompt: list[int], params: SamplingParams, *,
                  on_prefill: Callable[[int, int], None] | None = None,
                  written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
-                 logprobs: int | None = None, prompt_logprobs: int | None = None, reads_only: bool = False,
+                 logprobs: int | None = None, prompt_logprobs: int | None = None,
                  sampler: Sampler | None = None, cache_salt: str | None = "") -> None:
         """A request whose prompt and settings are checked already; see `start` and `resume`.
 
@@ -81,7 +81,7 @@ class Generation(Iterator[Event]):
         is_pure   whether those runs had this one's arithmetic
         logprobs  likeliest tokens to report beside each token; None: no log-probabilities
         sampler   chooses the target's tokens; default: the sampler of `params`
-        prompt_logprobs, reads_only, cache_salt  see `Engine.generate`
+        prompt_logprobs, cache_salt  see `Engine.generate`
         """
         self.model, self.choice, self.params = model, drafter, params
         self._on_prefill = on_prefill
@@ -117,7 +117,7 @@ class Generation(Iterator[Event]):
             cache.states.hold(len(context) - 1)
         scores = prompt_logprobs is not None  # of all rows, so that they are all computed
         self.reuse = PrefixReuse(model.prefixes, None if scores else cache_salt, target, cache, context)
-        self._num_prompt_logprobs, self._reads_only = prompt_logprobs, reads_only
+        self._num_prompt_logprobs = prompt_logprobs
         self._prompt_logprobs = [TokenLogprob(prompt[0], None)] if scores else []
         self._full_acceptance = FullAcceptance()
         self.statistics = RunStatistics(model, drafter, params, draft_copy, self.num_resumed, is_pure)
@@ -130,7 +130,7 @@ class Generation(Iterator[Event]):
     def start(cls, model: LoadedModel, drafter: DrafterChoice, prompt: Prompt, params: SamplingParams | None = None, *,
               journal: str | Path | None = None, fsync: str | float = 1.0,
               on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None,
-              prompt_logprobs: int | None = None, reads_only: bool = False, cache_salt: str | None = "",
+              prompt_logprobs: int | None = None, cache_salt: str | None = "",
               snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """A new text. See `Engine.generate`."""
         snapshot_options = SnapshotOptions.parse(snapshot, snapshot_max)
@@ -144,7 +144,7 @@ class Generation(Iterator[Event]):
             if number is not None:
                 Range(0, model.target.config.vocab_size).require(name, number)
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs,
-                         prompt_logprobs=prompt_logprobs, reads_only=reads_only, cache_salt=cache_salt)
+                         prompt_logprobs=prompt_logprobs, cache_salt=cache_salt)
         if folder is not None:  # created last, so that a request that is refused leaves none
             opened = generation._open_snapshot(folder, snapshot_options)
             generation._journal = create_journal(model, drafter, ids, params, folder, interval)
@@ -284,7 +284,7 @@ class Generation(Iterator[Event]):
         try:
             written = context.slice(context.prompt_length, len(context))
             ranks.start_request(Request(context.slice(0, context.prompt_length), self.params, written,
-                                        self._num_prompt_logprobs, self._reads_only))
+                                        self._num_prompt_logprobs))
             try:  # inside, because a request that the ranks refuse must not end the one they work on
                 with translate_memory_errors():
                     yield from self._replay()
@@ -298,7 +298,7 @@ class Generation(Iterator[Event]):
                         self.statistics.prefill_seconds = time.perf_counter() - began
                     scores = tuple(self._prompt_logprobs)
                     while not self.is_finished:
-                        event = self._end_unwritten() if self._reads_only else (yield from self._advance())
+                        event = (yield from self._advance()) if self.params.max_new_tokens else self._end_unwritten()
                         if event.tokens or event.finish_reason:  # all tokens of a step may be held, or taken back
                             yield event._replace(prompt_logprobs=scores)
                             scores = ()

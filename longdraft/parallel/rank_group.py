@@ -25,13 +25,12 @@ from longdraft.request.sampling_params import SamplingParams
 
 
 class Request(NamedTuple):
-    """A text to generate. `written`: the new token ids of earlier runs; the last two as in `Engine.generate`."""
+    """A text to generate. `written`: the new token ids of earlier runs; `prompt_logprobs` as in `Engine.generate`."""
 
     prompt: NDArray[np.int32]
     params: SamplingParams
     written: NDArray[np.int32]
     prompt_logprobs: int | None
-    reads_only: bool
 
 
 class RequestStopped(Exception):

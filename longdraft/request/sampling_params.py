@@ -131,8 +131,8 @@ class SamplingParams:
     docs/sampling.md has the range and the meaning of each setting, and the order in which they act.
     """
 
-    max_new_tokens: int = setting(1024, "Maximum number of new tokens.", _ANY_COUNT, scopes=_OPENAI,
-                                  aliases=("max_tokens", "max_completion_tokens"))
+    max_new_tokens: int = setting(1024, "Maximum number of new tokens; 0 only reads the prompt.", Range(0),
+                                  scopes=_OPENAI, aliases=("max_tokens", "max_completion_tokens"))
     min_new_tokens: int = setting(0, "Minimum number of new tokens before the text may end.", Range(0),
                                   aliases=("min_tokens",))
     seed: int | None = setting(None, "Seed of the noise; the same seed gives the same text.",

@@ -98,7 +98,7 @@ class Preparer:
             room = self._room(max(encoded, key=len))
             request, default_tokens = _clamped(request, room), min(CHAT_TOKENS, room)
         jobs, check_grammar = self._jobs(request, encoded, default_tokens, request_id, request.logprobs, events,
-                                         scores_prompt=request.echo, reads_only=request.reads_only)
+                                         scores_prompt=request.echo)
         echo = None
         if request.echo:
             decode = self.engine.tokenizer.decode
@@ -296,12 +296,12 @@ class Preparer:
 
     def _jobs(self, request: SamplingRequest, prompts: list[list[int]], default_tokens: int, request_id: str,
               logprobs: int | None, events: EventQueue, effort: Effort | None = None,
-              tools: ToolRequest | None = None, scores_prompt: bool = False, reads_only: bool = False
+              tools: ToolRequest | None = None, scores_prompt: bool = False
               ) -> tuple[list[GenerationJob], Callable[[], object] | None]:
         """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i. And the check of the
         grammar, as in `PreparedRequest`.
 
-        scores_prompt  `logprobs` are those of the prompts, too; reads_only: see `Engine.generate`
+        scores_prompt  `logprobs` are those of the prompts, too
         """
         self.require_model(request.model)
         given = self._settings_of(request, default_tokens)
@@ -341,8 +341,7 @@ class Preparer:
             journal = self._journal(extension.journal, job_id, own, count)
             jobs.append(GenerationJob(
                 job_id, i, events, partial(engine.generate, ids, own, journal=journal, logprobs=logprobs,
-                                           prompt_logprobs=logprobs if scores_prompt else None, reads_only=reads_only,
-                                           **self._snapshot), own,
+                                           prompt_logprobs=logprobs if scores_prompt else None, **self._snapshot), own,
                 len(ids), self._num_bytes(engine, len(ids) + own.max_new_tokens) + num_bytes
                 + self._grammar_bytes(own),
                 prompt_excerpt(engine.tokenizer, ids),

@@ -134,16 +134,6 @@ class CompletionRequest(SamplingRequest):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
-    def reads_only(self) -> bool:
-        """Whether the prompt is read, and nothing is written."""
-        return super().settings.get("max_tokens") == 0
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """A text that is only read has room for a token, too."""
-        return super().settings | ({"max_tokens": 1} if self.reads_only else {})
-
-    @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list, each a text or token ids."""
         is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -148,7 +149,7 @@ def resumed(engine: longdraft.Engine, journal: Path) -> list[object]:
 def scored(engine: longdraft.Engine) -> list[object]:
     """A prompt whose tokens have log-probabilities, and before that one that is only read."""
     settings = params(SAMPLINGS["warm"])
-    only, = engine.generate(PROMPT, settings, prompt_logprobs=1, reads_only=True)
+    only, = engine.generate(PROMPT, replace(settings, max_new_tokens=0), prompt_logprobs=1)
     first, *_, last = engine.generate(PROMPT, settings, prompt_logprobs=1)
     assert first.prompt_logprobs == only.prompt_logprobs and not only.tokens
     assert [each.token for each in first.prompt_logprobs] == engine.encode(PROMPT)

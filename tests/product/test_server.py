@@ -301,7 +301,7 @@ def test_an_unsupported_or_invalid_parameter_is_refused_by_name(server, body, pa
     ({"stop": ["a"] * 17}, "stop: must be a text or a list of at most 16 texts, of 1,024 characters each"),
     ({"stop": ""}, "stop is ''; allowed: non-empty texts"),
     ({"stop": ["\ud800"]}, "stop: the text has half of a surrogate pair; send whole characters"),
-    ({"max_tokens": -1}, "max_tokens is -1; allowed: 1 or more"),
+    ({"max_tokens": -1}, "max_tokens is -1; allowed: 0 or more"),
     ({"eta_cutoff": 0.1}, 'unknown parameter \'eta_cutoff\'; write "longdraft": {"eta_cutoff": ...}'),
     ({"longdraft": {"journal": "../x"}}, "longdraft.journal: must be true, false or an id: "),
 ], ids=lambda each: json.dumps(each)[:40])

@@ -231,7 +231,7 @@ def test_invalid_requests_raise_an_error_with_the_reason(engine, prompt, setting
     (dict(repetition_penalty=0), r"repetition_penalty is 0; allowed: 0\.001 to 1000"),
     (dict(repetition_penalty=1e-50), "0.001 to 1000"),
     (dict(penalty_window=0), "set repetition_penalty to 1"),
-    (dict(max_new_tokens=0), "max_new_tokens is 0"),
+    (dict(max_new_tokens=-1), "max_new_tokens is -1"),
     (dict(max_new_tokens=5, min_new_tokens=6), r"at most max_new_tokens \(5\)"),
     (dict(seed=-1), "seed is -1"),
     (dict(seed=2**64), "0 to 2"),

@@ -179,11 +179,14 @@ def test_log_probabilities_of_a_prompt_are_the_same_bits_alone_beside_others_and
     assert found == {text: alone[:count] for text, count in lengths.items()}
 
 
-def test_a_prompt_is_read_and_nothing_is_written(engine):
-    params = SamplingParams(max_new_tokens=8, seed=5)
-    event, = engine.generate(SCORED, params, prompt_logprobs=1, reads_only=True)
+@pytest.mark.parametrize("drafter", ["plain", "magicdec", "auto"])
+def test_a_text_without_new_tokens_reads_its_prompt_only(engine, drafter, tmp_path):
+    params, engine = SamplingParams(max_new_tokens=0, seed=5), engine.with_drafter(drafter)
+    event, = engine.generate(SCORED, params, prompt_logprobs=1, journal=tmp_path / "journal")
     assert (event.tokens, event.text, event.finish_reason, event.stats["new_tokens"]) == ((), "", "length", 0)
-    assert event.prompt_logprobs == next(engine.generate(SCORED, params, prompt_logprobs=1)).prompt_logprobs
+    assert event.prompt_logprobs == next(engine.generate(SCORED, prompt_logprobs=1)).prompt_logprobs
+    resumed, = engine.resume(tmp_path / "journal")
+    assert (resumed.tokens, resumed.finish_reason) == ((), "length")
 
 
 def test_a_damaged_model_has_no_log_probabilities(engine):

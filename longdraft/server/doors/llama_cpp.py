@@ -135,7 +135,7 @@ class CompletionReply(TextReply):
             "stop": True, "model": self._model, "prompt": self._body.prompt, "truncated": False, "stop_type": kind,
             "stopping_word": (self._stops.stop or "") if end == "stop" else "", "tokens_cached": job.cached_tokens,
             "generation_settings": {
-                "n_predict": params.max_new_tokens if job.num_tokens else 0, "seed": params.seed,
+                "n_predict": params.max_new_tokens, "seed": params.seed,
                 "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p,
                 "stop": list(params.stop)},
             "timings": {"cache_n": job.cached_tokens, **_speed("prompt", read, prefill),
