@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
@@ -70,7 +69,10 @@ class Range:
             check(is_whole(value), name, value, f"a whole number, {self}")
         else:
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            is_finite = is_number and abs(value) <= sys.float_info.max  # false for integers too large for a float
+            try:
+                is_finite = is_number and math.isfinite(value)
+            except OverflowError:  # an integer too large for a float
+                is_finite = False
             check(is_finite, name, value, "a finite number")
         self.check(name, value)
 
