@@ -39,6 +39,10 @@ class DelayedTokens:
 class Matcher(Protocol):
     """What followed the end of a text earlier in it."""
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of what the text's own tokens fill."""
+
     def update(self, context: Context) -> None:
         """Read the tokens that the text has gained."""
 
@@ -60,6 +64,10 @@ class MatchDrafter(Generic[M]):
 
     def __init__(self, matcher: M) -> None:
         self._matcher = matcher
+
+    @property
+    def nbytes(self) -> int:
+        return self._matcher.nbytes
 
     def inherit(self, earlier: MatchDrafter[M], num_retracted: int) -> None:
         self._matcher = earlier._matcher

@@ -50,6 +50,10 @@ class NgramMatcher:
         self._table = NgramTable(options.order, options.capacity)
         self._tokens = DelayedTokens(options.delay, params)
 
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
     def update(self, context: Context) -> None:
         """Count the n-grams that the text has gained."""
         self._table.extend(self._tokens.take(context).tolist())

@@ -290,9 +290,9 @@ class SelfDrafter:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the drafter's own caches and of its draft vocabulary; a shared partial cache is not counted."""
+        """Memory of the drafter's own caches, tables and draft vocabulary; a shared partial cache is not counted."""
         partial = 0 if self._is_shared else self.partial.nbytes
-        return partial + sum(part.nbytes for part in (self._suffix, self._vocabulary) if part)
+        return partial + sum(part.nbytes for part in (self._ngrams, self._suffix, self._vocabulary) if part)
 
     def inherit(self, earlier: SelfDrafter, num_retracted: int) -> None:
         self._ngrams, self._suffix = earlier._ngrams, earlier._suffix

@@ -120,7 +120,3 @@ class SuffixMatcher:
 class SuffixDrafter(MatchDrafter[SuffixMatcher]):
     def __init__(self, options: SuffixOptions, params: SamplingParams, corpus: Index | None = None) -> None:
         super().__init__(SuffixMatcher(options, params, corpus))
-
-    @property
-    def nbytes(self) -> int:
-        return self._matcher.nbytes

@@ -213,6 +213,10 @@ class FirstLevelNgrams(FirstLevel):
     def __init__(self, params: SamplingParams) -> None:
         self._matcher = NgramMatcher(NgramOptions(continuations=1), params)
 
+    @property
+    def nbytes(self) -> int:
+        return self._matcher.nbytes
+
     def begin(self, context: Context) -> None:
         self._matcher.update(context)
 
@@ -276,8 +280,9 @@ class TriForceDrafter:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the drafter's own caches; what is shared is not counted."""
-        return sum(part.nbytes for part in self._own)
+        """Memory of the drafter's own caches and n-grams; what is shared is not counted."""
+        ngrams = self._first_level.nbytes if isinstance(self._first_level, FirstLevelNgrams) else 0
+        return ngrams + sum(part.nbytes for part in self._own)
 
     def follow(self, is_wanted: bool) -> None:
         """Whether the target's forwards copy the states that a head reads."""

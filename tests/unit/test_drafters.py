@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -91,6 +93,18 @@ def test_the_ranking_bug_of_the_published_code_is_absent():
     table = NgramTable(2)
     table.extend([0, 1, 0, 2, 0, 2])
     assert table.continuations(0, 5) == [(2,), (1,)]
+
+
+def test_the_memory_of_a_table_is_about_what_it_says():
+    random = np.random.default_rng(3)
+    tokens = random.zipf(1.3, 20_000) % 5000
+    table = NgramTable(4)
+    tracemalloc.start()
+    for start in range(0, len(tokens), 8):
+        table.extend(tokens[start : start + 8].tolist())
+    measured = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.7 <= table.nbytes / measured <= 1.3
 
 
 def test_the_table_is_bounded_and_drops_rare_ngrams():
