@@ -18,25 +18,6 @@ from longdraft.kernels.weights import Convolution, Geometry, LayerWeights
 
 
 @runtime_checkable
-class MapsRemainders(Protocol):
-    """Operations that apply the maps of remainders in one launch."""
-
-    def row_remainders(self, content: Tensor, maps: Tensor) -> Tensor:
-        """The remainder [T, H, D + 1] float32 of rows with these queries before rotation [T, H, D].
-
-        maps  [H, D + 1, D + 1] float32: see `LayersKV.remainder`
-        """
-
-
-@runtime_checkable
-class JoinsTexts(Protocol):
-    """Operations that see the rows of several texts, of which each has as many, as those of one."""
-
-    @property
-    def num_texts(self) -> int: ...
-
-
-@runtime_checkable
 class RunsLayers(Protocol):
     """Operations that run some layers of their own with fused kernels, where these have a form that allows it."""
 
@@ -72,8 +53,8 @@ class _Residuals:
 
     def add_mlp(self, x: Tensor, layer: LayerWeights, sizes: list[int]) -> Tensor:
         """sizes: rows of each text, for convolutions"""
-        source, kernel = _convolved_before(self._ops, self.before(x, layer.mlp_norm), layer.mlp_conv, sizes)
-        output = _convolved_after(self._mlp(source, layer), kernel, sizes)
+        source, kernel = convolved_before(self._ops, self.before(x, layer.mlp_norm), layer.mlp_conv, sizes)
+        output = convolved_after(self._mlp(source, layer), kernel, sizes)
         if layer.beside is not None and layer.experts is not None:
             norms = layer.beside
             mixed = experts_forward(self._ops, self.norm(x, norms.experts), layer.experts, self.norm(x, norms.router))
@@ -101,8 +82,8 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     heads, (kv_heads, dim, query_factor) = geometry.num_heads, layer.heads_in(geometry)
     around = _Residuals(ops, geometry)
     source = around.before(x, layer.attention_norm) if source is None else source
-    sizes = _rows_of_texts(ops, texts)
-    source, kernel = _convolved_before(ops, source, layer.attention_conv, sizes)
+    sizes = [len(kv.k) for kv in texts]
+    source, kernel = convolved_before(ops, source, layer.attention_conv, sizes)
     qkv = ops.linear(source, layer.qkv).view(len(x), -1, dim)  # and the gate's heads, if there are any
     content = around.norm(qkv[:, :heads], layer.q_norm)
     if not layer.rotates:
@@ -122,11 +103,9 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
             kv.k.copy_(k[own])
             kv.v.copy_(v[own])
         if kv.remainder is not None:
-            kv = kv._replace(remainder=_row_remainders(ops, content[own], kv.remainder))
+            kv = kv._replace(remainder=_row_remainders(content[own], kv.remainder))
         elif not layer.is_causal:  # the rows are a chain; those after a row are its remainder
-            rows = sizes if len(texts) == 1 else [len(kv.k)]
-            parts = zip(*(torch.split(part, rows) for part in (q[own], kv.k, kv.v)), strict=True)
-            kv = kv._replace(remainder=torch.cat([attention_to_later(*part) for part in parts]))
+            kv = kv._replace(remainder=attention_to_later(q[own], kv.k, kv.v))
         elif layer.sinks is not None:  # a remainder of drafts contains them: it is part of the full attention
             kv = kv._replace(remainder=_of_sinks(layer.sinks, len(kv.k), dim))
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
@@ -136,16 +115,9 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     output = attended.output.flatten(1)
     if layer.is_gated:
         output = ops.gate(output, qkv.flatten(1)[:, end * dim :])
-    output = _convolved_after(ops.linear(output, layer.out), kernel, sizes)
+    output = convolved_after(ops.linear(output, layer.out), kernel, sizes)
     x = around.add(x, output, layer.attention_norm, layer.attention_post_norm)
     return around.add_mlp(x, layer, sizes), attended
-
-
-def _rows_of_texts(ops: LayerOperations, texts: Sequence[KV]) -> list[int]:
-    """How many of the rows are of each text."""
-    if isinstance(ops, JoinsTexts):
-        return [len(texts[0].k) // ops.num_texts] * ops.num_texts
-    return [len(kv.k) for kv in texts]
 
 
 def attention_to_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,7 +135,7 @@ def attention_to_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([output, total.T[..., None]], -1).contiguous()
 
 
-def _convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None, sizes: list[int]
+def convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None, sizes: list[int]
                       ) -> tuple[Tensor, Tensor | None]:
     """Rows [T, hidden] after the convolution before a sublayer, and the kernel [T, taps, hidden] of the one after it.
     sizes: rows of each text"""
@@ -172,10 +144,10 @@ def _convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None,
     _, taps, width = conv.base.shape
     moving = ops.linear(x, conv.projection, keep_float=True).view(len(x), 2, taps, -1)
     kernel = conv.base + moving.repeat_interleave(width // moving.shape[3], 3)
-    return _convolved_after(x, kernel[:, 0], sizes), kernel[:, 1]
+    return convolved_after(x, kernel[:, 0], sizes), kernel[:, 1]
 
 
-def _convolved_after(x: Tensor, kernel: Tensor | None, sizes: list[int]) -> Tensor:
+def convolved_after(x: Tensor, kernel: Tensor | None, sizes: list[int]) -> Tensor:
     if kernel is None:
         return x
     return torch.cat([_convolved(*part) for part in zip(*(torch.split(each, sizes) for each in (x, kernel)),
@@ -198,10 +170,8 @@ def layer_end(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Ge
     return x if layer.scalar == 1 else x * layer.scalar
 
 
-def _row_remainders(ops: LayerOperations, content: Tensor, maps: Tensor) -> Tensor:
+def _row_remainders(content: Tensor, maps: Tensor) -> Tensor:
     """The remainder [T, H, D + 1] of rows with these queries before rotation [T, H, D]."""
-    if isinstance(ops, MapsRemainders):
-        return ops.row_remainders(content, maps)
     return (torch.einsum("thd,hde->the", content.float(), maps[:, :-1]) + maps[:, -1]).contiguous()
 
 
@@ -268,7 +238,7 @@ class LayerwiseDecoder:
                     output = AttentionOutput(*(part[-self._reported :].clone() for part in output))
                 outputs.append(output)
         self._tap(len(self._layers), x, texts)
-        return x, AttentionOutput(*(_stacked(part) for part in zip(*outputs, strict=True)))
+        return x, AttentionOutput(*(stacked_layers(part) for part in zip(*outputs, strict=True)))
 
     @staticmethod
     def _tap(layer: int, x: Tensor, texts: Sequence[LayersKV]) -> None:
@@ -276,7 +246,7 @@ class LayerwiseDecoder:
             kv.tap(layer, rows)
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
+def stacked_layers(parts: Sequence[Tensor]) -> Tensor:
     """Tensors of all layers as one, with zeros at the end of those whose last axis is shorter."""
     width = max(part.shape[-1] for part in parts)
     return torch.stack([part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1])) for part in parts])

@@ -17,10 +17,7 @@ SWITCHES = {
     "SHARES_FORWARDS": "several texts run in one forward",
     "SHARES_CHOICES": "the tokens of several texts are chosen in one graph",
     "SHARES_CHAINS": "chains of drafts, and heads, of several texts run in one graph",
-    "PLACES_STATES": "delta layers are part of that graph, and commit a path together",
     "GROUPS_INT4": "experts of 4 bits are multiplied together, without a wait of the host",
-    "CAPTURES_LAYERS": "layers of mixtures, Gemma, gpt-oss and GLM-4 are one graph",
-    "CHAINS_LAYERS": "chains of drafts with these layers are one graph",
     "FITS_REMAINDERS": "the upkeep of a partial cache is a graph of five launches",
     "WRITES_AHEAD": "plain decoding computes several tokens before the host reads them",
 }

@@ -150,7 +150,8 @@ class Transformer:
         if config.rounds_embedding_factor:
             self.embedding_factor = float(torch.tensor(config.embedding_factor, dtype=kernels.dtype))
         self._decoder = kernels.new_decoder(weights.layers, self.geometry)
-        self._token_decoder = self._decoder if isinstance(self._decoder, TokenDecoder) else None
+        has_inputs = weights.layer_inputs is not None  # which `TokenRows` have not
+        self._token_decoder = self._decoder if isinstance(self._decoder, TokenDecoder) and not has_inputs else None
         self._rope = RopeTable(config, 1, kernels.device)
         self._largest = len(config.kv_shapes), *(max(sizes) for sizes in zip(*config.kv_shapes, strict=True))
         self._has_warned, self.taps = False, tuple[int, ...]()

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from longdraft import drafters, kernels
-from longdraft.kernels.cuda import delta, experts, layerwise, linear, ranker, remainder, shared_forward
-from longdraft.kernels.cuda.decoder import CudaDecoder
+from longdraft.kernels.cuda import experts, linear, ranker, remainder, shared_forward
 from longdraft.kernels.cuda.forward_buffers import ForwardBuffers
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.kv_store import cuda_stores
+from longdraft.kernels.cuda.layers import CudaLayers
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.model import shared_choice
 from longdraft.model.transformer import Transformer
@@ -68,9 +68,7 @@ SWITCHED = {
     "WRITES_AHEAD": _Switched(ahead, is_ahead=True), "DRAFTS_LAYERS": _Switched(ranker, drafter="eagle"),
     "SHARES_FORWARDS": _Switched(shared_forward, texts=2), "SHARES_CHOICES": _Switched(shared_choice, texts=2),
     "SHARES_CHAINS": _Switched(ranker, drafter="magicdec", texts=2),
-    "FITS_REMAINDERS": _Switched(remainder, drafter="magicdec"), "CAPTURES_LAYERS": _Switched(layerwise, "mixture"),
-    "CHAINS_LAYERS": _Switched(layerwise, "mixture", "magicdec"),
-    "PLACES_STATES": _Switched(delta, "mixture", "magicdec"),
+    "FITS_REMAINDERS": _Switched(remainder, drafter="magicdec"),
     "GROUPS_INT4": _Switched(experts, "mixture", quantize="int4")}
 
 
@@ -143,40 +141,45 @@ def omissions(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[st
 
     def without(rows: int, replaced: dict[str, object]) -> float:
         assert isinstance(model.kernels, CudaKernels)
-        decoder = CudaDecoder(model.kernels, model.weights.layers, model.geometry)
+        layers = CudaLayers(model.kernels, model.weights.layers, model.geometry)
         with ExitStack() as stack:
             for name, method in replaced.items():
-                stack.enter_context(switched(CudaDecoder, name, method))
-            return layers_ms(decoder, model, context, rows, plan.repeats)
+                stack.enter_context(switched(CudaLayers, name, method))
+            return layers_ms(layers, model, context, rows, plan.repeats)
 
     return bench.each((f"{rows} rows", partial(measure, rows))
                       for rows in ((1, _VERIFIED) if plan.device == "cuda" else (1,)))
 
 
-def _nothing(decoder: CudaDecoder, buffers: ForwardBuffers, *given: Any) -> None: ...
+def _nothing(layers: CudaLayers, buffers: ForwardBuffers, *given: Any) -> None: ...
 
 
-def _no_product(decoder: CudaDecoder, buffers: ForwardBuffers, source: Tensor, gate_up: CudaLinear) -> Tensor:
+def _no_norm(layers: CudaLayers, buffers: ForwardBuffers, x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """What the next part reads, as it was."""
+    return buffers.x, buffers.normed
+
+
+def _no_product(layers: CudaLayers, buffers: ForwardBuffers, source: Tensor, gate_up: CudaLinear) -> Tensor:
     """What the product after gate and up reads, as it was."""
     width = gate_up.out_features // 2
     return buffers.inner.view(-1)[: buffers.rows * width].view(buffers.rows, width)
 
 
-# Methods of the decoder by what they launch, and what takes their place
+# Methods of the layers by what they launch, and what takes their place
 _OMITTED: dict[str, dict[str, object]] = {
-    "rotation": {"_finish_qkv": _nothing}, "attention": {"_attention": _nothing}, "norms": {"_add_and_norm": _nothing},
-    "gate and up": {"_swiglu": _no_product}, "small kernels": {"_finish_qkv": _nothing, "_add_and_norm": _nothing}}
+    "rotation": {"_finish_qkv": _nothing}, "attention": {"_attention": _nothing}, "norms": {"_add_and_norm": _no_norm},
+    "gate and up": {"_gated": _no_product}, "small kernels": {"_finish_qkv": _nothing, "_add_and_norm": _no_norm}}
 
 
-def layers_ms(decoder: CudaDecoder, model: Transformer, context: int, rows: int, repeats: int) -> float:
+def layers_ms(layers: CudaLayers, model: Transformer, context: int, rows: int, repeats: int) -> float:
     """Milliseconds of all layers of a model in one graph, for a chain of rows after `context` ones."""
     stores = cuda_stores(cache_of(model, context).stores)
     for store in stores:
         store.reserve_drafts(128)
-    buffers = ForwardBuffers(decoder, rows, stores, False, (), None)
+    buffers = ForwardBuffers(layers, rows, stores, False)
     buffers.where.copy_(torch.tensor([context, min(store.room for store in stores)]))
     buffers.parents.copy_(torch.arange(-1, rows - 1))
-    return speed.graph_us(model.kernels.device, [lambda: decoder.run_layers(buffers, stores)], repeats) / 1e3
+    return speed.graph_us(model.kernels.device, [lambda: layers.run(buffers, stores)], repeats) / 1e3
 
 
 class OracleDrafter:

@@ -1,5 +1,4 @@
-"""Hybrids and mixtures of experts, whose layers run operation by operation, and chains that trained layers draft for
-several texts."""
+"""Hybrids and mixtures of experts, and chains that trained layers draft for several texts."""
 
 from __future__ import annotations
 
@@ -16,14 +15,12 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.drafters.glide import GlideDraftModel
 from longdraft.kernels.chain_plan import Ranked
-from longdraft.kernels.cuda import layerwise
 from longdraft.kernels.launched import LaunchedWork
 from longdraft.model.transformer import Forward, Rows, Transformer, chain_rows
 from longdraft.request.context import Context
-from longdraft.request.tree import Trie
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.routine import run_alone
-from longdraft_bench.cuda.models import Bench, device_ms, switched
+from longdraft_bench.cuda.models import Bench, device_ms
 from longdraft_bench.cuda.plan import CudaPlan
 from longdraft_bench.cuda.speed import SAMPLING
 from longdraft_bench.cuda.switches import CHAIN, chains_of_texts, self_drafting, self_drafts
@@ -85,18 +82,18 @@ def family_chains(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dic
 
     def of_one() -> dict[str, Any]:
         times, guesses = dict[str, Any](), []
-        for is_on in (True, False):
-            with switched(layerwise, "CHAINS_LAYERS", is_on):
-                text, cache, drafts, sampler = self_drafting(model, context)
-                whole = Chain(drafts, sampler, 2, "self", 0.5)
+        for name in ("chain", "token by token"):
+            text, cache, drafts, sampler = self_drafting(model, context)
+            whole = Chain(drafts, sampler, 2, "self", 0.5)
+            draft = whole.in_one_call if name == "chain" else whole.step_by_step
 
-                def work(text: Context = text, cache: PartialCache = cache, whole: Chain = whole) -> list[int]:
-                    path = run_alone(whole.draft(Trie(text.last), text, [text.last], CHAIN))[1]
-                    cache.drop_drafts()
-                    return path
+            def work(text: Context = text, cache: PartialCache = cache, draft: Any = draft) -> list[list[int]]:
+                places = run_alone(draft(text, [text.last], CHAIN))
+                cache.drop_drafts()
+                return [place.tokens[:1] for place in places]
 
-                times["chain" if is_on else "token by token"] = device_ms(model.kernels.device, work, plan.repeats)
-                guesses.append(work())
+            times[name] = device_ms(model.kernels.device, work, plan.repeats)
+            guesses.append(work())
         return times | {"is_same_chain": guesses[0] == guesses[1]}
 
     several = ((f"{count} texts", partial(chains_of_texts, plan, model, partial(self_drafts, model), context, count))

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from longdraft import kernels
-from longdraft.kernels.cuda import decoder as decoders
-from longdraft.kernels.cuda import few_bits
+from longdraft.kernels.cuda import few_bits, layers
 from longdraft.kernels.cuda.attention import Splits
-from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.kernels import CudaKernels
+from longdraft.kernels.cuda.layers import CudaLayers
 from longdraft.kernels.cuda.linear import CudaLinear, Tiling
 from longdraft.model.transformer import Transformer
 from longdraft_bench.cuda.decide import layers_ms
@@ -94,7 +93,7 @@ def cuts(model: Transformer) -> list[Cut]:
     cut = Splits.of_heads(model.config.num_kv_heads)
     tried += [Cut(splits=other) for other in (cut._replace(long=cut.long // 2), cut._replace(long=2 * cut.long),
                                               Splits(2 * cut.short, cut.num_short // 2, cut.long))]
-    return [*tried, *(Cut(module=decoders, name="_NORM_WARPS", value=warps) for warps in (4, 16))]
+    return [*tried, *(Cut(module=layers, name="_NORM_WARPS", value=warps) for warps in (4, 16))]
 
 
 def measure(plan: CudaPlan = ON_DEVICE) -> None:
@@ -134,8 +133,8 @@ def _timed(plan: CudaPlan, model: Transformer, cut: Cut, contexts: Sequence[int]
         try:
             with cut.applied(model):
                 assert isinstance(model.kernels, CudaKernels)
-                decoder = CudaDecoder(model.kernels, model.weights.layers, model.geometry)
-                found.append(f"{context}: {layers_ms(decoder, model, context, 1, repeats):.3f}")
+                own = CudaLayers(model.kernels, model.weights.layers, model.geometry)
+                found.append(f"{context}: {layers_ms(own, model, context, 1, repeats):.3f}")
         except Exception as error:  # a cut may want too much shared memory
             found.append(f"{context}: {type(error).__name__}: {error}"[:80])
     return found

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import longdraft
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
@@ -14,6 +17,7 @@ from longdraft import drafters, kernels
 from longdraft.cache.full import FullCache
 from longdraft.checkpoint import checkpoint, config_file
 from longdraft.checkpoint.tensor_files import TensorFiles
+from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.model.transformer import Forward, Transformer, chain_rows
 from longdraft.request.context import Context
 from longdraft.request.sampling_params import SamplingParams
@@ -31,6 +35,21 @@ NEW, LENGTH = (60, 70) if HAS_CUDA else (7, 50)  # new tokens; tokens of the pro
 def load(folder: Path, name: str = NAME, quantize: str = "none") -> Transformer:
     chosen = kernels.choose(DEVICE, "float32", name)
     return checkpoint.load_transformer(TensorFiles(folder), config_file.read_config(folder), chosen, quantize)
+
+
+@contextmanager
+def by_definition(model: Transformer) -> Iterator[None]:
+    """Run the model's layers operation by operation on its kernels, as longdraft/kernels/layer.py defines them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_decoder", LayerwiseDecoder(model.kernels, model.weights.layers, model.geometry))
+        patch.setattr(model, "_token_decoder", None)
+        yield
+
+
+def agree(found: Sequence[torch.Tensor], definition: Sequence[torch.Tensor]) -> bool:
+    """Whether a forward computed what its definition does. A norm adds up its squares in another order there."""
+    return len(found) == len(definition) and all(torch.allclose(*map(torch.Tensor.float, pair), atol=5e-5, rtol=5e-5)
+                                                 for pair in zip(found, definition, strict=True))
 
 
 PROMPT = prompt_of(LENGTH)

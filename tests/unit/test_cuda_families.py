@@ -8,16 +8,16 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.cuda_kernels import HAS_CUDA, close, every_dtype, kernels, reference, rows_of
-from helpers.cuda_texts import LENGTH, NEW, generate, load
+from helpers.cuda_texts import LENGTH, NEW, agree, by_definition, generate, load
 from helpers.equality import liar, prompt_of
 from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, MIXTURES, UNIFIED, make_family
 from helpers.generation import by_name
 from helpers.recorded_graphs import watched
 from longdraft.cache.full import FullCache
+from longdraft.kernels.cuda import decoder as decoders
 from longdraft.kernels.cuda import experts as cuda_experts
-from longdraft.kernels.cuda import layerwise
-from longdraft.kernels.cuda.captured_layers import CapturedLayers
-from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
+from longdraft.kernels.cuda.decoder import CudaDecoder
+from longdraft.kernels.cuda.forward_buffers import ForwardBuffers
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.kernels.experts import experts_forward
 from longdraft.kernels.experts import route as routed
@@ -88,15 +88,6 @@ def test_activations_and_gates_agree_with_the_reference(dtype):
         close(operation(ours), operation(definition), dtype, times=4)
     x[1] = torch.nan
     assert ours.clamped_swiglu(x, 1.702, 3.0)[1].isnan().all() and ours.geglu(x)[1].isnan().all()
-
-
-@every_dtype
-def test_remainders_of_rows_agree_with_the_definition_and_a_rows_company_changes_nothing(dtype):
-    ours = kernels(dtype)
-    content, maps = rows_of(5, 3, 24, dtype=ours.dtype), rows_of(3, 25, 25, seed=1)
-    found = ours.row_remainders(content, maps)
-    close(found, torch.einsum("thd,hde->the", content.float(), maps[:, :-1]) + maps[:, -1], "float32", times=5)
-    assert torch.equal(ours.row_remainders(content[3:4], maps), found[3:4])
 
 
 def mixture(ops, quantize: str = "none", bias: bool = False, shared: bool = False, hidden: int = HIDDEN,
@@ -193,12 +184,13 @@ def test_families_agree_with_the_reference_and_every_drafter_writes_the_plain_te
     layers = None if HAS_CUDA else QUICK[name]
     make_family(tmp_path, name, **(dict(num_hidden_layers=2, layer_types=layers) if layers else {}))
     model, definition = load(tmp_path), load(tmp_path, "reference")
-    assert isinstance(model._decoder, CudaLayerwiseDecoder)
+    assert isinstance(model._decoder, CudaDecoder)
     check_rows_of(model, definition)
-    captured: list[object] = []
-    monkeypatch.setattr(layerwise, "CapturedLayers", lambda *given: captured.append(given) or CapturedLayers(*given))
+    made: list[object] = []
+    monkeypatch.setattr(decoders, "ForwardBuffers", lambda *given, **named: made.append(given) or ForwardBuffers(
+        *given, **named))
     plain = generate(model, PARAMS, by_name("plain"))
-    assert len(captured) == 1, "a text has one graph for plain decoding"
+    assert len(made) == 1, "a text has one graph for plain decoding"
     tally = Tally()
     assert generate(model, PARAMS, lambda given: liar("half true", plain, LENGTH), tally) == plain
     assert tally.accepted.total() > 0 and tally.steps < NEW
@@ -231,14 +223,14 @@ def check_rows_of(model: Transformer, definition: Transformer) -> None:
     assert torch.equal(torch.cat([tree[[0, 2, 3]], behind]), torch.cat(logits))
     if not alone.states:  # test_cuda_hybrids.py has those of layers with states
         alone.truncate(30)
-        parts = [rows_of_forward(model, alone, rows, is_captured) for is_captured in (True, False)]
-        assert all(torch.equal(*pair) for pair in zip(*parts, strict=True)), "in a graph and kernel by kernel"
+        with by_definition(model):
+            expected = rows_of_forward(model, alone, rows)
+        assert agree(rows_of_forward(model, alone, rows), expected)
 
 
-def rows_of_forward(model: Transformer, cache: FullCache, rows: Rows, is_captured: bool) -> list[torch.Tensor]:
-    """What a forward of these rows computes, by the graph of its layers or kernel by kernel."""
-    with switched(layerwise, "CAPTURES_LAYERS", is_captured):
-        result = model.forward(rows, cache, len(rows.tokens))
+def rows_of_forward(model: Transformer, cache: FullCache, rows: Rows) -> list[torch.Tensor]:
+    """What a forward of these rows computes."""
+    result = model.forward(rows, cache, len(rows.tokens))
     found = [result.logits, *result.attention_output, *(part for parts in cache.provisional for part in parts)]
     cache.commit([])
     return [part.clone() for part in found]
@@ -262,8 +254,9 @@ def test_drafts_with_a_remainder_are_part_of_a_graph(tmp_path, name, monkeypatch
         monkeypatch.setattr(FullCache, "append", lambda self, k, v, given=given: append(self, k, v)._replace(
             remainder=given))
         for rows in (Rows([5], [3], [-1]), Rows([5, 7, 9], [3, 4, 4], [-1, 0, 0])):
-            captured, host = (rows_of_forward(model, cache, rows, is_captured) for is_captured in (True, False))
-            assert all(torch.equal(*pair) for pair in zip(captured, host, strict=True))
+            captured = rows_of_forward(model, cache, rows)
+            with by_definition(model):
+                assert agree(captured, rows_of_forward(model, cache, rows))
             found.append(captured[0])
     assert len(ran) == 6 and len(set(ran)) == 4, "a graph for each number of rows, with and without a remainder"
     assert not any(torch.equal(found[place], found[place + 2]) for place in range(4))
@@ -276,11 +269,12 @@ def test_experts_of_4_bits_are_part_of_a_graph(tmp_path, monkeypatch):
     for is_on in (True, False):
         monkeypatch.setattr(cuda_experts, "GROUPS_INT4", is_on)
         model = load(tmp_path, quantize="int4")
-        assert model._decoder._can_capture == is_on
+        assert model._decoder.can_capture == is_on
         cache = model.new_cache()
         model.forward(chain_rows([5, 6, 7], 0), cache)
         cache.commit(range(3))
-        found += [rows_of_forward(model, cache, rows, is_captured) for is_captured in ((True, True, False) if is_on
-                                                                                       else (False,))]
+        found += [rows_of_forward(model, cache, rows) for _ in range(2)]
+        with by_definition(model):
+            assert agree(found[-1], rows_of_forward(model, cache, rows))
     for parts in found[1:]:
         assert all(torch.equal(*pair) for pair in zip(parts, found[0], strict=True))

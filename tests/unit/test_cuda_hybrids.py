@@ -15,13 +15,13 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 import longdraft
 from helpers.cuda_kernels import DEVICE, HAS_CUDA, kernels, rows_of
-from helpers.cuda_texts import load, text_of_shared_chunks, use_small_chunks
+from helpers.cuda_texts import agree, by_definition, load, text_of_shared_chunks, use_small_chunks
 from helpers.equality import prompt_of
 from helpers.families import make_family, make_hybrid
 from helpers.recorded_graphs import watched
 from longdraft.cache.full import FullCache
 from longdraft.cache.states import StateCache, kept_positions
-from longdraft.kernels.cuda import delta
+from longdraft.kernels.cuda.delta import DeltaNets, stacked
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.model.transformer import Transformer, chain_rows, tree_rows
 from longdraft.request.sampling_params import SamplingParams
@@ -56,7 +56,8 @@ def test_all_layers_commit_a_path_with_the_bits_of_one_layer_after_another(path,
     ops, layers = kernels(), [weights_of(10 * layer) for layer in range(num)]
     found = []
     for is_on in (True, False):
-        monkeypatch.setattr(delta, "PLACES_STATES", is_on)
+        if not is_on:
+            monkeypatch.setattr(DeltaNets, "states_after", lambda *given: False)
         launches: list[str] = []
         if not HAS_CUDA:
             count_launches(monkeypatch, launches)
@@ -121,12 +122,12 @@ def test_delta_layers_in_a_graph_have_the_bits_of_their_launches_one_by_one(mode
     """One graph for each bucket of rows, although a text's states change places with each step."""
     ran = watched(monkeypatch, model.kernels.graphs)
     decoder = model._decoder
-    assert decoder._can_capture
+    assert decoder.can_capture
     captured = steps(model)
     assert len(ran) == 7 and len(set(ran)) == 3, "for 1, 4 and 8 rows"
-    monkeypatch.setattr(decoder, "_can_capture", False)
-    monkeypatch.setattr(delta, "PLACES_STATES", False)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, steps(model), strict=True))
+    monkeypatch.setattr(DeltaNets, "states_after", lambda *given: False)
+    with by_definition(model):
+        assert agree(captured, steps(model))
     assert len(ran) == 7
 
 
@@ -155,9 +156,9 @@ def test_another_text_has_graphs_of_its_own_stores_and_the_same_bits(model):
 
 def test_parts_of_one_tensor_are_found():
     whole = torch.arange(24, device=DEVICE).view(3, 2, 4)
-    assert delta.stacked(whole.unbind()).data_ptr() == whole.data_ptr()
-    assert torch.equal(delta.stacked(whole.unbind()), whole) and torch.equal(delta.stacked([whole[1]]), whole[1:2])
-    assert delta.stacked([whole[0], whole[2]]).tolist() == whole[::2].tolist()
-    assert delta.stacked([whole[0], whole[2], whole[1]]) is None
-    assert delta.stacked([whole[0], whole[1].clone()]) is None
-    assert delta.stacked([whole[0], whole[0]]) is None
+    assert stacked(whole.unbind()).data_ptr() == whole.data_ptr()
+    assert torch.equal(stacked(whole.unbind()), whole) and torch.equal(stacked([whole[1]]), whole[1:2])
+    assert stacked([whole[0], whole[2]]).tolist() == whole[::2].tolist()
+    assert stacked([whole[0], whole[2], whole[1]]) is None
+    assert stacked([whole[0], whole[1].clone()]) is None
+    assert stacked([whole[0], whole[0]]) is None

@@ -99,15 +99,16 @@ class AttentionWorkspace:
     of its values [R, H, S, D]; all float32. `path` [R, rows of a text] and `depths` [R] describe the tree, both int32.
     """
 
-    def __init__(self, plan: AttentionPlan, rows: int, length: int, device: torch.device, texts: int = 1) -> None:
-        """texts: that share the rows, as many each. A tree is one of its text's rows."""
+    def __init__(self, plan: AttentionPlan, rows: int, length: int, device: torch.device, texts: int = 1,
+                 other: AttentionWorkspace | None = None) -> None:
+        """texts: that share the rows, as many each. A tree is one of its text's rows; other: of the same trees."""
         self.plan, self.rows, self.text_rows, self.texts = plan, rows, rows // texts, texts
         self.num_splits = plan.num_splits(length + self.text_rows)
         shape = (rows, plan.heads, self.num_splits)
         self.max_scores, self.weight_sums = (torch.empty(shape, device=device) for _ in range(2))
         self.value_sums = torch.empty(*shape, plan.dim, device=device)
-        self.path = torch.zeros(rows, self.text_rows, dtype=torch.int32, device=device)
-        self.depths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.path: Tensor = other.path if other else torch.zeros(rows, self.text_rows, dtype=torch.int32, device=device)
+        self.depths: Tensor = other.depths if other else torch.zeros(rows, dtype=torch.int32, device=device)
 
     def set_tree(self, parents: Tensor) -> None:
         """Compute `path` and `depths` from parents [R], int32 on the device."""
@@ -118,7 +119,8 @@ class AttentionWorkspace:
 
 
 def tree_attention(work: AttentionWorkspace, q: Tensor, store: CudaStore, where: Tensor, length: int, window: int,
-                   remainder: Tensor | None, out: Tensor, lse: Tensor, table: Tensor | None = None) -> None:
+                   remainder: Tensor | None, out: Tensor, lse: Tensor, table: Tensor | None = None,
+                   sinks: Tensor | None = None) -> None:
     """Attention of q [R, H, D]: writes out [R, H, D] in q's dtype and lse [R, H] float32.
 
     The keys and values of the drafted rows must already be in their slots of the store.
@@ -129,6 +131,7 @@ def tree_attention(work: AttentionWorkspace, q: Tensor, store: CudaStore, where:
     window     positions that a row sees, itself included; 0: all
     remainder  [R, H, D + 1] float32: see `longdraft.kernels.interface.KV`
     table      int64 [texts, 5]: the stores of several texts, which have the form of `store`
+    sinks      [H] float32: log-sum-exps of a remainder whose outputs are 0, in place of `remainder`
     """
     plan, (rows, heads, dim) = work.plan, q.shape
     require((heads, dim) == (plan.heads, plan.dim) and rows == work.rows, f"[{work.rows}, {plan.heads}, {plan.dim}]",
@@ -151,6 +154,7 @@ def tree_attention(work: AttentionWorkspace, q: Tensor, store: CudaStore, where:
         # By a launch of their own: the last program of a KV head would merge its lanes one after another.
         jit_attention.merge_splits_kernel[(rows, heads)](
             work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
-            work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,
-            SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP, HAS_REMAINDER=remainder is not None, **sizes, num_warps=4,
-            **chained(q.device))
+            next((part for part in (remainder, sinks) if part is not None), work.max_scores), out, lse,
+            work.num_splits, own, HEADS=heads, SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP,
+            HAS_REMAINDER=remainder is not None, HAS_SINKS=remainder is None and sinks is not None, **sizes,
+            num_warps=4, **chained(q.device))

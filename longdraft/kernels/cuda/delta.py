@@ -21,9 +21,7 @@ from longdraft.kernels.cuda.launch import (
     staged_parts,
 )
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaState, DeltaWeights
-from longdraft.kernels.switches import is_on
 
-PLACES_STATES = is_on("PLACES_STATES")  # False: no graph has delta layers, and each commits a path by its own launches
 _COLUMNS = 32  # of a state, in one program
 _MAX_PATHS = 16  # of trees whose paths are kept: all layers of a forward use the same
 
@@ -163,7 +161,7 @@ class DeltaNets:
         """See `longdraft.kernels.delta.AppliesPaths`: one copy to the device and two launches for all layers."""
         shape, mixed = layers[0].shape, stacked([part.mixed for part in rows])
         gates = stacked([part.gates for part in rows])
-        if not PLACES_STATES or mixed is None or gates is None or any(each.shape != shape for each in layers):
+        if mixed is None or gates is None or any(each.shape != shape for each in layers):
             return False
         count, num = len(path), len(layers)
         parts = staged_parts(2 * jit_delta.ENTRY.value * num, 2, 2, count, count, 1)

@@ -221,10 +221,11 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
 def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, remainder, out, lse, num_splits, text_rows,
                         HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
                         SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.constexpr,
-                        HAS_REMAINDER: tl.constexpr, IS_CHAINED: tl.constexpr):
+                        HAS_REMAINDER: tl.constexpr, HAS_SINKS: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Merge the splits of one row and head in order, then the remainder as one more key. Grid (R, H).
 
-    remainder  [R, H, D + 1] float32: an output and its log-sum-exp
+    remainder  [R, H, D + 1] float32: an output and its log-sum-exp; where HAS_SINKS, the log-sum-exps [H] float32 of an
+               output of 0
     out, lse   [R, H, D] and [R, H] float32, the log-sum-exp in base e
     text_rows  rows of a text; `where` [texts, 2] has each one's place
     """
@@ -253,9 +254,13 @@ def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, rema
         weight_sum = weight_sum * rescale + tl.sum(share * split_weights, 0)
         value_sum = value_sum * rescale + tl.sum(share[:, None] * split_values, 0)
         max_score = new_max
-    if HAS_REMAINDER:
-        remainder_output = tl.load(remainder + at * (DIM + 1) + dim, mask=is_dim, other=0.0)
-        remainder_lse = tl.load(remainder + at * (DIM + 1) + DIM) * _LOG2E
+    if HAS_REMAINDER or HAS_SINKS:
+        if HAS_SINKS:
+            remainder_output = tl.zeros([PADDED], tl.float32)
+            remainder_lse = tl.load(remainder + head) * _LOG2E
+        else:
+            remainder_output = tl.load(remainder + at * (DIM + 1) + dim, mask=is_dim, other=0.0)
+            remainder_lse = tl.load(remainder + at * (DIM + 1) + DIM) * _LOG2E
         new_max = tl.maximum(max_score, remainder_lse)
         rescale, share = tl.exp2(max_score - new_max), tl.exp2(remainder_lse - new_max)
         weight_sum = weight_sum * rescale + share

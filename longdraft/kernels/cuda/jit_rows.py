@@ -72,14 +72,16 @@ def rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_and_norm_kernel(x, parts, scale, bias, own_norm, next_norm, x_out, out, num_rows, factor, eps,
+def add_and_norm_kernel(x, parts, scale, bias, own_norm, next_norm, x_out, out, num_rows, factor, scalar, eps,
                         WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
-                        HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, NORMS_OWN: tl.constexpr,
-                        NORMS_NEXT: tl.constexpr, ROUNDS_ONCE: tl.constexpr, IS_CHAINED: tl.constexpr):
+                        HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALAR: tl.constexpr,
+                        NORMS_OWN: tl.constexpr, NORMS_NEXT: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+                        IS_CHAINED: tl.constexpr):
     """The residual sum, and the norm of the next operation. Grid (R,).
 
     x_out = x + product, where the product is first normalised by own_norm (NORMS_OWN) and multiplied by factor
-    (HAS_FACTOR); out = x_out normalised by next_norm (NORMS_NEXT), otherwise untouched.
+    (HAS_FACTOR), and their sum is multiplied by scalar (HAS_SCALAR); out = x_out normalised by next_norm (NORMS_NEXT),
+    otherwise untouched.
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -94,6 +96,8 @@ def add_and_norm_kernel(x, parts, scale, bias, own_norm, next_norm, x_out, out, 
     if HAS_FACTOR:
         given = rounded(given * factor, x)
     result = rounded(tl.load(x + at, mask=mask, other=0.0).to(tl.float32) + given, x)
+    if HAS_SCALAR:
+        result = rounded(result * scalar, x)
     tl.store(x_out + at, result.to(x_out.dtype.element_ty), mask=mask)
     if NORMS_NEXT:
         weight = tl.load(next_norm + column, mask=mask, other=0.0).to(tl.float32)
@@ -150,26 +154,32 @@ def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, PADDE
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity", "text_rows"])
-def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v, k_store, v_store, k_scale,
-                      v_scale, table, num_rows, capacity, text_rows, eps, factor,
-                      HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-                      ALL_PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-                      NORMS: tl.constexpr, ROTATES: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
-                      HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
+def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, v_norm, cos, sin, where, content, q, k, v, gate, k_store,
+                      v_store, k_scale, v_scale, table, num_rows, capacity, text_rows, eps, factor,
+                      HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GATES: tl.constexpr, HALF: tl.constexpr,
+                      PADDED: tl.constexpr, ALL_PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+                      HAS_BIAS: tl.constexpr, NORMS: tl.constexpr, HAS_V_NORM: tl.constexpr, ROTATES: tl.constexpr,
+                      TURNS: tl.constexpr, Q_TURN: tl.constexpr, K_TURN: tl.constexpr, KV_ROW: tl.constexpr,
+                      KV_HEAD: tl.constexpr, ROUNDS_ONCE: tl.constexpr, HAS_TABLE: tl.constexpr,
+                      IS_CHAINED: tl.constexpr):
     """Turn the QKV product into queries, keys and values: norms, rotation, and writes to the store.
 
     content, q  [R, H, D]: the queries before the rotation, and after it and times factor
-    k, v        [R, Hkv, D]; also written to the slots where[1] + row of the store
+    k, v        [R, Hkv, D], whose rows are KV_ROW elements apart, and whose heads KV_HEAD; also written to the slots
+                where[1] + row of the store. With KV_HEADS = 0 the product has queries only
+    gate        [R, H, D], the last heads of the product, where GATES is H and not 0
+    cos, sin    [R, TURNS]: queries are turned by the columns from Q_TURN on, keys by those from K_TURN on
     table       int64 [texts, 5], where HAS_TABLE: the store of each text, as in `attend_split_kernel`. A text has
                 text_rows rows, and two numbers of `where`
-    NORMS       0: none, 1: each head is normalised by itself, 2: all heads of a row as one vector
+    NORMS       of queries and keys. 0: none, 1: each head is normalised by itself, 2: all heads of a row as one vector
+    HAS_V_NORM  each head of the values is normalised by itself
 
-    Grid (R, H + 2 Hkv): a program computes one head of one row.
+    Grid (R, H + 2 Hkv + GATES): a program computes one head of one row.
     """
     wait_for_inputs(IS_CHAINED)
     row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     DIM: tl.constexpr = 2 * HALF
-    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS + GATES) * DIM
     place = row  # in its text
     if HAS_TABLE:
         text = row // text_rows
@@ -188,6 +198,14 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
     second = rounded(sum_of_parts(parts, row * WIDTH + column + HALF, column + HALF, mask, scale, bias, num, PARTS,
                                   HAS_SCALE, HAS_BIAS), q)
     is_query, is_key = unit < HEADS, (unit >= HEADS) & (unit < HEADS + KV_HEADS)
+    is_gate = unit >= HEADS + 2 * KV_HEADS
+    if HAS_V_NORM:
+        if (unit >= HEADS + KV_HEADS) & (unit < HEADS + 2 * KV_HEADS):
+            of_values = tl.sum(first * first, 0) + tl.sum(second * second, 0)
+            low = tl.load(v_norm + half, mask=mask, other=0.0).to(tl.float32)
+            high = tl.load(v_norm + HALF + half, mask=mask, other=0.0).to(tl.float32)
+            first = normed(first, low, DIM, of_values, eps, q, ROUNDS_ONCE)
+            second = normed(second, high, DIM, of_values, eps, q, ROUNDS_ONCE)
     if NORMS > 0:
         if unit < HEADS + KV_HEADS:
             if NORMS == 1:
@@ -221,8 +239,8 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
         tl.store(content + at + HALF, second.to(content.dtype.element_ty), mask=mask)
     if unit < HEADS + KV_HEADS:
         if ROTATES:
-            c = tl.load(cos + row * HALF + half, mask=mask, other=0.0)
-            s = tl.load(sin + row * HALF + half, mask=mask, other=0.0)
+            turn = row * TURNS + tl.where(is_query, Q_TURN, K_TURN) + half
+            c, s = tl.load(cos + turn, mask=mask, other=0.0), tl.load(sin + turn, mask=mask, other=0.0)
         else:
             c = tl.zeros([PADDED], tl.float32) + 1.0
             s = tl.zeros([PADDED], tl.float32)
@@ -236,10 +254,14 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
         at = (row * HEADS + unit) * DIM + half
         tl.store(q + at, first.to(q.dtype.element_ty), mask=mask)
         tl.store(q + at + HALF, second.to(q.dtype.element_ty), mask=mask)
+    elif is_gate:
+        at = (row * GATES + unit - HEADS - 2 * KV_HEADS) * DIM + half
+        tl.store(gate + at, first.to(gate.dtype.element_ty), mask=mask)
+        tl.store(gate + at + HALF, second.to(gate.dtype.element_ty), mask=mask)
     else:
         head = tl.where(is_key, unit - HEADS, unit - HEADS - KV_HEADS)
         slot = head.to(tl.int64) * capacity + tl.load(where + 1) + place
-        at = (row * KV_HEADS + head) * DIM + half
+        at = row * KV_ROW + head * KV_HEAD + half
         if is_key:
             tl.store(k + at, first.to(k.dtype.element_ty), mask=mask)
             tl.store(k + at + HALF, second.to(k.dtype.element_ty), mask=mask)
@@ -250,16 +272,14 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
             store_row(first, second, mask, slot, v_store, v_scale, HALF, half)
 
 
-@triton.jit(do_not_specialize=["layer", "text_rows"])
-def map_remainder_kernel(content, function, table, remainder, layer, text_rows, HEADS: tl.constexpr, DIM: tl.constexpr,
-                         COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_TABLE: tl.constexpr,
-                         IS_CHAINED: tl.constexpr):
+@triton.jit(do_not_specialize=["text_rows"])
+def map_remainder_kernel(content, table, remainder, text_rows, HEADS: tl.constexpr, DIM: tl.constexpr,
+                         COLUMNS: tl.constexpr, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The remainder [R, H, D + 1] of each query, by an affine map of its content. Grid (R, H, (D + 1) / COLUMNS).
 
-    content   [R, H, D]: the queries before the rotation
-    function  [L, H, D + 1, D + 1] float32: the first D rows are multiplied by the content, the last row is added
-    table     int64 [texts], where HAS_TABLE: the address of each text's `function`; 0: nothing remains of its keys. A
-              text has text_rows rows
+    content  [R, H, D]: the queries before the rotation
+    table    int64 [texts]: the address of each text's map [H, D + 1, D + 1] float32, whose first D rows are multiplied
+             by the content, and whose last row is added; 0: nothing remains of its keys. A text has text_rows rows
 
     BLOCK rows of the map are read at a time, so that a program waits for memory only D / BLOCK times.
     """
@@ -267,12 +287,9 @@ def map_remainder_kernel(content, function, table, remainder, layer, text_rows, 
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < DIM + 1
-    inside = mask
-    if HAS_TABLE:
-        address = tl.load(table + row // text_rows)
-        function = address.to(function.dtype)
-        inside = column < tl.where(address != 0, DIM + 1, 0)
-    base = function + (layer.to(tl.int64) * HEADS + head) * (DIM + 1) * (DIM + 1)
+    address = tl.load(table + row // text_rows)
+    inside = column < tl.where(address != 0, DIM + 1, 0)
+    base = address.to(remainder.dtype) + head * (DIM + 1) * (DIM + 1)
     total = tl.load(base + DIM * (DIM + 1) + column, mask=inside, other=0.0)
     for first in range(0, DIM, BLOCK):
         dim = first + tl.arange(0, BLOCK)
@@ -280,6 +297,5 @@ def map_remainder_kernel(content, function, table, remainder, layer, text_rows, 
         rows = tl.load(base + dim[:, None] * (DIM + 1) + column[None, :], mask=(dim < DIM)[:, None] & inside[None, :],
                        other=0.0)
         total += tl.sum(value[:, None] * rows, 0)
-    if HAS_TABLE:
-        total = tl.where(inside | (column < DIM), total, float("-inf"))
+    total = tl.where(inside | (column < DIM), total, float("-inf"))
     tl.store(remainder + (row * HEADS + head) * (DIM + 1) + column, total, mask=mask)

@@ -17,11 +17,10 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.cache_format import CacheFormat
 from longdraft.kernels.cuda.choices import LogitsSource
-from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
+from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.few_bits import CudaFewBits, CudaStacked
 from longdraft.kernels.cuda.kv_store import CudaStore, copy_rows, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import require
-from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.remainder import CudaRemainder, PartialAttentions, new_fit
@@ -89,11 +88,7 @@ class CudaKernels(CudaOperations):
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         """Also sets `is_row_invariant` to False where the device fails the test of a layer of each kind."""
         self._check(layers, geometry)
-        return self._decoder_of(layers, geometry)
-
-    def _decoder_of(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        kind = CudaDecoder if all(has_fixed_launches(layer, geometry) for layer in layers) else CudaLayerwiseDecoder
-        return kind(self, layers, geometry)
+        return CudaDecoder(self, layers, geometry)
 
     def _check(self, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         if self.device.type != "cuda" or not self.is_row_invariant:
@@ -101,7 +96,7 @@ class CudaKernels(CudaOperations):
         with_attention = [layer for layer in layers if layer.delta is None and layer.source is None]
         with_delta = [layer.delta for layer in layers if layer.delta is not None]
         layer = with_attention[0]._replace(extra=None, is_causal=True, attention_conv=None, mlp_conv=None)
-        self.is_row_invariant = is_row_invariant(self, self._decoder_of([layer], geometry), layer, geometry)
+        self.is_row_invariant = is_row_invariant(self, CudaDecoder(self, [layer], geometry), layer, geometry)
         if with_delta and not delta_is_row_invariant(self, with_delta[0]):
             self.is_row_invariant = False
         if not self.is_row_invariant:

@@ -24,11 +24,11 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.chain_plan import DraftLayers, ReadsUnreadRows, UnreadRows
 from longdraft.kernels.cuda.attention import AttentionWorkspace
 from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
-from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
 from longdraft.kernels.cuda.forward_buffers import Embedding, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, RowsOfTexts, cuda_stores, move_rows
 from longdraft.kernels.cuda.launch import padded_size, staged_parts
+from longdraft.kernels.cuda.layers import CudaLayers
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.text_rows import TextNeeds
@@ -74,9 +74,9 @@ class _PlacedOperations(CudaOperations):
         self._work: dict[int, AttentionWorkspace] = {}  # by the store's index
         self._stores = stores
         self.buffers: ForwardBuffers | None = None
-        if (own := layers.decoder_layers) and all(has_fixed_launches(layer, own[1]) for layer in own[0]):
-            self._decoder = CudaDecoder(ops, *own)
-            buffers = self.buffers = ForwardBuffers(self._decoder, rows, stores, False, texts=self._num_texts,
+        if own := layers.decoder_layers:
+            self._layers = CudaLayers(ops, *own)
+            buffers = self.buffers = ForwardBuffers(self._layers, rows, stores, False, texts=self._num_texts,
                                                     room=min(places.rooms) if places.rooms else None)
             buffers.parents, buffers.where = self._parents, places.where
             buffers.table = places.tables
@@ -87,7 +87,7 @@ class _PlacedOperations(CudaOperations):
         buffers = self.buffers
         assert buffers is not None
         buffers.x_in, (buffers.cos, buffers.sin) = x, rotations
-        self._decoder.run_layers(buffers, self._stores, source)
+        self._layers.run(buffers, self._stores, source)
         return buffers.x
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:

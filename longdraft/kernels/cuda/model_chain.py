@@ -10,24 +10,35 @@ remainders of several texts in the tables of `ForwardBuffers`. The graphs of a t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from longdraft.kernels.chain_plan import DraftStores, DraftWeights
-from longdraft.kernels.cuda.chain_forward import ChainDecoder
+from longdraft.kernels.cuda.chain_forward import ChainForward
 from longdraft.kernels.cuda.chain_rows import ChainRows, Chains, RowsShape, TextDraft, in_graphs
 from longdraft.kernels.cuda.choices import LogitsSource
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import padded_size
 from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.text_rows import TextNeeds
-from longdraft.kernels.interface import RemainderMaps
+from longdraft.kernels.weights import Geometry
 
 MAX_HEADS = 2  # with which a model drafts
 MOST_TAPPED = 16  # tokens of a chain whose tapped states are kept, those of a capture beyond its end included
+
+
+class ChainDecoder(Protocol):
+    """The layers of a model that drafts: `CudaDecoder`."""
+
+    ops: CudaOperations
+    geometry: Geometry
+
+    def chain_forward(self, stores: Sequence[CudaStore], has_remainder: bool, texts: int = 1,
+                      room: int | None = None, taps: tuple[int, ...] = ()) -> ChainForward: ...
 
 
 class TextChain(NamedTuple):
@@ -45,24 +56,26 @@ class TextChain(NamedTuple):
 class _Shape(NamedTuple):
     """What the memory of some chains depends on, besides that of their rows.
 
-    layers  of several texts: the stores' dtype, positions that one has at most, and whether a text has a remainder; of
-            a text by itself: the serials of its stores, `ChainDecoder.chain_key`, and the layers that are tapped
+    has_remainder  whether a text has one
+    stores         of several texts: the stores' format, and positions that one has at most; of a text by itself: the
+                   serials of its stores, and the layers that are tapped
     """
 
     rows: RowsShape
-    layers: object
+    has_remainder: bool
+    stores: object
 
 
 class _Buffers:
     """The memory of chains of one shape."""
 
-    def __init__(self, decoder: ChainDecoder, head: CudaLinear, shape: RowsShape, stores: Sequence[CudaStore],
-                 remainder: RemainderMaps, room: int | None, taps: tuple[int, ...]) -> None:
-        """stores: of one text; remainder: of one that has any; room: positions that a store of several texts has; taps:
-        layers of a text by itself that are tapped."""
-        texts, device = shape.texts, decoder.ops.device
-        self.forward = decoder.chain_forward(stores, remainder, texts, room, taps)
-        self.rows = ChainRows(shape, self.forward.cos.shape[1], device)
+    def __init__(self, decoder: ChainDecoder, head: CudaLinear, shape: _Shape, stores: Sequence[CudaStore],
+                 room: int | None, taps: tuple[int, ...]) -> None:
+        """stores: of one text; room: positions that a store of several texts has; taps: layers of a text by itself that
+        are tapped."""
+        texts, device = shape.rows.texts, decoder.ops.device
+        self.forward = decoder.chain_forward(stores, shape.has_remainder, texts, room, taps)
+        self.rows = ChainRows(shape.rows, self.forward.cos.shape[1], device)
         self.normed, self.sums = torch.empty_like(self.forward.x), torch.empty(head.num_sums(texts), device=device)
         self.logits = torch.empty(texts, head.out_features, device=device)
         tapped = self.forward.tapped
@@ -105,18 +118,18 @@ class ModelChains(Chains[TextChain, _Buffers]):
         assert isinstance(head, CudaLinear)
         stores = [cuda_stores(chain.stores.stores) for chain in chains]
         rows = RowsShape.of([chain.draft for chain in chains], head.out_features)
-        remainder = next((chain.stores.remainder for chain in chains if chain.stores.remainder is not None), None)
+        has_remainder = any(chain.stores.remainder is not None for chain in chains)
         room: int | None = None
         taps: tuple[int, ...] = ()
-        layers: object
+        key: object
         if len(chains) == 1:
             taps = chains[0].stores.taps.layers if chains[0].stores.taps else ()
-            layers = tuple(store.serial for store in stores[0]), decoder.chain_key(remainder), taps
+            key = tuple(store.serial for store in stores[0]), taps
         else:
             room = padded_size(max(store.room for own in stores for store in own))
-            layers = stores[0][0].format, room, remainder is not None
-        return self._buffers.get(_Shape(rows, layers),
-                                 lambda: _Buffers(decoder, head, rows, stores[0], remainder, room, taps))
+            key = stores[0][0].format, room
+        shape = _Shape(rows, has_remainder, key)
+        return self._buffers.get(shape, lambda: _Buffers(decoder, head, shape, stores[0], room, taps))
 
     def _end(self, buffers: _Buffers, parts: Sequence[TextChain]) -> None:
         buffers.copy_taps(parts[0].stores)

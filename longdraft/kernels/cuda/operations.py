@@ -31,8 +31,6 @@ from longdraft.kernels.experts import shared_expert
 from longdraft.kernels.interface import KV
 from longdraft.kernels.weights import Experts, Linear, Routing
 
-MAP_COLUMNS, MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
-
 
 class CudaOperations:
     """See :class:`longdraft.kernels.interface.Kernels` for the shapes and meaning of the operations.
@@ -144,21 +142,6 @@ class CudaOperations:
         with on_device(self.device):
             jit_rows.rope_kernel[(rows, heads)](x, cos, sin, out, HEADS=heads, HALF=dim // 2,
                                                 PADDED=padded_size(dim // 2), num_warps=1, **UNFUSED)
-        return out
-
-    def row_remainders(self, content: Tensor, maps: Tensor) -> Tensor:
-        """See `longdraft.kernels.layer.MapsRemainders`."""
-        return self._mapped(content, maps.contiguous(), None, len(content))
-
-    def _mapped(self, content: Tensor, maps: Tensor, table: Tensor | None, text_rows: int) -> Tensor:
-        """The remainders [T, H, D + 1]. table: int64 [texts], see `map_remainder_kernel`; `maps` are not read then."""
-        rows, heads, dim = content.shape
-        content = content.to(self.dtype).contiguous()
-        out = torch.empty(rows, heads, dim + 1, device=self.device)
-        with on_device(self.device):
-            jit_rows.map_remainder_kernel[(rows, heads, ceil_div(dim + 1, MAP_COLUMNS))](
-                content, maps, out if table is None else table, out, 0, text_rows, HEADS=heads, DIM=dim,
-                COLUMNS=MAP_COLUMNS, BLOCK=MAP_BLOCK, HAS_TABLE=table is not None, **chained(self.device))
         return out
 
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,

@@ -31,7 +31,6 @@ from longdraft.kernels.cuda.head_places import GivenLogits, HeadPlaces, PairPlac
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.layer_chain import LayerChains, TextLayers
-from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.cuda.model_chain import MOST_TAPPED, ModelChains, TextChain
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.text_rows import can_share
@@ -146,7 +145,7 @@ class DeviceRanker(NamedTuple):
         if self.width > MAX_WIDTH or (plan.shares_forwards and not self._shares_chains):
             return False
         if isinstance(layers, ModelLayers):
-            can_run = isinstance(layers.decoder, CudaDecoder | CudaLayerwiseDecoder) and layers.decoder.drafts_chains
+            can_run = isinstance(layers.decoder, CudaDecoder) and layers.decoder.can_capture
             writes_start = any(last is first for first, _, last in plan.stores.states)  # a capture runs the chain twice
             keeps_taps = plan.stores.taps is None or plan.num_tokens <= MOST_TAPPED
             return can_run and not writes_start and keeps_taps and (DRAFTS_LAYERS or not plan.is_smaller)
@@ -160,7 +159,7 @@ class DeviceRanker(NamedTuple):
 
     def _model_chain(self, plan: ChainPlan, layers: ModelLayers) -> Launched:
         decoder, weights, stores = layers.decoder, layers.weights, plan.stores
-        assert isinstance(decoder, CudaDecoder | CudaLayerwiseDecoder)
+        assert isinstance(decoder, CudaDecoder)
         for store in stores.stores:
             store.reserve(stores.length + plan.num_tokens + 1)
         part = TextChain(self._draft_of(plan), decoder, stores)

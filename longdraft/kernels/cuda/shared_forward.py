@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention_output import AttentionOutput
+from longdraft.kernels.cuda.delta import stacked
 from longdraft.kernels.cuda.forward_buffers import EmbeddedRows, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import BUCKETS, bucket_of
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
@@ -38,6 +39,7 @@ class TextResults(NamedTuple):
     attended  of L layers
     k, v      [L, R, Hkv, D]
     tapped    [taps, R, hidden]
+    deltas    inputs of delta layers: see `ForwardBuffers`
     """
 
     size: int
@@ -46,25 +48,32 @@ class TextResults(NamedTuple):
     k: Tensor
     v: Tensor
     tapped: Tensor
+    deltas: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, buffers: ForwardBuffers) -> TextResults:
         """The results in these buffers."""
-        attended = AttentionOutput(buffers.q, buffers.output, buffers.lse, buffers.content)
-        return cls(buffers.text_rows, buffers.x, attended, buffers.k, buffers.v, buffers.tapped)
+        return cls(buffers.text_rows, buffers.x, buffers.attention_output, buffers.k, buffers.v, buffers.tapped,
+                   (buffers.mixed, buffers.gates))
 
     def places(self, texts: Sequence[LayersKV]) -> list[slice]:
         """The rows of each text."""
         return [slice(text * self.size, text * self.size + kv.k.shape[1]) for text, kv in enumerate(texts)]
 
     def hand_out(self, texts: Sequence[LayersKV]) -> tuple[Tensor, AttentionOutput]:
-        """Copies of the texts' rows, one after another. Fills k, v and taps of the texts."""
+        """Copies of the texts' rows, one after another. Fills k, v, taps and deltas of the texts."""
         places = self.places(texts)
         for given, made in (([kv.k for kv in texts], self.k), ([kv.v for kv in texts], self.v)):
             torch.cat([made[:, place] for place in places], 1, out=_joined(given))
         for kv, place in zip(texts, places, strict=True):
             if kv.taps:
                 kv.taps.rows.copy_(self.tapped[:, place])
+            if kv.deltas:
+                inputs = [each.mixed for each in kv.deltas], [each.gates for each in kv.deltas]
+                for parts, made in zip(inputs, self.deltas, strict=True):
+                    rows = stacked(parts)
+                    assert rows is not None, "rows of layers of one shape"
+                    rows.copy_(made[:, place])
         attended = (torch.cat([part[:, place] for place in places], 1) for part in self.attended)
         return torch.cat([self.hidden[place] for place in places]), AttentionOutput(*attended)
 
