@@ -163,7 +163,7 @@ def test_chains_of_several_texts_of_a_family_are_those_that_each_drafts_alone(mo
     counts, owners = zip(*together, strict=True)
     assert owners[0] == owners[1] and len(owners[0]) == 1
     if any(layer.sinks is not None for layer in model.weights.layers):
-        assert counts == (3, 3, 1) and not owners[0] & owners[2], "a text whose remainder has no sinks is launched alone"
+        assert counts == (3, 3, 1) and not owners[0] & owners[2], "remainders contain the sinks"
     else:
         assert counts == (3, 4)
 
