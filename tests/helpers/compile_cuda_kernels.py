@@ -84,13 +84,18 @@ def kernels(shared):
            dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True, **PLAIN), UNFUSED)
     yield (jit_rows.embed_rows_kernel, embed | dict(table=I32),
            dict(HIDDEN=4096, BLOCK=1024, HAS_SCALE=False, HAS_FACTOR=True, **FORMS[-1]), UNFUSED)
-    yield jit_rows.sum_parts_kernel, SUMS | dict(out=F32), dict(WIDTH=4096, BLOCK=1024, **PARTS), {}
+    for cut in (4096, 3000):
+        yield (jit_rows.sum_parts_kernel, SUMS | dict(out=F32, rest=F32),
+               dict(WIDTH=4096, CUT=cut, BLOCK=1024, **PARTS), {})
     yield (jit_rows.rms_norm_kernel, dict(x=BF16, weight=BF16, out=BF16, eps="fp32"),
            dict(WIDTH=4096, PADDED=4096, ROUNDS_ONCE=False), dict(num_warps=8))
-    yield (jit_rows.add_and_norm_kernel, SUMS | dict(x=BF16, own_norm=BF16, next_norm=BF16, x_out=BF16, out=BF16,
-                                              factor="fp32", eps="fp32"),
-           dict(WIDTH=4096, PADDED=4096, HAS_FACTOR=True, NORMS_OWN=True, NORMS_NEXT=True, ROUNDS_ONCE=False, **PARTS),
-           dict(num_warps=8, **UNFUSED))
+    added = SUMS | dict(x=BF16, own_norm=BF16, next_norm=BF16, x_out=BF16, out=BF16, factor="fp32", scalar="fp32",
+                        eps="fp32")
+    form = dict(WIDTH=4096, PADDED=4096, HAS_FACTOR=True, HAS_SCALAR=True, NORMS_OWN=True, NORMS_NEXT=True,
+                ROUNDS_ONCE=False) | PARTS
+    yield jit_rows.add_and_norm_kernel, added, form, dict(num_warps=8, **UNFUSED)
+    yield (jit_rows.add_and_norm_kernel, added | dict(parts=BF16),
+           form | dict(PARTS=1, HAS_SCALE=False, HAS_BIAS=False), dict(num_warps=8, **UNFUSED))
     for activation in range(3):
         form = dict(WIDTH=14336, BLOCK=1024, ACTIVATION=activation)
         yield jit_activations.gated_parts_kernel, SUMS | dict(out=BF16) | clamp, form | PARTS, {}
@@ -101,19 +106,23 @@ def kernels(shared):
            {})
     yield (jit_rows.rope_kernel, dict(x=BF16, cos=F32, sin=F32, out=BF16), dict(HEADS=32, HALF=64, PADDED=64),
            dict(num_warps=1))
-    rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16, k=BF16, v=BF16,
-                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, capacity="i32",
-                         text_rows="i32", eps="fp32", factor="fp32")
-    form = dict(HEADS=32, KV_HEADS=8, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, ROTATES=True, ROUNDS_ONCE=False,
-                HAS_TABLE=False, **PARTS)
+    rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, v_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16,
+                         k=BF16, v=BF16, gate=BF16, k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64,
+                         capacity="i32", text_rows="i32", eps="fp32", factor="fp32")
+    form = dict(HEADS=32, KV_HEADS=8, GATES=0, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, HAS_V_NORM=False,
+                ROTATES=True, TURNS=64, Q_TURN=0, K_TURN=0, KV_ROW=1024, KV_HEAD=128, ROUNDS_ONCE=False,
+                HAS_TABLE=False) | PARTS
     yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
     for values in (I8, U8):
         yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=I8, v_store=values),
                form | dict(NORMS=1, HAS_TABLE=True), dict(num_warps=1))
-    for has_table in (False, True):
-        yield (jit_rows.map_remainder_kernel,
-               dict(content=BF16, function=F32, table=I64, remainder=F32, layer="i32", text_rows="i32"),
-               dict(HEADS=32, DIM=128, COLUMNS=32, BLOCK=128, HAS_TABLE=has_table), {})
+    # Gates and heads of 256; two rotations, norms of the values and heads of 512; keys of another layer; whole norms
+    for changes in (dict(HEADS=16, KV_HEADS=2, GATES=16, HALF=128, PADDED=128, NORMS=1),
+                    dict(HEADS=16, KV_HEADS=4, HALF=256, PADDED=256, NORMS=1, HAS_V_NORM=True, TURNS=512, K_TURN=256),
+                    dict(KV_HEADS=0, NORMS=1), dict(NORMS=2)):
+        yield jit_rows.finish_qkv_kernel, rotate, form | changes, dict(num_warps=1)
+    yield (jit_rows.map_remainder_kernel, dict(content=BF16, table=I64, remainder=F32, text_rows="i32"),
+           dict(HEADS=32, DIM=128, COLUMNS=32, BLOCK=128), {})
     numbers = dict.fromkeys(("num_texts", "k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride",
                              "v_head_stride"), "i32")
     for key, value in ((tl.bfloat16, tl.bfloat16), (tl.int8, tl.int8), (tl.int8, tl.uint8)):
@@ -212,7 +221,7 @@ def remainders():
 
 def mixtures():
     """Of a Qwen3-30B-A3B: 8 of 128 experts of 768."""
-    yield (jit_experts.route_kernel, dict(logits=BF16, scales=F32, experts=I64, weights=F32),
+    yield (jit_experts.route_kernel, SUMS | dict(like=BF16, scales=F32, experts=I64, weights=F32), PARTS |
            dict(NUM=128, PADDED=128, CHOSEN=8, PADDED_CHOSEN=16, NORMALISES=True, HAS_SCALES=True, ROUNDS=True),
            dict(num_warps=1))
     tiles = dict(members=I32, tile_experts=I32, first_tile=I32, counts=I32, num_tiles=I32)
@@ -234,12 +243,13 @@ def mixtures():
     yield (jit_experts.gated_pairs_kernel, dict(parts=F32, table=I64, experts=I64, out=BF16, num_pairs="i32",
                                                 alpha="fp32", limit="fp32"),
            dict(WIDTH=2880, BLOCK=1024, ACTIVATION=2, PARTS=8, HAS_BIAS=True), {})
-    combined = dict(given=F32, table=I64, experts=I64, weights=F32, shared=F32, shared_weight=F32, out=BF16,
-                    num_pairs="i32")
-    for parts, block in ((1, 1024), (8, 128)):
+    products = dict.fromkeys(("shared", "shared_scale", "shared_bias", "gate", "gate_scale", "gate_bias"), F32)
+    combined = products | dict(given=F32, table=I64, experts=I64, weights=F32, out=BF16, num_rows="i32")
+    form = dict(WIDTH=2048, CHOSEN=10, PADDED_CHOSEN=16, SHARED_SCALE=True, SHARED_BIAS=True, GATE_PARTS=2,
+                GATE_SCALE=True, GATE_BIAS=True)
+    for parts, block, shared in ((1, 1024, 2), (8, 128, 8), (8, 128, 0)):
         yield (jit_experts.combine_kernel, combined,
-               dict(WIDTH=2048, CHOSEN=10, PADDED_CHOSEN=16, BLOCK=block, PARTS=parts, HAS_BIAS=parts > 1,
-                    HAS_SHARED=True), {})
+               form | dict(BLOCK=block, PARTS=parts, HAS_BIAS=parts > 1, SHARED_PARTS=shared), {})
 
 
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info

@@ -48,11 +48,13 @@ def attention(shared):
         yield attend(shared, dim, F32, stack=256 if dim == 256 else 0)
     for values in (I8, U8):
         yield attend(shared, 128, F32, I8, values)
-    for dim, model in ((64, BF16), (80, BF16), (128, BF16), (256, BF16), (128, F32)):
+    for dim, model, has_sinks in ((64, BF16, False), (80, BF16, False), (128, BF16, False), (256, BF16, False),
+                                  (128, F32, False), (64, BF16, True)):
         yield (jit_attention.merge_splits_kernel,
                dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32,
                     out=model, lse=F32, num_splits="i32", text_rows="i32"),
-               dict(HEADS=32, DIM=dim, PADDED=padded_size(dim), SPLITS_PER_STEP=32, HAS_REMAINDER=True, **CUT),
+               dict(HEADS=32, DIM=dim, PADDED=padded_size(dim), SPLITS_PER_STEP=32, HAS_REMAINDER=not has_sinks,
+                    HAS_SINKS=has_sinks, **CUT),
                dict(num_warps=4, **UNFUSED))
     yield jit_attention.tree_paths_kernel, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
 

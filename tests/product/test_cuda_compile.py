@@ -72,8 +72,6 @@ def test_every_kernel_compiles_for_hopper_and_spills_no_more_than_known(version,
 
     forms = of("attend_split_kernel", "shared", "computed")
     assert all(forms[each] == forms[each + 1] for each in (0, 2, 4)), "several texts are computed another way"
-    alone, together = of("map_remainder_kernel", "shared", "computed")
-    assert alone == together, "maps of several texts are computed another way"
     for each in found:
         check(each)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from longdraft.kernels.cuda import jit_experts
 from longdraft.kernels.cuda.few_bits import CudaFewBits
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require, triton_dtype
-from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear
+from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear, PartialSums
 from longdraft.kernels.switches import is_on
 from longdraft.kernels.weights import Experts, Linear, Routing
 
@@ -20,17 +20,18 @@ _COLUMNS, _BLOCK = 64, 64  # output features of a program, and inputs that it mu
 _FEW_COLUMNS = 128  # of a program that adds the parts of all experts of a row: with more, its registers do not suffice
 
 
-def route(logits: Tensor, experts: Experts) -> Routing:
-    """See `Kernels.route`; logits [R, E] are contiguous."""
-    rows, num = logits.shape
-    chosen = torch.empty(rows, experts.chosen, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(rows, experts.chosen, device=logits.device)
+def route(logits: PartialSums, experts: Experts, like: Tensor) -> Routing:
+    """See `Kernels.route`; the logits [R, E] are rounded to the dtype of `like`."""
+    _, rows, num = logits.sums.shape
+    chosen = torch.empty(rows, experts.chosen, dtype=torch.int64, device=like.device)
+    weights = torch.empty(rows, experts.chosen, device=like.device)
     scales = experts.scales
-    with on_device(logits.device):
+    with on_device(like.device):
         jit_experts.route_kernel[(rows,)](
-            logits, weights if scales is None else scales, chosen, weights, NUM=num, PADDED=padded_size(num),
-            CHOSEN=experts.chosen, PADDED_CHOSEN=padded_size(experts.chosen), NORMALISES=experts.normalises,
-            HAS_SCALES=scales is not None, ROUNDS=experts.rounds, num_warps=1, **chained(logits.device))
+            *logits.arguments(), like, weights if scales is None else scales, chosen, weights, rows, NUM=num,
+            PADDED=padded_size(num), CHOSEN=experts.chosen, PADDED_CHOSEN=padded_size(experts.chosen),
+            NORMALISES=experts.normalises, HAS_SCALES=scales is not None, ROUNDS=experts.rounds, **logits.options(),
+            num_warps=1, **chained(like.device))
     return Routing(chosen, weights)
 
 
@@ -88,12 +89,12 @@ class GroupedExperts:
             self._stacks[key] = None if gate_up is None or down is None else _Stacks(experts, gate_up, down)
         return self._stacks[key]
 
-    def run(self, stacks: _Stacks, x: Tensor, routing: Routing, shared: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The mixture's outputs for rows x [R, hidden].
-
-        shared  the shared expert's outputs [R, hidden] float32, and their weights [R, 1]
-        """
-        experts, (rows, chosen), width = stacks.experts, routing.experts.shape, stacks.down.first.out_features
+    def run(self, stacks: _Stacks, x: Tensor, routed: Tensor) -> Tensor:
+        """The mixture's outputs for rows x [R, hidden]. routed: the rows that the router sees"""
+        experts, router = stacks.experts, stacks.experts.router
+        assert isinstance(router, CudaLinear)
+        routing = route(router.partial_sums(routed, self._tile), experts, routed)
+        (rows, chosen), width = routing.experts.shape, stacks.down.first.out_features
         require(rows == len(x), f"{len(x)} rows of choices", rows)
         activation = Activation(CLAMPED, *experts.clamp) if experts.clamp else GELU if experts.has_gelu else SILU
         with on_device(x.device):
@@ -102,14 +103,26 @@ class GroupedExperts:
             given = self._products(stacks.down, inner, tiles, 1)
             # A product of one part has its bias already.
             has_bias = isinstance(stacks.down.first, CudaFewBits) and stacks.down.first.bias is not None
-            of_shared, weight = shared or (given, given)
+            shared_expert = self._shared_expert(x, experts)
+            shared, gate = shared_expert or (PartialSums(given, None, None),) * 2
+            options = shared.options("SHARED_PARTS", "SHARED") | gate.options("GATE_PARTS", "GATE")
             out = torch.empty_like(x)
             block = SUM_BLOCK if len(given) == 1 else _FEW_COLUMNS
             jit_experts.combine_kernel[(rows, ceil_div(width, block))](
-                given, stacks.down.table, routing.experts, routing.weights, of_shared, weight, out, rows * chosen,
-                WIDTH=width, CHOSEN=chosen, PADDED_CHOSEN=padded_size(chosen), BLOCK=block, PARTS=len(given),
-                HAS_BIAS=has_bias, HAS_SHARED=shared is not None, **chained(x.device))
+                given, stacks.down.table, routing.experts, routing.weights, *shared.arguments(), *gate.arguments(), out,
+                rows, WIDTH=width, CHOSEN=chosen, PADDED_CHOSEN=padded_size(chosen), BLOCK=block, PARTS=len(given),
+                HAS_BIAS=has_bias, **options | ({} if shared_expert else {"SHARED_PARTS": 0}), **chained(x.device))
         return out
+
+    def _shared_expert(self, x: Tensor, experts: Experts) -> tuple[PartialSums, PartialSums] | None:
+        """The products [R, hidden] and [R, 1] of the shared expert and of its gate; None: there is none."""
+        if experts.shared is None or experts.shared_gate is None:
+            return None
+        (gate_up, down), gate = experts.shared, experts.shared_gate
+        assert isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear) and isinstance(gate, CudaLinear)
+        inner = x.new_empty(len(x), down.in_features)
+        gate_up.multiply_gated(x, self._tile, inner)
+        return down.partial_sums(inner, self._tile), gate.partial_sums(x, self._tile)
 
     def _tiles(self, stacks: _Stacks, chosen: Tensor) -> _Tiles:
         """The pairs of rows with the experts [R, k] that they chose."""

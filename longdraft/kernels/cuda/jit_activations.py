@@ -78,8 +78,9 @@ def gated_halves_kernel(gate_up, out, alpha, limit, WIDTH: tl.constexpr, BLOCK: 
 
 
 @triton.jit(do_not_specialize=["stride"])
-def sigmoid_gate_kernel(x, gates, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def sigmoid_gate_kernel(x, gates, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """x * sigmoid(gates) for x [R, WIDTH] and gates whose rows are `stride` apart. Grid (R, WIDTH / BLOCK)."""
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH

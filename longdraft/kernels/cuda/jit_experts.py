@@ -18,27 +18,31 @@ The grid covers the most tiles that there can be; programs without one end at on
 import triton
 import triton.language as tl
 
-from longdraft.kernels.cuda.jit_activations import gated, gated_sums
+from longdraft.kernels.cuda.jit_activations import gated, gated_sums, sigmoid
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_few_bits import sums_of_blocks
 from longdraft.kernels.cuda.jit_rows import rounded, sum_of_parts
 
 
-@triton.jit
-def route_kernel(logits, scales, experts, weights, NUM: tl.constexpr, PADDED: tl.constexpr, CHOSEN: tl.constexpr,
-                 PADDED_CHOSEN: tl.constexpr, NORMALISES: tl.constexpr, HAS_SCALES: tl.constexpr,
-                 ROUNDS: tl.constexpr, IS_CHAINED: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def route_kernel(parts, scale, bias, like, scales, experts, weights, num_rows, NUM: tl.constexpr, PADDED: tl.constexpr,
+                 CHOSEN: tl.constexpr, PADDED_CHOSEN: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+                 HAS_BIAS: tl.constexpr, NORMALISES: tl.constexpr, HAS_SCALES: tl.constexpr, ROUNDS: tl.constexpr,
+                 IS_CHAINED: tl.constexpr):
     """The CHOSEN likeliest experts [R, CHOSEN] int64 of logits [R, NUM], best first, and their weights, float32.
 
-    Of equal probabilities the lower index comes first. A row that is not finite chooses the first experts, and its
-    weights are NaN. scales [NUM] float32, where HAS_SCALES. Grid (R,).
+    The logits are the router's product, rounded to the element type of the pointer `like`. Of equal probabilities the
+    lower index comes first. A row that is not finite chooses the first experts, and its weights are NaN. scales [NUM]
+    float32, where HAS_SCALES. Grid (R,).
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     place = tl.arange(0, PADDED)
     slot = tl.arange(0, PADDED_CHOSEN)
     mask = place < NUM
-    logit = tl.load(logits + row * NUM + place, mask=mask, other=float("-inf")).to(tl.float32)
+    logit = rounded(sum_of_parts(parts, row * NUM + place, place, mask, scale, bias, num_rows * NUM, PARTS, HAS_SCALE,
+                                 HAS_BIAS), like)
+    logit = tl.where(mask, logit, float("-inf"))
     largest = tl.max(logit, 0)
     wrong = tl.sum(((logit != logit) | (logit == float("inf"))).to(tl.int32), 0) + (largest == float("-inf"))
     power = tl.exp(logit - largest)
@@ -58,7 +62,7 @@ def route_kernel(logits, scales, experts, weights, NUM: tl.constexpr, PADDED: tl
     if HAS_SCALES:
         values = values * tl.load(scales + chosen)
     if ROUNDS:
-        values = rounded(values, logits)
+        values = rounded(values, like)
     at = row * CHOSEN + slot
     tl.store(experts + at, chosen.to(tl.int64), mask=slot < CHOSEN)
     tl.store(weights + at, tl.where(wrong > 0, float("nan"), values), mask=slot < CHOSEN)
@@ -216,16 +220,19 @@ def gated_pairs_kernel(parts, table, experts, out, num_pairs, alpha, limit, WIDT
                HAS_BIAS)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def combine_kernel(given, table, experts, weights, shared, shared_weight, out, num_pairs, WIDTH: tl.constexpr,
-                   CHOSEN: tl.constexpr, PADDED_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-                   HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, IS_CHAINED: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def combine_kernel(given, table, experts, weights, shared, shared_scale, shared_bias, gate, gate_scale, gate_bias, out,
+                   num_rows, WIDTH: tl.constexpr, CHOSEN: tl.constexpr, PADDED_CHOSEN: tl.constexpr,
+                   BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, SHARED_PARTS: tl.constexpr,
+                   SHARED_SCALE: tl.constexpr, SHARED_BIAS: tl.constexpr, GATE_PARTS: tl.constexpr,
+                   GATE_SCALE: tl.constexpr, GATE_BIAS: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The weighted sum of a row's experts in ascending order: out [R, WIDTH]. Grid (R, WIDTH / BLOCK).
 
-    given                  [PARTS, R CHOSEN, WIDTH] float32: the parts of each pair's product
-    table                  as in `grouped_kernel`: the bias, where HAS_BIAS, is added to the sum of the parts
-    experts, weights       [R, CHOSEN]
-    shared, shared_weight  [R, WIDTH] and [R, 1] float32: added last, where HAS_SHARED
+    given             [PARTS, R CHOSEN, WIDTH] float32: the parts of each pair's product
+    table             as in `grouped_kernel`: the bias, where HAS_BIAS, is added to the sum of the parts
+    experts, weights  [R, CHOSEN]
+    shared, gate      the products [R, WIDTH] and [R, 1] of the shared expert and of its gate: shared * sigmoid(gate) is
+                      added last. SHARED_PARTS is 0 where there is none
     """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -241,10 +248,13 @@ def combine_kernel(given, table, experts, weights, shared, shared_weight, out, n
         bias = given
         if HAS_BIAS:
             bias = pointer_of(table, expert, 2, tl.float32)
-        product = sum_of_parts(given, pair * WIDTH + column, column, mask, given, bias, num_pairs.to(tl.int64) * WIDTH,
-                               PARTS, False, HAS_BIAS)
+        product = sum_of_parts(given, pair * WIDTH + column, column, mask, given, bias,
+                               num_rows.to(tl.int64) * (CHOSEN * WIDTH), PARTS, False, HAS_BIAS)
         total += product * tl.load(weights + pair)
         chosen = tl.where(slot == pair - row * CHOSEN, none, chosen)
-    if HAS_SHARED:
-        total += tl.load(shared + row * WIDTH + column, mask=mask, other=0.0) * tl.load(shared_weight + row)
+    if SHARED_PARTS > 0:
+        weight = sigmoid(sum_of_parts(gate, row, 0, row >= 0, gate_scale, gate_bias, num_rows.to(tl.int64), GATE_PARTS,
+                                      GATE_SCALE, GATE_BIAS))
+        total += weight * sum_of_parts(shared, row * WIDTH + column, column, mask, shared_scale, shared_bias,
+                                       num_rows.to(tl.int64) * WIDTH, SHARED_PARTS, SHARED_SCALE, SHARED_BIAS)
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)

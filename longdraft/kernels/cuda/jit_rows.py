@@ -45,16 +45,23 @@ def normed(x, weight, width: tl.constexpr, squares, eps, like, ROUNDS_ONCE: tl.c
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def sum_parts_kernel(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-                     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """The product [R, WIDTH], rounded to the dtype of out. Grid (R, WIDTH / BLOCK)."""
+def sum_parts_kernel(parts, scale, bias, out, rest, num_rows, WIDTH: tl.constexpr, CUT: tl.constexpr,
+                     BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+                     IS_CHAINED: tl.constexpr):
+    """The product [R, WIDTH], rounded to the dtype of out. Grid (R, WIDTH / BLOCK).
+
+    out, rest  [R, CUT] and [R, WIDTH - CUT], of one dtype
+    """
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     total = sum_of_parts(parts, row * WIDTH + column, column, mask, scale, bias, num_rows.to(tl.int64) * WIDTH, PARTS,
                          HAS_SCALE, HAS_BIAS)
-    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)
+    total = total.to(out.dtype.element_ty)
+    tl.store(out + row * CUT + column, total, mask=column < CUT)
+    if CUT < WIDTH:
+        tl.store(rest + row * (WIDTH - CUT) + column - CUT, total, mask=mask & (column >= CUT))
 
 
 @triton.jit

@@ -162,12 +162,12 @@ class CudaLayers(DeviceLayers):
     def _delta(self, buffers: ForwardBuffers, place: int, layer: LayerWeights, source: Tensor) -> PartialSums:
         """The output of a delta layer. place: of the layer, among those of its kind."""
         assert layer.delta is not None
-        mixed, gates, channels = buffers.mixed[place], buffers.gates[place], layer.delta.shape.channels
-        qkvz = self._rows_of(buffers, self._product(buffers, source, layer.qkv))
-        mixed.copy_(qkvz[:, :channels])
+        mixed, gates = buffers.mixed[place], buffers.gates[place]
+        z = source.new_empty(buffers.rows, layer.delta.shape.values)
+        add_partial_sums(self._product(buffers, source, layer.qkv), mixed, z)
         add_partial_sums(self._product(buffers, source, layer.gates), gates)
         placed = buffers.states._replace(table=buffers.states.table[place])
-        output = self.ops.deltas.run_placed(layer.delta, mixed, gates, qkvz[:, channels:], buffers.paths, placed)
+        output = self.ops.deltas.run_placed(layer.delta, mixed, gates, z, buffers.paths, placed)
         return self._product(buffers, output, layer.out)
 
     # The second half

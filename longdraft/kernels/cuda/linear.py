@@ -55,9 +55,9 @@ class PartialSums(NamedTuple):
         return (self.sums, self.sums if self.scale is None else self.scale,
                 self.sums if self.bias is None else self.bias)
 
-    def options(self) -> dict[str, int | bool]:
-        """The compile-time arguments of those kernels."""
-        return {"PARTS": self.sums.shape[0], "HAS_SCALE": self.scale is not None, "HAS_BIAS": self.bias is not None}
+    def options(self, parts: str = "PARTS", has: str = "HAS") -> dict[str, int | bool]:
+        """The compile-time arguments of those kernels. parts, has: how their names begin"""
+        return {parts: self.sums.shape[0], f"{has}_SCALE": self.scale is not None, f"{has}_BIAS": self.bias is not None}
 
 
 class Tiling(NamedTuple):
@@ -214,10 +214,12 @@ class CudaLinear:
         return self.weight.nbytes + sum(x.nbytes for x in (self.scale, self.bias) if x is not None)
 
 
-def add_partial_sums(parts: PartialSums, out: Tensor) -> Tensor:
-    """Write the product [R, N] to `out`, rounded to its dtype; returns `out`."""
+def add_partial_sums(parts: PartialSums, out: Tensor, rest: Tensor | None = None) -> Tensor:
+    """Write the product [R, N] to `out`, rounded to its dtype; returns `out`. rest: for the columns that `out` lacks"""
     _, rows, width = parts.sums.shape
+    require(width == out.shape[1] + (0 if rest is None else rest.shape[1]), f"[R, {width}]", out.shape)
     with on_device(out.device):
         jit_rows.sum_parts_kernel[(rows, ceil_div(width, SUM_BLOCK))](
-            *parts.arguments(), out, rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(), **chained(out.device))
+            *parts.arguments(), out, out if rest is None else rest, rows, WIDTH=width, CUT=out.shape[1],
+            BLOCK=SUM_BLOCK, **parts.options(), **chained(out.device))
     return out

@@ -25,9 +25,17 @@ from longdraft.kernels.cuda.launch import (
     require,
     shared_bytes,
 )
-from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear, add_partial_sums
+from longdraft.kernels.cuda.linear import (
+    CLAMPED,
+    GELU,
+    SILU,
+    SUM_BLOCK,
+    Activation,
+    CudaLinear,
+    PartialSums,
+    add_partial_sums,
+)
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.experts import shared_expert
 from longdraft.kernels.interface import KV
 from longdraft.kernels.weights import Experts, Linear, Routing
 
@@ -81,7 +89,7 @@ class CudaOperations:
         out = torch.empty_like(x)
         with on_device(self.device):
             jit_activations.sigmoid_gate_kernel[(len(x), ceil_div(x.shape[1], SUM_BLOCK))](
-                x, gates, out, gates.stride(0), WIDTH=x.shape[1], BLOCK=SUM_BLOCK, **UNFUSED)
+                x, gates, out, gates.stride(0), WIDTH=x.shape[1], BLOCK=SUM_BLOCK, **chained(self.device))
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -104,7 +112,8 @@ class CudaOperations:
         return out
 
     def route(self, logits: Tensor, experts: Experts) -> Routing:
-        return route(self._checked_input(logits, logits.shape[1]), experts)
+        logits = self._checked_input(logits, logits.shape[1])
+        return route(PartialSums(logits[None], None, None), experts, logits)
 
     def groups_experts(self, experts: Experts) -> bool:
         """Whether `grouped_experts` computes this mixture, without a wait of the host."""
@@ -116,8 +125,7 @@ class CudaOperations:
         if stacks is None or not self.groups_experts(experts):  # ranks add up the sums of the experts
             return None
         x = self._checked_input(x, stacks.gate_up.first.in_features)
-        routing = self.route(self.linear(x if routed is None else routed, experts.router), experts)
-        return self.experts.run(stacks, x, routing, shared_expert(self, x, experts))
+        return self.experts.run(stacks, x, x if routed is None else self._checked_input(routed, x.shape[1]))
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return self._squashed(x, 0.0)
