@@ -19,7 +19,7 @@ from longdraft.kernels.weights import Convolution, Geometry, LayerWeights
 
 @runtime_checkable
 class RunsLayers(Protocol):
-    """Operations that run some layers of their own with fused kernels, where these have a form that allows it."""
+    """Operations that run some layers of their own with fused kernels."""
 
     has_layers: bool
 

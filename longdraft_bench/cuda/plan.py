@@ -86,7 +86,7 @@ class CudaPlan(NamedTuple):
 
     kernels_names  kernels, the default first
     shapes         model name -> its config.json; the first is measured first
-    families       the same of models whose layers run operation by operation
+    families       the same of hybrids and mixtures of experts
     contexts       of texts and steps, ascending
     prefixes       positions before the trees whose rows are compared
     rows           of verifications

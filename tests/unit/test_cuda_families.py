@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
@@ -278,3 +282,59 @@ def test_experts_of_4_bits_are_part_of_a_graph(tmp_path, monkeypatch):
             assert agree(found[-1], rows_of_forward(model, cache, rows))
     for parts in found[1:]:
         assert all(torch.equal(*pair) for pair in zip(parts, found[0], strict=True))
+
+
+WINDOWED, DELTAS = ["sliding_attention", "full_attention"], ["full_attention", "linear_attention"]
+KERNELS = {"llama": (10, None), "gemma2": (10, WINDOWED), "gemma3": (10, WINDOWED), "gemma4": (10, WINDOWED),
+           "glm4": (10, None), "ministral3": (10, None), "qwen3_moe": (13, None), "gpt_oss": (13, WINDOWED),
+           "gemma4, experts": (22, WINDOWED), "qwen3_next": (19, DELTAS)}  # in the mean: 18 and 20
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_layer_has_so_many_kernels(tmp_path, name, monkeypatch):
+    """Those of longdraft and those of PyTorch, for one row. What docs/cuda.md says."""
+    from triton.runtime import interpreter
+
+    expected, kinds = KERNELS[name]
+    counted, launch = list[str](), interpreter.GridExecutor.__call__
+    is_counting = False
+
+    def launched(executor: Any, *args: Any, **named: Any) -> None:
+        nonlocal is_counting
+        was, is_counting = is_counting, False  # the interpreter itself computes with tensors
+        if was:
+            counted.append(executor.fn.__name__)
+        launch(executor, *args, **named)
+        is_counting = was
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **kwargs or {})
+            name = function.overloadpacket.__name__
+            if is_counting and not function.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+                counted.append(name)
+            return found
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    totals = []
+    for layers in (2, 4):
+        folder = tmp_path / str(layers)
+        make_family(folder, name, num_hidden_layers=layers, **dict(layer_types=kinds * (layers // 2)) if kinds else {})
+        model = load(folder)
+        cache, run = model.new_cache(), model.kernels.graphs.run
+        model.forward(chain_rows([5, 6, 7], 0), cache)
+        cache.commit(range(3))
+
+        def replay(owner: object, work: Callable[[], None], key: object = None, run: Any = run) -> None:
+            nonlocal is_counting
+            is_counting = True
+            run(owner, work, key)
+            is_counting = False
+
+        monkeypatch.setattr(model.kernels.graphs, "run", replay)
+        counted.clear()
+        with Counting():
+            model.forward(chain_rows([5], 3), cache)
+        totals.append(len(counted))
+    assert totals[1] - totals[0] == 2 * expected, counted

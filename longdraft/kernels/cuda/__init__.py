@@ -12,9 +12,9 @@ The `jit_*` modules hold the Triton kernels, the other modules launch them. Each
     delta  experts                gated delta nets; mixtures of experts
     operations                    the operations of one decoder layer
     prefill                       all layers, for a chunk of the prompt
+    forward_buffers  layers       the memory of a forward of a few rows, and all layers over it
     chain_rows  model_chain       chains of drafts of texts: their rows; with a model
     decoder                       all layers, for a few rows at a time, in graphs
-    layerwise                     the same, operation by operation, for layers that `decoder` does not have
     layer_chain  head_places      chains of drafts with trained layers, and with heads
     ranker                        what drafts the chains of a request
     row_invariance                tests a decoder on the device at hand

@@ -5,9 +5,9 @@
 
 Three CUDA graphs, of the first token, of one and of four further ones, are replayed as often as it takes. Each token
 reads the layers once for all texts. Rows of the text that are new since the last chain are read in the first graph. So
-the host waits for nothing in between. Layers have the fused kernels of `decoder.CudaDecoder` where their form allows
-it; others run operation by operation, as from the host. Places are read from the device's memory, and so are the
-addresses of the stores of several texts.
+the host waits for nothing in between. Decoder layers have the kernels of `layers.CudaLayers`; glide's layer runs
+operation by operation, as from the host. Places are read from the device's memory, and so are the addresses of the
+stores of several texts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RowPlaces(NamedTuple):
 class _PlacedOperations(CudaOperations):
     """Operations whose attention is that of rows of each text, at `places`. Each row's parent is the one before it.
 
-    layers  whose decoder layers have fused kernels, if their form allows it (`RunsLayers`)
+    layers  whose decoder layers have fused kernels, if they have any (`RunsLayers`)
     stores  of one text; the last one is only read if `has_read`
     """
 
