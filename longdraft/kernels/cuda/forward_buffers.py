@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -165,27 +166,29 @@ class ForwardBuffers:
         self.room = min(store.room for store in stores) if room is None else room
         self.embedding, self.taps, self.has_remainder = embedding, taps, has_remainder
         deltas = [layer.delta for layer in layers if layer.delta is not None]
-        shapes = {each.shape for each in deltas}
-        require(len(shapes) <= 1, "delta layers of one shape", shapes)
+        kinds = {each.shape for each in deltas}
+        require(len(kinds) <= 1, "delta layers of one shape", kinds)
         self.deltas, is_shared, has_states = deltas, texts > 1, len(deltas) > 0
-        self._shapes: Staged[Any] = Staged(
+        shapes: Staged[Any] = Staged(
             (texts, 2), (rows, half), (rows, half), (rows,), (rows,),
             ((rows if is_shared and embedding is None else 0),), (num * is_shared, texts, _ADDRESSES),
             (num * has_remainder, texts + texts % 2), (texts * has_states,), (texts * has_states,),
             (len(deltas), texts, ENTRY.value))
-        counts = [int(np.prod(shape)) * (2 if dtype == "int64" else 1)
-                  for shape, dtype in zip(self._shapes, _DTYPES, strict=True)]
-        self._parts = staged_parts(*counts)
-        self.staged = zeros(self._parts[-1].stop + -self._parts[-1].stop % ALIGNED, dtype=torch.int32)
-        inputs: Staged[Tensor] = self._views(self.staged)
+        parts = staged_parts(*(math.prod(shape) * np.dtype(dtype).itemsize // 4
+                               for shape, dtype in zip(shapes, _DTYPES, strict=True)))
+        self._layout = [(shape, np.dtype(dtype), 4 * part.start if 0 not in shape else 0)
+                        for shape, dtype, part in zip(shapes, _DTYPES, parts, strict=True)]
+        self.staged = zeros(parts[-1].stop + -parts[-1].stop % ALIGNED, dtype=torch.int32)
+        inputs: Staged[Tensor] = Staged(*(self.staged[part].view(getattr(torch, dtype)).view(shape)
+                                          for part, dtype, shape in zip(parts, _DTYPES, shapes, strict=True)))
         self.inputs = inputs
         self.where, (self.cos, self.sin, self.parents, self.tokens) = inputs.where.view(-1), inputs[1:5]
         self.table = inputs.stores if is_shared else None
         self.x_in, self.x, self.normed = (zeros(rows, of.hidden) for _ in range(3))
         self.given = zeros(rows, width_given) if width_given else None
         self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
-        parts = [zeros(num, rows, heads, dim) for _ in range(3)]
-        self._whole = AttentionOutput(parts[0], parts[1], zeros(num, rows, heads, dtype=torch.float32), parts[2])
+        q, output, content = (zeros(num, rows, heads, dim) for _ in range(3))
+        self._whole = AttentionOutput(q, output, zeros(num, rows, heads, dtype=torch.float32), content)
         self.attended = [AttentionOutput(*(
             part[layer] if part.ndim == 3 else part[layer].view(-1)[: rows * heads * size.dim].view(rows, heads, -1)
             for part in self._whole)) for layer, size in enumerate(sizes)]
@@ -205,12 +208,6 @@ class ForwardBuffers:
         self.mixed = zeros(len(deltas), rows, shape.channels if shape else 0)
         self.gates = zeros(len(deltas), rows, 2 * shape.value_heads if shape else 0, dtype=torch.float32)
         self.states = PlacedStates(inputs.states, inputs.counts, inputs.counts)
-
-    def _views(self, staged: Any) -> Staged[Any]:
-        """The parts of what is uploaded, in the host's array or the device's tensor."""
-        module = torch if isinstance(staged, Tensor) else np
-        return Staged(*(staged[part].view(getattr(module, dtype)).reshape(shape)
-                        for part, dtype, shape in zip(self._parts, _DTYPES, self._shapes, strict=True)))
 
     @property
     def sizes(self) -> list[int]:
@@ -282,7 +279,8 @@ class ForwardBuffers:
         change.
         """
         staged = np.zeros(len(self.staged), dtype=np.int32)
-        inputs: Staged[NDArray[Any]] = self._views(staged)
+        inputs: Staged[NDArray[Any]] = Staged(*(np.ndarray(shape, dtype, staged, at)
+                                                for shape, dtype, at in self._layout))
         inputs.where[:] = (0, spares[0].room) if spares else texts[0].where
         inputs.parents[:] = -1
         if self.table is not None:
