@@ -21,8 +21,6 @@ from longdraft.kernels.weights import Convolution, Geometry, LayerWeights
 class RunsLayers(Protocol):
     """Operations that run some layers of their own with fused kernels."""
 
-    has_layers: bool
-
     def layers_forward(self, x: Tensor, source: Tensor | None, rotations: tuple[Tensor, Tensor]) -> Tensor:
         """The output [R, hidden] of the layers. source: as for `layer_forward`, of the first one."""
 
@@ -135,8 +133,8 @@ def attention_to_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([output, total.T[..., None]], -1).contiguous()
 
 
-def convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None, sizes: list[int]
-                      ) -> tuple[Tensor, Tensor | None]:
+def convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None,
+                     sizes: list[int]) -> tuple[Tensor, Tensor | None]:
     """Rows [T, hidden] after the convolution before a sublayer, and the kernel [T, taps, hidden] of the one after it.
     sizes: rows of each text"""
     if conv is None:
@@ -148,6 +146,7 @@ def convolved_before(ops: LayerOperations, x: Tensor, conv: Convolution | None, 
 
 
 def convolved_after(x: Tensor, kernel: Tensor | None, sizes: list[int]) -> Tensor:
+    """Rows [T, hidden] after a convolution with their kernels [T, taps, hidden]; None: there is none."""
     if kernel is None:
         return x
     return torch.cat([_convolved(*part) for part in zip(*(torch.split(each, sizes) for each in (x, kernel)),
@@ -238,7 +237,7 @@ class LayerwiseDecoder:
                     output = AttentionOutput(*(part[-self._reported :].clone() for part in output))
                 outputs.append(output)
         self._tap(len(self._layers), x, texts)
-        return x, AttentionOutput(*(stacked_layers(part) for part in zip(*outputs, strict=True)))
+        return x, AttentionOutput(*(_stacked(part) for part in zip(*outputs, strict=True)))
 
     @staticmethod
     def _tap(layer: int, x: Tensor, texts: Sequence[LayersKV]) -> None:
@@ -246,7 +245,7 @@ class LayerwiseDecoder:
             kv.tap(layer, rows)
 
 
-def stacked_layers(parts: Sequence[Tensor]) -> Tensor:
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Tensors of all layers as one, with zeros at the end of those whose last axis is shorter."""
     width = max(part.shape[-1] for part in parts)
     return torch.stack([part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1])) for part in parts])

@@ -87,7 +87,6 @@ class Eagle:
         self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps,
                                   rounds_once=layer.rounds_once)
         self._rope = RopeTable(layer, 1, self.kernels.device)
-        self._first_row = torch.tensor([-1], dtype=torch.int32)  # the parents of a row alone
         self._part = None if weights.ids is None else PartOfVocabulary(weights.ids, target.config.vocab_size)
 
     def reading(self, layers: Sequence[int], **flags: Any) -> Eagle:
@@ -130,7 +129,7 @@ class Eagle:
         """
         own = self._weights.embedding
         e = self._target.embed(tokens) if own is None else self.kernels.embed(own, tokens)
-        return self._run(self.kernels, y, e, self.rotations(positions), stores, length, parents)
+        return self._run(y, e, self.rotations(positions), stores, length, parents)
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -153,18 +152,12 @@ class Eagle:
     def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                  stores: Sequence[KVStore]) -> Tensor:
         """See `longdraft.kernels.chain_plan.DraftLayers`."""
-        return self._output(ops, self.fed_back(row), embedded, rotations, stores)
+        return _output(ops, *self._inputs(self.fed_back(row), embedded), rotations)
 
     def read_rows(self, ops: LayerOperations, states: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
                   stores: Sequence[KVStore]) -> Tensor:
         """See `longdraft.kernels.chain_plan.ReadsUnreadRows`."""
-        return self._output(ops, self.fuse(states), embedded, rotations, stores)
-
-    def _output(self, ops: LayerOperations, y: Tensor, e: Tensor, rotations: tuple[Tensor, Tensor],
-                stores: Sequence[KVStore]) -> Tensor:
-        if isinstance(ops, RunsLayers) and ops.has_layers:
-            return ops.layers_forward(*self._inputs(y, e), rotations)
-        return self._run(ops, y, e, rotations, stores, 0, self._first_row).hidden
+        return _output(ops, *self._inputs(self.fuse(states), embedded), rotations)
 
     @property
     def decoder_layers(self) -> tuple[Sequence[LayerWeights], Geometry]:
@@ -192,8 +185,8 @@ class Eagle:
         """Whether the target is not divided among ranks."""
         return self._target.kernels is self.kernels
 
-    def _run(self, ops: LayerOperations, y: Tensor, e: Tensor, rotations: tuple[Tensor, Tensor],
-             stores: Sequence[KVStore], length: int, parents: Tensor) -> EagleRows:
+    def _run(self, y: Tensor, e: Tensor, rotations: tuple[Tensor, Tensor], stores: Sequence[KVStore], length: int,
+             parents: Tensor) -> EagleRows:
         """`forward`, from the tokens' embeddings."""
         kernels, weights = self.kernels, self._weights
         x, source = self._inputs(y, e)
@@ -205,7 +198,8 @@ class Eagle:
             return EagleRows(hidden, k, v)
         for index, layer in enumerate(weights.layers):
             kv = KV(stores[index], length, k[index], v[index])
-            x, _ = layer_forward(ops, x, layer, self._geometry, *rotations, [kv], parents, None if index else source)
+            x, _ = layer_forward(kernels, x, layer, self._geometry, *rotations, [kv], parents,
+                                 None if index else source)
         return EagleRows(x, k, v)
 
     def _inputs(self, y: Tensor, e: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -276,3 +270,8 @@ def eagle_shapes(config: EagleConfig, present: set[str], vocabulary: int) -> dic
         if config.is_parallel:
             shapes[MASK_HIDDEN] = (1, 1, width)
     return shapes | {name: shape for name, shape in optional.items() if name in present}
+
+
+def _output(ops: LayerOperations, x: Tensor, source: Tensor | None, rotations: tuple[Tensor, Tensor]) -> Tensor:
+    assert isinstance(ops, RunsLayers), "operations that were given `Eagle.decoder_layers`"
+    return ops.layers_forward(x, source, rotations)

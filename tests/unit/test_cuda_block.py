@@ -20,6 +20,7 @@ from helpers.cuda_kernels import DEVICE
 from helpers.equality import prompt_of
 from helpers.extents import extent
 from helpers.generation import by_name, generate
+from helpers.recorded_graphs import watched
 from longdraft import kernels
 from longdraft.checkpoint import config_file
 from longdraft.checkpoint.checkpoint import load_transformer
@@ -100,10 +101,10 @@ def test_the_blocks_of_several_texts_are_one_graph_with_the_guesses_of_each_alon
         held.append(rows)
         blocks.append(DraftBlock(context.last, end, head.config.block_size, rows.stores))
     alone = [head.launch([block])[0].logits for block in blocks]
-    for _, decoder in head._runs:
-        monkeypatch.setattr(decoder, "_few_rows", None, raising=False)  # operation by operation
+    ran = watched(monkeypatch, model.kernels.graphs)
     for found, wanted in zip(head.launch(blocks), alone, strict=True):
         assert torch.equal(found.logits, wanted)
+    assert [graph.owner.texts for graph in ran] == [4] * len(head._runs), "padded to four texts"
 
 
 @pytest.mark.full

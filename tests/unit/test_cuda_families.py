@@ -287,17 +287,18 @@ def test_experts_of_4_bits_are_part_of_a_graph(tmp_path, monkeypatch):
 WINDOWED, DELTAS = ["sliding_attention", "full_attention"], ["full_attention", "linear_attention"]
 KERNELS = {"llama": (10, None), "gemma2": (10, WINDOWED), "gemma3": (10, WINDOWED), "gemma4": (10, WINDOWED),
            "glm4": (10, None), "ministral3": (10, None), "qwen3_moe": (13, None), "gpt_oss": (13, WINDOWED),
-           "gemma4, experts": (22, WINDOWED), "qwen3_next": (19, DELTAS)}  # in the mean: 18 and 20
+           "gemma4, experts": (22, WINDOWED), "gemma4, inputs": (16, WINDOWED),
+           "qwen3_next": (19, DELTAS)}  # in the mean: 18 and 20
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_layer_has_so_many_kernels(tmp_path, name, monkeypatch):
-    """Those of longdraft and those of PyTorch, for one row. What docs/cuda.md says."""
+    """Those of longdraft and of PyTorch, for one row: what docs/cuda.md says. No layer adds any beside the graph."""
     from triton.runtime import interpreter
 
     expected, kinds = KERNELS[name]
-    counted, launch = list[str](), interpreter.GridExecutor.__call__
+    counted, beside, launch = list[str](), list[str](), interpreter.GridExecutor.__call__
     is_counting = False
 
     def launched(executor: Any, *args: Any, **named: Any) -> None:
@@ -312,15 +313,17 @@ def test_a_layer_has_so_many_kernels(tmp_path, name, monkeypatch):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             found = function(*args, **kwargs or {})
             name = function.overloadpacket.__name__
-            if is_counting and not function.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
-                counted.append(name)
+            if not function.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+                (counted if is_counting else beside).append(name)
             return found
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
     totals = []
     for layers in (2, 4):
         folder = tmp_path / str(layers)
-        make_family(folder, name, num_hidden_layers=layers, **dict(layer_types=kinds * (layers // 2)) if kinds else {})
+        changes = {} if kinds is None else dict(layer_types=kinds * (layers // 2))
+        changes |= dict(num_kv_shared_layers=0) if name == "gemma4, inputs" else {}
+        make_family(folder, name, num_hidden_layers=layers, **changes)
         model = load(folder)
         cache, run = model.new_cache(), model.kernels.graphs.run
         model.forward(chain_rows([5, 6, 7], 0), cache)
@@ -333,8 +336,10 @@ def test_a_layer_has_so_many_kernels(tmp_path, name, monkeypatch):
             is_counting = False
 
         monkeypatch.setattr(model.kernels.graphs, "run", replay)
-        counted.clear()
+        counted.clear(), beside.clear()
         with Counting():
             model.forward(chain_rows([5], 3), cache)
-        totals.append(len(counted))
-    assert totals[1] - totals[0] == 2 * expected, counted
+        totals.append((len(counted), len(beside)))
+    (few, beside_few), (many, beside_many) = totals
+    assert many - few == 2 * expected, counted
+    assert beside_many == beside_few, beside

@@ -7,6 +7,7 @@ Without a device in Triton's interpreter (see helpers.cuda_kernels).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from helpers.recorded_graphs import watched
 from longdraft.cache.full import FullCache
 from longdraft.cache.states import StateCache, kept_positions
 from longdraft.kernels.cuda.delta import DeltaNets, stacked
+from longdraft.kernels.cuda.row_invariance import delta_is_row_invariant
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.model.transformer import Transformer, chain_rows, tree_rows
 from longdraft.request.sampling_params import SamplingParams
@@ -152,6 +154,18 @@ def test_states_are_kept_after_the_first_chunk_the_last_one_and_each_block():
 
 def test_another_text_has_graphs_of_its_own_stores_and_the_same_bits(model):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(steps(model), steps(model), strict=True))
+
+
+def test_the_check_of_the_delta_rule_finds_a_row_of_a_tree_that_differs(monkeypatch):
+    ops, honest = kernels(), DeltaNets.run_placed
+    assert delta_is_row_invariant(ops, weights_of(1))
+
+    def wrong(self: DeltaNets, *given: Any) -> torch.Tensor:
+        out = honest(self, *given)
+        return out if len(out) == 1 else torch.cat([out[:-1], out[-1:] * 1.01])
+
+    monkeypatch.setattr(DeltaNets, "run_placed", wrong)
+    assert not delta_is_row_invariant(ops, weights_of(1))
 
 
 def test_parts_of_one_tensor_are_found():

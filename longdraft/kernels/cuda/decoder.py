@@ -54,7 +54,8 @@ class CudaDecoder:
         self.ops, self.geometry, self.layers = ops, geometry, CudaLayers(ops, layers, geometry)
         self.can_capture = all(layer.experts is None or ops.groups_experts(layer.experts) for layer in layers)
         self._can_pad = all(layer.is_causal for layer in layers)  # else a row would see the padding
-        self._has_sinks = any(layer.sinks is not None for layer in layers)
+        # What rows have besides their keys, if their text has no remainder: a remainder contains it.
+        self._has_own_remainder = any(layer.sinks is not None or not layer.is_causal for layer in layers)
         self._buffers = RecentlyUsed[object, ForwardBuffers](_MAX_BUFFERS)
         self._shared_buffers = RecentlyUsed[object, ForwardBuffers](MAX_SHARED)
         self._spares: dict[object, CudaStore] = {}
@@ -77,10 +78,9 @@ class CudaDecoder:
         own rows and cache."""
         if len(texts) == 1:
             return self._forward_text(rows, texts[0], parents)
-        is_alike = self._can_pad or len({kv.k.shape[1] for kv in texts}) == 1
-        if self._has_sinks:  # the remainder contains them
-            is_alike &= len({kv.remainder is None for kv in texts}) == 1
-        if is_alike and can_share(texts) and not any(kv.is_prompt for kv in texts):
+        kinds = {(kv.remainder is None and self._has_own_remainder, self._can_pad or kv.k.shape[1], kv.is_prompt)
+                 for kv in texts}
+        if len(kinds) == 1 and not texts[0].is_prompt and self.can_capture and can_share(texts):
             return in_groups(self._shared, rows, texts, parents)
         return in_groups(lambda rows, text, parents: self._forward_text(rows, text[0], parents), rows, texts, parents,
                          1)
@@ -116,7 +116,7 @@ class CudaDecoder:
             return prefill(self.ops, self.layers.layers, self.geometry, *inputs, kv, parents)
         for store in stores:
             store.reserve_drafts(max(rows, BUCKETS[-1]))
-        size = rows_of_each([kv]) if self._can_pad else rows
+        size = rows_of_each([kv]) if self._can_pad and self.can_capture else rows
         buffers = self.buffers_for(size, stores, kv.remainder is not None, kv.taps.layers if kv.taps else (),
                                    _embedding_of(inputs), self._width_given(inputs))
         buffers.load(inputs, [kv], parents)
@@ -158,9 +158,9 @@ class CudaDecoder:
         return ChainForward(self.layers, buffers, self.spares_like(stores))
 
     def model_chains(self, weights: DraftWeights, has_remainder: bool) -> ModelChains:
-        """What drafts chains of several texts with these layers. weights: besides the layers. Texts with a remainder,
-        which contains the sinks, and texts without one share no graph where there are sinks."""
-        key = id(weights.head), has_remainder and self._has_sinks
+        """What drafts chains of several texts with these layers. weights: besides the layers. Texts with a remainder
+        and texts without one share no graph where rows have a remainder of their own."""
+        key = id(weights.head), has_remainder and self._has_own_remainder
         return self._chains.get(key, lambda: ModelChains(weights))
 
 

@@ -40,6 +40,12 @@ class Paths(NamedTuple):
         if torch.equal(parents, torch.arange(-1, count - 1, dtype=torch.int32)):
             chain = torch.arange(count, dtype=torch.int32, device=device)
             return cls(chain, chain, 0)
+        return cls.of_tree(parents, device)
+
+    @classmethod
+    def of_tree(cls, parents: Tensor, device: torch.device) -> Paths:
+        """As `of`, in the form of trees: that of a step."""
+        count = len(parents)
         path = torch.zeros(count, count, dtype=torch.int32, device=device)
         depths = torch.zeros(count, dtype=torch.int32, device=device)
         with on_device(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,7 +23,6 @@ from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
-from longdraft.kernels.layer import stacked_layers
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 EMBED_BLOCK = 1024  # columns of an embedding that a program reads
@@ -142,7 +142,7 @@ class ForwardBuffers:
     which is freed when its request ends.
 
     x_in, given  [R, hidden], and columns that are given besides; None: there are none
-    attended     of each layer with keys and values
+    attended     of each layer with keys and values; `attention_output` of all, see `AttentionOutput` where they differ
     k, v         [L, R, Hkv, D]
     mixed, gates [delta layers, R, C] and [delta layers, R, 2 Hv]: see `DeltaRows`
     """
@@ -187,15 +187,26 @@ class ForwardBuffers:
         self.x_in, self.x, self.normed = (zeros(rows, of.hidden) for _ in range(3))
         self.given = zeros(rows, width_given) if width_given else None
         self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
-        q, output, content = (zeros(num, rows, heads, dim) for _ in range(3))
-        self._whole = AttentionOutput(q, output, zeros(num, rows, heads, dtype=torch.float32), content)
-        self.attended = [AttentionOutput(*(
-            part[layer] if part.ndim == 3 else part[layer].view(-1)[: rows * heads * size.dim].view(rows, heads, -1)
-            for part in self._whole)) for layer, size in enumerate(sizes)]
-        self._is_uniform = all(size.dim == dim for size in sizes)
+        self._whole = zeros(3, num, rows, heads, dim)  # queries, outputs and content of attention
+        q, output, content = self._whole
+        self.attention_output = AttentionOutput(q, output, zeros(num, rows, heads, dtype=torch.float32), content)
+        self._narrow: list[tuple[Tensor, Tensor]] = []  # layers whose heads are smaller: which, and as `_whole`
+        attended: dict[int, Tensor] = {}  # of each layer, as `_whole`
+        for size in sorted({each.dim for each in sizes}):
+            which = [layer for layer, each in enumerate(sizes) if each.dim == size]
+            if size == dim:
+                attended |= {layer: self._whole[:, layer] for layer in which}
+                continue
+            own = zeros(3, len(which), rows, heads, size)
+            attended |= {layer: own[:, place] for place, layer in enumerate(which)}
+            self._narrow.append((torch.tensor(which, device=device), own))
+        self.attended = [AttentionOutput(made[0], made[1], lse, made[2])
+                         for (_, made), lse in zip(sorted(attended.items(), key=itemgetter(0)),
+                                                   self.attention_output.lse, strict=True)]
         dense = [layer.gate_up.out_features // 2 for layer in layers if layer.gate_up is not None]
         self.inner = zeros(rows, max(dense, default=0))
-        linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.gates)]
+        linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.gates,
+                                                         *(layer.extra[:2] if layer.extra else ()))]
         self.sums = zeros(max(each.num_sums(rows) for each in linears if isinstance(each, CudaLinear)),
                           dtype=torch.float32)
         self.work: dict[AttentionPlan, AttentionWorkspace] = {}
@@ -232,12 +243,10 @@ class ForwardBuffers:
         size = self.rows * heads * (dim + 1)
         return self._remainders[:size].view(self.rows, heads, dim + 1)
 
-    @property
-    def attention_output(self) -> AttentionOutput:
-        """Of all layers. See `AttentionOutput` where they differ."""
-        if self._is_uniform:
-            return self._whole
-        return AttentionOutput(*(stacked_layers(parts) for parts in zip(*self.attended, strict=True)))
+    def join_attention(self) -> None:
+        """Copy the attention of layers with smaller heads to the beginning of the rows of `attention_output`."""
+        for which, own in self._narrow:
+            self._whole[..., : own.shape[-1]].index_copy_(1, which, own)
 
     def load(self, rows: TokenRows | EmbeddedRows, texts: Sequence[LayersKV], parents: Tensor,
              spares: Sequence[CudaStore] = ()) -> None:
@@ -305,6 +314,10 @@ class ForwardBuffers:
 
 def _addresses_of(remainder: Tensor | Sequence[Tensor]) -> Sequence[int]:
     """Where the maps of each layer are."""
-    each = remainder.unbind() if isinstance(remainder, Tensor) else remainder
-    require(all(part.is_contiguous() and part.dtype == torch.float32 for part in each), "float32 maps", len(each))
-    return [part.data_ptr() for part in each]
+    if isinstance(remainder, Tensor):
+        require(remainder.is_contiguous() and remainder.dtype == torch.float32, "float32 maps", remainder.dtype)
+        first, step = remainder.data_ptr(), 4 * remainder.stride(0)
+        return range(first, first + step * len(remainder), step)
+    require(all(part.is_contiguous() and part.dtype == torch.float32 for part in remainder), "float32 maps",
+            len(remainder))
+    return [part.data_ptr() for part in remainder]

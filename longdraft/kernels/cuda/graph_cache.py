@@ -35,8 +35,9 @@ class GraphCache:
     """CUDA graphs, of which the most recently used are kept. On the CPU the work runs directly.
 
     A graph belongs to an owner, the object whose memory it uses: it is freed when the owner is. A key tells the graphs
-    of an owner apart. The work of a graph must be replayable: it reads and writes the same memory each time, allocates
-    none, leaves its inputs unchanged, and does not depend on values that the host computes.
+    of an owner apart. The work of a graph must be replayable: it reads and writes the same memory each time, keeps
+    none that it allocates (which belongs to the graph), leaves its inputs unchanged, and does not depend on values that
+    the host computes.
 
     Work that cannot be captured on this device runs kernel by kernel; `failures` says why.
 

@@ -93,12 +93,15 @@ class CudaKernels(CudaOperations):
     def _check(self, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         if self.device.type != "cuda" or not self.is_row_invariant:
             return
-        with_attention = [layer for layer in layers if layer.delta is None and layer.source is None]
-        with_delta = [layer.delta for layer in layers if layer.delta is not None]
-        layer = with_attention[0]._replace(extra=None, is_causal=True, attention_conv=None, mlp_conv=None)
-        self.is_row_invariant = is_row_invariant(self, CudaDecoder(self, [layer], geometry), layer, geometry)
-        if with_delta and not delta_is_row_invariant(self, with_delta[0]):
-            self.is_row_invariant = False
+        kinds: dict[object, LayerWeights] = {}  # with attention
+        for layer in layers:
+            if layer.delta is None and layer.source is None:
+                kind = layer.heads_in(geometry), layer.window > 0, layer.experts is None
+                kinds.setdefault(kind, layer._replace(extra=None, is_causal=True, attention_conv=None, mlp_conv=None))
+        deltas = [layer.delta for layer in layers if layer.delta is not None]
+        self.is_row_invariant = all(
+            is_row_invariant(self, CudaDecoder(self, [layer], geometry), layer, geometry) for layer in kinds.values()
+        ) and (not deltas or delta_is_row_invariant(self, deltas[0]))
         if not self.is_row_invariant:
             log.warning("on this device, rows of a tree differ from plain decoding in their last bits: texts keep "
                         "their distribution, but are not bit-identical to those of plain decoding")

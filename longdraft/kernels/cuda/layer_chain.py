@@ -80,7 +80,6 @@ class _PlacedOperations(CudaOperations):
                                                     room=min(places.rooms) if places.rooms else None)
             buffers.parents, buffers.where = self._parents, places.where
             buffers.table = places.tables
-        self.has_layers = self.buffers is not None
 
     def layers_forward(self, x: Tensor, source: Tensor | None, rotations: tuple[Tensor, Tensor]) -> Tensor:
         """See `RunsLayers`. A row without a slot is written after the others of its text."""
@@ -98,9 +97,7 @@ class _PlacedOperations(CudaOperations):
         where, slots = (places.read, None) if index == self._read else (places.where, places.slots)
         if index not in self._work:
             plan = self.attention_plan(heads, store.heads, dim)
-            work = self._work[index] = AttentionWorkspace(plan, rows, room, self.device, self._num_texts)
-            if self._of_text > 1 and slots is not None:  # else each row is its own path, or has the key of the first
-                work.set_tree(self._parents)
+            self._work[index] = AttentionWorkspace(plan, rows, room, self.device, self._num_texts)
         return self._attended(self._work[index], q, kv, where, room, window, self._rows, slots, texts)
 
 

@@ -24,8 +24,8 @@ from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size
 from longdraft.kernels.cuda.linear import GELU, SILU, CudaLinear, PartialSums, add_partial_sums
 from longdraft.kernels.experts import experts_forward
-from longdraft.kernels.layer import attention_to_later, convolved_after, convolved_before, layer_end
-from longdraft.kernels.weights import Experts, LayerWeights, Linear
+from longdraft.kernels.layer import attention_to_later, convolved_after, convolved_before
+from longdraft.kernels.weights import Experts, ExtraInput, LayerWeights, Linear
 
 _NORM_WARPS = 8  # of the program that adds a row and norms it
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
@@ -59,6 +59,7 @@ class CudaLayers(DeviceLayers):
                 place += layer.source is None
             x, source = self._add_and_norm(buffers, x, parts, layer.attention_norm, layer.attention_post_norm,
                                            layer.mlp_norm, buffers.x)
+            assert source is not None
             parts = self._mlp(buffers, x, layer, source)
             is_last = index + 1 == len(self.layers)
             following = None if is_last or layer.extra else self.layers[index + 1].attention_norm
@@ -67,7 +68,11 @@ class CudaLayers(DeviceLayers):
             x, source = self._add_and_norm(buffers, x, parts, layer.mlp_norm, layer.mlp_post_norm, following, out,
                                            1.0 if layer.extra else layer.scalar)
             if layer.extra and given is not None:
-                x = out.copy_(layer_end(self.ops, x, layer, self.geometry, given[:, index * width :][:, :width]))
+                parts = self._with_input(buffers, x, layer.extra, given[:, index * width :][:, :width])
+                following = None if is_last else self.layers[index + 1].attention_norm
+                x, source = self._add_and_norm(buffers, x, parts, layer.extra.norm, layer.extra.norm, following, out,
+                                               layer.scalar)
+        buffers.join_attention()
         for entered, rows in ((0, buffers.x_in), (len(self.layers), buffers.x)):
             if entered in buffers.taps:
                 buffers.tap(entered).copy_(rows)
@@ -172,9 +177,9 @@ class CudaLayers(DeviceLayers):
 
     # The second half
 
-    def _mlp(self, buffers: ForwardBuffers, x: Tensor, layer: LayerWeights, source: Tensor | None) -> PartialSums:
-        """The output of a layer's MLP, of its experts, or of both. source: x after the norm, where there is one."""
-        source, kernel = convolved_before(self.ops, x if source is None else source, layer.mlp_conv, buffers.sizes)
+    def _mlp(self, buffers: ForwardBuffers, x: Tensor, layer: LayerWeights, source: Tensor) -> PartialSums:
+        """The output of a layer's MLP, of its experts, or of both. source: x after the norm before them"""
+        source, kernel = convolved_before(self.ops, source, layer.mlp_conv, buffers.sizes)
         if layer.experts is not None and layer.beside is None:
             parts = _as_sums(experts_forward(self.ops, source, layer.experts))
         else:
@@ -203,6 +208,12 @@ class CudaLayers(DeviceLayers):
 
         mixed = experts_forward(self.ops, norm(x, norms.experts), experts, norm(x, norms.router))
         return _as_sums(norm(self._rows_of(buffers, parts), norms.mlp_post) + norm(mixed, norms.experts_post))
+
+    def _with_input(self, buffers: ForwardBuffers, x: Tensor, extra: ExtraInput, given: Tensor) -> PartialSums:
+        """What a layer's own input [R, P] adds to its rows, before the norm."""
+        assert self.geometry.residual_factor == 1, "`layer_end` has no factor"
+        gate = self._rows_of(buffers, self._product(buffers, x, extra.gate))
+        return self._product(buffers, self.ops.geglu(torch.cat([gate, given], 1)), extra.out)
 
     def _add_and_norm(self, buffers: ForwardBuffers, x: Tensor, parts: PartialSums, norm: Tensor, post: Tensor | None,
                       following: Tensor | None, out: Tensor, scalar: float = 1.0) -> tuple[Tensor, Tensor | None]:

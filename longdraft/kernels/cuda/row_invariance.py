@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.cuda.delta import Paths, PlacedStates, addresses
+from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.delta import DeltaState, DeltaWeights
 from longdraft.kernels.interface import Decoder, Kernels, LayersKV
 from longdraft.kernels.weights import Geometry, LayerWeights
 
@@ -46,25 +48,26 @@ def is_row_invariant(kernels: Kernels, decoder: Decoder, layer: LayerWeights, ge
                    for length in _PREFIX_LENGTHS for has_remainder in (False, True))
 
 
-def delta_is_row_invariant(kernels: Kernels, weights: DeltaWeights) -> bool:
-    """Whether the delta rule gives the rows of a tree the bits of rows that follow one another."""
+def delta_is_row_invariant(ops: CudaOperations, weights: DeltaWeights) -> bool:
+    """Whether the delta rule of a step gives the rows of a tree the bits of rows that follow one another."""
     shape, depth = weights.shape, _CHAIN_LENGTH
-    generator = torch.Generator(kernels.device).manual_seed(0)
+    generator = torch.Generator(ops.device).manual_seed(0)
 
     def random(width: int) -> Tensor:
-        return torch.randn(_TREE_ROWS, width, generator=generator, device=kernels.device)
+        return torch.randn(_TREE_ROWS, width, generator=generator, device=ops.device)
 
-    mixed, z, gates = random(shape.channels).to(kernels.dtype), random(shape.values).to(kernels.dtype), random(
+    mixed, z, gates = random(shape.channels).to(ops.dtype), random(shape.values).to(ops.dtype), random(
         2 * shape.value_heads)
 
     def run(rows: list[int], parents: list[int], before: DeltaState) -> tuple[Tensor, DeltaState]:
-        text = DeltaRows(before, kernels.new_state(weights), mixed[rows], gates[rows])
-        out = kernels.delta_rule(weights, [text], z[rows], torch.tensor(parents, dtype=torch.int32))
-        assert out is not None
-        return out, text.after
+        after, count = ops.deltas.new_state(weights), len(rows)
+        numbers = torch.tensor([count, *addresses([weights], [before], [after])[0]], device=ops.device)
+        placed = PlacedStates(numbers[1:].clone()[None], numbers[:1], numbers[:1])
+        paths = Paths.of_tree(torch.tensor(parents, dtype=torch.int32), ops.device)
+        return ops.deltas.run_placed(weights, mixed[rows], gates[rows], z[rows], paths, placed), after
 
     parents = _tree(_TREE_ROWS, depth)
-    _, state = run(list(range(_TREE_ROWS)), list(range(-1, _TREE_ROWS - 1)), kernels.new_state(weights))
+    _, state = run(list(range(_TREE_ROWS)), list(range(-1, _TREE_ROWS - 1)), ops.deltas.new_state(weights))
     tree, last = run(list(range(_TREE_ROWS)), parents, state)
     behind = {-1: state}
     for row, parent in enumerate(parents):
