@@ -47,10 +47,9 @@ class CudaLayers(DeviceLayers):
         x, given, place, deltas = buffers.x_in, buffers.given, 0, 0
         width = self.width_given // len(self.layers)  # of each layer's own input
         if source is None:
-            source = self._norm(buffers, x, self.layers[0]) if given is None or width else given
+            source = self._first_source(buffers) if given is None or width else given
         for index, layer in enumerate(self.layers):
-            if source is None:
-                source = self._norm(buffers, x, layer)
+            assert source is not None
             if layer.delta is not None:
                 parts = self._delta(buffers, deltas, layer, source)
                 deltas += 1
@@ -62,14 +61,14 @@ class CudaLayers(DeviceLayers):
             assert source is not None
             parts = self._mlp(buffers, x, layer, source)
             is_last = index + 1 == len(self.layers)
-            following = None if is_last or layer.extra else self.layers[index + 1].attention_norm
+            following = None if is_last else self.layers[index + 1].attention_norm
             # A tapped layer's input is written where its tap is read: a copy would interrupt the chain of kernels.
             out = buffers.x if is_last or index + 1 not in buffers.taps else buffers.tap(index + 1)
-            x, source = self._add_and_norm(buffers, x, parts, layer.mlp_norm, layer.mlp_post_norm, following, out,
+            x, source = self._add_and_norm(buffers, x, parts, layer.mlp_norm, layer.mlp_post_norm,
+                                           None if layer.extra else following, out,
                                            1.0 if layer.extra else layer.scalar)
             if layer.extra and given is not None:
                 parts = self._with_input(buffers, x, layer.extra, given[:, index * width :][:, :width])
-                following = None if is_last else self.layers[index + 1].attention_norm
                 x, source = self._add_and_norm(buffers, x, parts, layer.extra.norm, layer.extra.norm, following, out,
                                                layer.scalar)
         buffers.join_attention()
@@ -77,12 +76,12 @@ class CudaLayers(DeviceLayers):
             if entered in buffers.taps:
                 buffers.tap(entered).copy_(rows)
 
-    def _norm(self, buffers: ForwardBuffers, x: Tensor, layer: LayerWeights) -> Tensor:
-        """The input of a layer's first part."""
-        geometry = self.geometry
+    def _first_source(self, buffers: ForwardBuffers) -> Tensor:
+        """The input of the first layer's first product."""
+        x, norm, geometry = buffers.x_in, self.layers[0].attention_norm, self.geometry
         if geometry.post_norm:
             return x
-        return self.ops.rms_norm_into(x, layer.attention_norm, geometry.eps, geometry.rounds_once, buffers.normed)
+        return self.ops.rms_norm_into(x, norm, geometry.eps, geometry.rounds_once, buffers.normed)
 
     def _product(self, buffers: ForwardBuffers, x: Tensor, weight: Linear | None) -> PartialSums:
         assert isinstance(weight, CudaLinear)
