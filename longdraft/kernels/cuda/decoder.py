@@ -17,7 +17,7 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.chain_plan import DraftWeights
 from longdraft.kernels.cuda.chain_forward import ChainForward
 from longdraft.kernels.cuda.forward_buffers import EmbeddedRows, Embedding, ForwardBuffers
-from longdraft.kernels.cuda.graph_cache import BUCKETS
+from longdraft.kernels.cuda.graph_cache import BUCKETS, bucket_of
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, require
 from longdraft.kernels.cuda.layers import CudaLayers
@@ -31,7 +31,6 @@ from longdraft.kernels.cuda.shared_forward import (
     TextResults,
     can_share,
     in_groups,
-    rows_of_each,
     shared_sizes,
     stores_of,
 )
@@ -116,7 +115,7 @@ class CudaDecoder:
             return prefill(self.ops, self.layers.layers, self.geometry, *inputs, kv, parents)
         for store in stores:
             store.reserve_drafts(max(rows, BUCKETS[-1]))
-        size = rows_of_each([kv]) if self._can_pad and self.can_capture else rows
+        size = bucket_of(rows) if self._can_pad and self.can_capture else rows
         buffers = self.buffers_for(size, stores, kv.remainder is not None, kv.taps.layers if kv.taps else (),
                                    _embedding_of(inputs), self._width_given(inputs))
         buffers.load(inputs, [kv], parents)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -191,18 +190,15 @@ class ForwardBuffers:
         q, output, content = self._whole
         self.attention_output = AttentionOutput(q, output, zeros(num, rows, heads, dtype=torch.float32), content)
         self._narrow: list[tuple[Tensor, Tensor]] = []  # layers whose heads are smaller: which, and as `_whole`
-        attended: dict[int, Tensor] = {}  # of each layer, as `_whole`
-        for size in sorted({each.dim for each in sizes}):
+        attended = [self._whole[:, layer] for layer in range(num)]
+        for size in sorted({each.dim for each in sizes} - {dim}):
             which = [layer for layer, each in enumerate(sizes) if each.dim == size]
-            if size == dim:
-                attended |= {layer: self._whole[:, layer] for layer in which}
-                continue
             own = zeros(3, len(which), rows, heads, size)
-            attended |= {layer: own[:, place] for place, layer in enumerate(which)}
             self._narrow.append((torch.tensor(which, device=device), own))
+            for place, layer in enumerate(which):
+                attended[layer] = own[:, place]
         self.attended = [AttentionOutput(made[0], made[1], lse, made[2])
-                         for (_, made), lse in zip(sorted(attended.items(), key=itemgetter(0)),
-                                                   self.attention_output.lse, strict=True)]
+                         for made, lse in zip(attended, self.attention_output.lse, strict=True)]
         dense = [layer.gate_up.out_features // 2 for layer in layers if layer.gate_up is not None]
         self.inner = zeros(rows, max(dense, default=0))
         linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.gates,

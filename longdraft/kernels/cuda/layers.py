@@ -112,9 +112,9 @@ class CudaLayers(DeviceLayers):
 
     def _unreported(self, rows: int, dim: int) -> AttentionOutput:
         """The memory of attention of a layer that reads the keys of another one."""
-        heads, (q, output, content) = self.geometry.num_heads, torch.empty(
-            3, rows, self.geometry.num_heads, dim, dtype=self.ops.dtype, device=self.ops.device)
-        return AttentionOutput(q, output, torch.empty(rows, heads, device=self.ops.device), content)
+        heads, ops = self.geometry.num_heads, self.ops
+        q, output, content = torch.empty(3, rows, heads, dim, dtype=ops.dtype, device=ops.device)
+        return AttentionOutput(q, output, torch.empty(rows, heads, device=ops.device), content)
 
     def _finish_qkv(self, buffers: ForwardBuffers, store: CudaStore, place: int, layer: LayerWeights,
                     parts: PartialSums, made: AttentionOutput, gate: Tensor | None) -> None:
