@@ -107,7 +107,7 @@ class ContextRows:
 
     @property
     def nbytes(self) -> int:
-        """Of the rows, and of the states that are not yet read."""
+        """Bytes of the rows, and of the states that are not yet read."""
         return sum(rows.nbytes for rows in self.windows.values()) + self._taps.nbytes
 
     def follow(self, is_wanted: bool) -> None:
@@ -223,7 +223,10 @@ class BlockModel:
 
 
 class BlockDrafter(SlotDrafter):
-    """model: which another drafter of the request drafts with, too; None: the drafter makes its own"""
+    """Drafts with a block head.
+
+    model  with which another drafter of the request drafts too; None: the drafter makes its own
+    """
 
     def __init__(self, options: BlockOptions, head: BlockHead, cache: FullCache, sampler: Sampler,
                  params: SamplingParams, model: BlockModel | None = None) -> None:

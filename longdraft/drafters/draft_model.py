@@ -74,7 +74,10 @@ def windowed(model: Transformer, target: Transformer, budget: int, sinks: int, r
 
 
 class DraftModelDrafter:
-    """clock: of the request; None: the request runs alone."""
+    """Drafts a chain with a smaller model.
+
+    clock  of the request; None: the request runs alone
+    """
 
     def __init__(self, options: DraftModelOptions, draft: Transformer, target: Transformer, sampler: Sampler,
                  clock: CostClock | None) -> None:

@@ -104,7 +104,7 @@ class EagleDraftModel:
 
     @property
     def nbytes(self) -> int:
-        """Of the rows and of the states that are not yet read."""
+        """Bytes of the rows, and of the states that are not yet read."""
         return self.rows.nbytes + self._taps.nbytes
 
     @atomic
@@ -284,7 +284,10 @@ class EagleDraftModel:
 
 
 class EagleDrafter(ChainDrafter):
-    """model: which another drafter of the request drafts with, too; None: the drafter makes its own"""
+    """Drafts a chain with a head.
+
+    model  with which another drafter of the request drafts too; None: the drafter makes its own
+    """
 
     def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler, params: SamplingParams,
                  model: EagleDraftModel | None = None) -> None:
@@ -316,7 +319,10 @@ class ParallelEagleModel:
 
 
 class ParallelEagleDrafter(SlotDrafter):
-    """rows: as `EagleDrafter` has a model"""
+    """Drafts a tree with a head that guesses all places in one pass.
+
+    rows  as the model of `EagleDrafter`
+    """
 
     def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler, params: SamplingParams,
                  rows: EagleDraftModel | None = None) -> None:

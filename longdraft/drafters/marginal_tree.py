@@ -153,7 +153,7 @@ class MarginalTrees:
         return trie.tree()
 
     def _ranking(self, depth: int, before: int) -> _Ranking:
-        """Of the slot at this depth, after the candidate at place `before` of the slot before."""
+        """The ranking of the slot at this depth, after the candidate at place `before` of the slot before."""
         slot = self._slots[depth - 1]
         key = depth, before if slot.pairs is not None else 0
         if key not in self._rankings:

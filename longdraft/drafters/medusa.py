@@ -28,8 +28,6 @@ from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.speculation.routine import Routine
 
 HEADS = "heads"  # the source of the guesses in the statistics
-
-
 _BEST = "best-"  # begins the trees of the likeliest guesses
 
 

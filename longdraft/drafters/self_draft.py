@@ -197,7 +197,7 @@ class TokenSwiftOptions(SelfDraftOptions):
 
     @property
     def ngrams(self) -> NgramOptions | None:
-        """Of the table whose n-grams follow the template's first guesses; None: no table."""
+        """The options of the table whose n-grams follow the template's first guesses; None: no table."""
         options = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
         return options if self.continuations else None
 

@@ -229,7 +229,7 @@ class FirstLevelNgrams(FirstLevel):
 
 
 class TriForceDrafter:
-    """What the options leave out is not used.
+    """Drafts with three levels of models. A part that the options do not ask for is not used.
 
     draft    the small model
     clock    of the request; None: the request runs alone
@@ -360,7 +360,7 @@ def _first_of(options: TriForceOptions, *, has_head: bool, has_model: bool) -> s
 
 
 def tapped_drafts(head: Eagle | BlockHead, model: Transformer) -> TapLog:
-    """For the states of level 2 that a head reads. model: the target"""
+    """A log for the states of level 2 that a head reads. model: the target"""
     return TapLog(model.kernels, head.taps, model.config.hidden_size)
 
 

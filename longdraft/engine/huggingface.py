@@ -271,7 +271,7 @@ def _changed(config: GenerationConfig, options: Mapping[str, Any]) -> Generation
         changed.max_length = None
     # Defaults of transformers (a top_k of 50, for example) for options that neither the model nor the caller sets.
     filled = {name: value for name, value in GenerationConfig._get_default_generation_params().items()
-                if getattr(changed, name, None) is None and name != "max_length"}
+              if getattr(changed, name, None) is None and name != "max_length"}
     for name, value in {**filled, **given}.items():
         setattr(changed, name, value)
     return changed

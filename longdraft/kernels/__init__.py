@@ -2,8 +2,10 @@
 
     interface.py   the interface: what every implementation computes, and the property of row invariance
     reference.py   the reference in plain PyTorch, which defines the results; slow
-    cpu.py         compiled C++ kernels (csrc/), in variants for different processors
+    cpu/           compiled C++ kernels (csrc/), in variants for different processors
     cuda/          Triton kernels for CUDA devices
+    formats/       the formats of quantised weights
+    chain_plan.py  what a drafter wants to be drafted in one call
 
 `choose` selects one when a model is loaded; the engine reports its name.
 """

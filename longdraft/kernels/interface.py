@@ -261,7 +261,7 @@ class LayerOperations(Protocol):
 
 
 class HybridOperations(LayerOperations, Protocol):
-    """With that of a delta layer."""
+    """The operations of a layer with attention or a state."""
 
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
                    parents: Tensor) -> Tensor | None:
@@ -286,8 +286,7 @@ class Kernels(HybridOperations, Protocol):
         """Convert a weight [N, K] and bias [N] to the kernels' layout.
 
         weight    numbers, or a weight that is quantised already, whose numbers are kept
-
-        quantize  none | int8 | int4: see kernels/int8.py and kernels/int4.py
+        quantize  none | int8 | int4: see longdraft/kernels/formats/
 
         Raises UsageError if these kernels do not have the format.
         """
@@ -319,7 +318,7 @@ class Kernels(HybridOperations, Protocol):
         """Commit rows [N] to positions [N], tensors on the device. A negative position skips the row."""
 
     def cache_bytes(self, head_dim: int) -> int:
-        """Of a store, for one head's key and value at one position."""
+        """Bytes in a store of one head's key and value at one position."""
 
     def free_bytes(self) -> int | None:
         """Free memory of the device; None for the CPU."""

@@ -150,7 +150,7 @@ def convolved_after(x: Tensor, kernel: Tensor | None, sizes: list[int]) -> Tenso
     if kernel is None:
         return x
     return torch.cat([_convolved(*part) for part in zip(*(torch.split(each, sizes) for each in (x, kernel)),
-                                                               strict=True)])
+                                                         strict=True)])
 
 
 def _convolved(x: Tensor, kernel: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class LayerInputs(NamedTuple):
     norm: Tensor
 
     def factors(self, hidden: int, dtype: torch.dtype) -> tuple[float, float, float]:
-        """Of the projection, of the table, and of their sum. That of the table is rounded, as that of embeddings is."""
+        """The factors of the projection, of the table (rounded, as that of embeddings is), and of their sum."""
         return hidden**-0.5, _rounded(len(self.norm) ** 0.5, dtype), 2**-0.5
 
     def of(self, kernels: Kernels, x: Tensor, tokens: Sequence[int], eps: float) -> Tensor:

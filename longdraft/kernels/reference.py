@@ -182,7 +182,7 @@ class ReferenceKernels:
         parts: Sequence[Tensor | None] = [None] * len(texts) if z is None else torch.split(z, counts)
         with _one_thread():
             outputs = [delta.delta_rule(weights, rows, part, own.tolist())
-                     for rows, part, own in zip(texts, parts, torch.split(parents, counts), strict=True)]
+                       for rows, part, own in zip(texts, parts, torch.split(parents, counts), strict=True)]
         return None if z is None else torch.cat([part for part in outputs if part is not None])
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
@@ -247,7 +247,7 @@ class ReferenceKernels:
             written[first:] = path
             with _one_thread():
                 out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1,
-                                              None if remainder is None else remainder[row], window)
+                                             None if remainder is None else remainder[row], window)
         return AttentionOutput(q, out, lse, q)
 
 

@@ -73,12 +73,12 @@ class ModelWeights(NamedTuple):
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden], the final norm
     head: Linear
-    quantize: str = "none"  # or "int8", which holds for matrices, never for norms and biases
+    quantize: str = "none"  # none | int8 | int4 | file, of matrices; norms and biases are never quantised
     layer_inputs: LayerInputs | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of all matrices, those of each expert and the tables among them."""
+        """Bytes of all matrices, those of each expert and the tables among them."""
         experts = [weight for layer in self.layers if layer.experts for mlp in layer.experts.mlps for weight in mlp]
         linears = [weight for layer in self.layers for weight in layer.linears] + experts + [self.embedding, self.head]
         if self.layer_inputs:

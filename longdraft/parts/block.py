@@ -245,7 +245,7 @@ class BlockHead:
         return runs
 
     def _guesses(self, guessing: Sequence[Tensor], target: Transformer) -> list[SlotRows]:
-        """Of each text's rows that guess, [S, hidden]."""
+        """The guesses of the rows [S, hidden] of each text that guess."""
         config, weights = self.config, self._weights
         normed = self._norm(torch.cat([*guessing]) if len(guessing) > 1 else guessing[0], weights.norm)
         if weights.head is None:

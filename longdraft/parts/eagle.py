@@ -166,7 +166,7 @@ class Eagle:
 
     @property
     def width(self) -> int:
-        """Of a row of the layers' output."""
+        """Width of a row of the layers' output."""
         return self.config.layer.hidden_size
 
     @property

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def likeliest(head: Eagle, readings: Sequence[Sequence[int]], target: Transformer,
-               encode: Callable[[str], list[int]] | None) -> Eagle:
+              encode: Callable[[str], list[int]] | None) -> Eagle:
     """The reading of config.json under which the head predicts the target best; one of `readings`, the layers that it
     may mean. encode: the target's tokenizer; None: the first reading is taken."""
     config = head.config

@@ -97,7 +97,7 @@ def require_model(folder: Path) -> None:
 
 
 def load_heads(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None = None,
-         vocabulary: Callable[[], str] | None = None) -> Heads:
+               vocabulary: Callable[[], str] | None = None) -> Heads:
     """Heads from their own folder, from the sub-folder of a model, or from a model that includes them.
 
     fingerprint  returns the hash of the target's weights; called only if the heads record the hash they need

@@ -108,7 +108,7 @@ def _head(files: TensorFiles, present: Set[str], names: _Names, norm_offset: flo
 
 
 def _shapes(layer: ModelConfig, names: _Names) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a head whose layer has this configuration."""
+    """The shapes of the tensors of a head whose layer has this configuration."""
     hidden, inside = layer.hidden_size, f"model.{_LAYER}"
     found = {name.replace(inside, f"{names.prefix}{_LAYER}"): shape for name, shape in expected_shapes(layer).items()
              if name.startswith(inside)}

@@ -49,7 +49,7 @@ class PublicHead(NamedTuple):
 
 
 class TargetSizes(NamedTuple):
-    """Of a target."""
+    """The sizes by which a target is recognised."""
 
     layers: int
     hidden: int

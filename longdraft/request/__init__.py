@@ -3,6 +3,7 @@
     settings.py         what a setting is: name, type, range, default, help, other names
     sampling_params.py  how each token is chosen and when the text stops
     structured.py       what a structured output must match
+    tools.py            the functions that an answer may call
     context.py          the text so far
     tree.py             a draft: a tree of tokens
     events.py           what each step adds to the text, and how the text ends

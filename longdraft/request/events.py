@@ -9,7 +9,7 @@ Finish = Literal["length", "eos", "stop", "loop", "cancelled"]
 
 class TokenLogprob(NamedTuple):
     """A token, its log-probability among the tokens that sampling could choose (of a prompt: among all), and the
-    likeliest of these. Of the first token of a prompt there is none."""
+    likeliest of these. The first token of a prompt has no log-probability."""
 
     token: int
     logprob: float | None

@@ -105,8 +105,8 @@ class Trie:
 
     @classmethod
     def of(cls, tree: Tree, wanted: Sequence[bool] | None = None) -> Trie:
-        """The nodes of a tree, to which more can be added. wanted: without nodes for which it, or an ancestor's, is
-        False"""
+        """The nodes of a tree, to which more can be added. wanted: False for nodes that are left out with all below
+        them"""
         trie, moved = cls(tree.tokens[0]), {0: 0}
         for node in range(1, len(tree)):
             if (wanted is None or wanted[node]) and tree.parents[node] in moved:

@@ -109,7 +109,7 @@ class DeviceSampler:
 
     def log_probabilities(self, logits: Tensor, tokens: Sequence[int], chosen: Sequence[int], context: Context,
                           num: int) -> list[TokenLogprob]:
-        """Of the tokens chosen after a path, and of the `num` likeliest ones beside each.
+        """The log-probabilities of the tokens chosen after a path, and of the `num` likeliest ones beside each.
 
         logits  [R, V] of the path's rows, which are kept
         tokens  of the path, the text's last one first

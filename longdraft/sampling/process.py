@@ -231,7 +231,7 @@ def log_of_mass(mass: int) -> float:
 
 
 def _entropy(masses: NDArray[np.int64], gaps: NDArray[np.float64], log_total: float) -> float:
-    """Of a support with these masses, in nats. The sum of mass * gap is one of whole numbers too."""
+    """The entropy of a support with these masses, in nats. The sum of mass * gap is one of whole numbers too."""
     weighted = int(np.where(masses > 0, masses * gaps, 0.0).astype(np.int64).sum())
     return log_total + weighted / float(masses.sum())
 

@@ -194,7 +194,7 @@ class ThinkingSampler(Sampler):
         return supports
 
     def pruned(self, tree: Tree, context: Context) -> Tree:
-        """Without guesses that the rules forbid, either."""
+        """See `Sampler`. Guesses that the rules forbid are removed as well."""
         mode = self._quiet_mode(tree, context)
         if mode is None:
             tree = tree.kept(self._allowed(tree, context))
@@ -202,7 +202,7 @@ class ThinkingSampler(Sampler):
         return super().pruned(tree, context) if mode == _OUTSIDE else self._plain_sampler(mode).pruned(tree, context)
 
     def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
-        """With the tokens that close the thought, and those that the grammar forces after it."""
+        """The tree with the tokens that close the thought, and those that the grammar forces after it."""
         if self._quiet_mode(tree, context) is not None:
             return super().extended(tree, context, max_depth) if self._text.state.phase == AFTER else tree
         states, forced = self._states(tree, context), self.thought.forced
@@ -293,7 +293,7 @@ class ThinkingSampler(Sampler):
         return state
 
     def _edits(self, tokens: Sequence[int], states: Sequence[ThoughtState]) -> _Edits:
-        """Of the rows after these tokens: banned markers, and the bias of a soft close."""
+        """The edits of the rows after these tokens: banned markers, and the bias of a soft close."""
         edits, rules = _Edits([], [], []), self.thought
         for row, (token, state) in enumerate(zip(tokens, states, strict=True)):
             amounts = dict.fromkeys(rules.banned(state), -np.inf)

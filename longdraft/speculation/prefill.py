@@ -15,7 +15,7 @@ from longdraft.speculation.reuse import DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
 from longdraft.speculation.routine import Routine
 from longdraft.speculation.step import Step
 
-PREFILL_SHARED = 64  # the same in a batch, where the other requests' steps wait for each forward
+PREFILL_SHARED = 64  # as PREFILL_CHUNK, but in a batch, where the other requests' steps wait for each forward
 RESUMED_CHUNK = 128  # on a device, resumed tokens in one forward
 
 

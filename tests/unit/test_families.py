@@ -161,6 +161,7 @@ BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_siz
      "'cohere2'; supported: llama, .*gemma3_text.*; longdraft lacks what it needs: LayerNorm"),
     (dict(model_type="deepseek_v3"), "longdraft lacks what it needs: latent attention"),
     (dict(model_type="unheard-of"), r"model_type is 'unheard-of'; supported: [\w, ]*$"),
+    (dict(model_type="qwen2_moe"), r"model_type is 'qwen2_moe'; supported: [\w, ]*$"),  # experts are not what it lacks
     (dict(quantization_config={"quant_method": "gptq"}), r"quantised \('gptq', None bits\); supported: awq and gptq"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; supported: 1"),
     (dict(model_type="phi3", partial_rotary_factor=0.75), "rotates an even number"),

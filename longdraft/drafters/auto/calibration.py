@@ -1,6 +1,6 @@
 """The measurement of `ForwardCosts` and `DraftCosts`, once for each model and machine.
 
-`measure` runs real steps over a cache of random keys and values: trees of 1 to 32 guesses that no drafter drafted, then
+`measure` runs real steps over a cache of random keys and values: trees of 1 to 32 rows that no drafter drafted, then
 each drafter at two depths. It takes a second or two for a model of 500 million parameters. The guesses are different
 tokens, because rows of one token would choose the same experts. Otherwise times do not depend on what the tokens are,
 so these costs serve every text.
@@ -159,7 +159,7 @@ class _RandomText:
         tokens = MOST if ahead.spare else repeats  # of a turn
 
         def seconds(step: Step) -> tuple[float, bool]:
-            """Of a step, and whether it was computed ahead."""
+            """The seconds of a step, and whether it was computed ahead."""
             began = perf_counter()
             for left in range(tokens, 0, -1):
                 accepted = run_alone(step.run(left + ahead.spare))

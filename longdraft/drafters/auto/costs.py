@@ -121,7 +121,7 @@ class DraftCosts(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Of a model and its drafters, by the drafters' names."""
+    """The costs of a model and of its drafters, by the drafters' names."""
 
     forward: ForwardCosts
     drafts: dict[str, DraftCosts]

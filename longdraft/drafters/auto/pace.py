@@ -92,7 +92,7 @@ class Pace:
 
     @staticmethod
     def ratio(measured: float, expected: float) -> float:
-        """Of a measured time to the expected one, within 1 / OUTLIER and OUTLIER."""
+        """The ratio of a measured time to the expected one, within 1 / OUTLIER and OUTLIER."""
         return min(OUTLIER, max(1 / OUTLIER, measured / expected))
 
     @property

@@ -232,13 +232,16 @@ class Policy:
         return name == self._plain or self._shared.pace.times(self._draft_kind(name)) >= AUTO_SETTINGS.first_steps
 
     def _draft_kind(self, name: str) -> tuple[str, bool]:
-        """For `Pace`."""
+        """The kind of a candidate's drafts, for `Pace`."""
         return name, self._clock.batch_size > 1
 
     def _draft_factor(self, name: str) -> float:
-        """For the measured costs. Where drafts of several requests share forwards, each drafted token is a step of the
-        host: what that comes to is not known before they have drafted. A candidate that was not timed is expected to be
-        as far off as another one of its model."""
+        """The factor for the measured costs of a candidate's drafts.
+
+        Where drafts of several requests share forwards, each drafted token is a step of the host: what that comes to is
+        not known before they have drafted. A candidate that was not timed is expected to be as far off as another one
+        of its model.
+        """
         pace = self._shared.pace
         if self._draft_kind(name) in pace:
             return pace[self._draft_kind(name)]

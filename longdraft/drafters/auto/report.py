@@ -10,7 +10,8 @@ TOKENS_PER_PART = 1024  # new tokens over which `choices` are counted
 
 
 class TokenReport:
-    """
+    """Counts the tokens of one text.
+
     turns    tokens written with each candidate
     choices  the same for each part of TOKENS_PER_PART new tokens
     num_new  new tokens of the text so far, resumed ones included

@@ -40,7 +40,7 @@ class Rating(NamedTuple):
 
     @classmethod
     def of_reader(cls, seconds: float) -> Rating:
-        """Of a candidate that reads the text alone: it is never probed, and drafts as deep as it can."""
+        """The rating of a candidate that reads the text alone: it is never probed, and drafts as deep as it can."""
         return cls(seconds, AUTO_SETTINGS.max_depth, seconds, 1.0, (seconds, 1.0))
 
 

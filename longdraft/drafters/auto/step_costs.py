@@ -15,7 +15,8 @@ _SHARING_RATE = 0.02  # how much of the share of requests that verify together i
 
 
 class StepCosts:
-    """
+    """The seconds of one request's next step.
+
     forwards  seconds of a forward with the sampler and the commit, by rows from 0 to AUTO_SETTINGS.max_rows
     steps     the same with what passes between two steps
     is_ahead  whether this request's steps of plain decoding are computed ahead, as far as is known
@@ -56,7 +57,7 @@ class StepCosts:
         return forward * shared.ahead.value((single - saved) / forward, _MEASURED_WEIGHT)
 
     def kind(self, size: int) -> tuple[int, bool]:
-        """For `Pace`: forwards whose rows have so many binary digits."""
+        """The kind, for `Pace`, of forwards whose number of rows has so many binary digits."""
         return size, self._clock.batch_size > 1
 
     def of_latest(self, rows: int) -> float:
