@@ -33,14 +33,16 @@ class Cancelled(Exception):
 
 
 class ApiError(HTTPException):
-    """An error as the client receives it. `param` names the request's parameter, `code` is for programs."""
+    """An error as the client receives it. `param` names the request's parameter, `code` is for programs, and so are
+    `details` in Anthropic's form."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-                 headers: dict[str, str] | None = None) -> None:
+                 headers: dict[str, str] | None = None, details: dict[str, Any] | None = None) -> None:
         shown = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "…"
         super().__init__(status, shown, headers or {})
         self.param = param
         self.code = code
+        self.details = details
 
     def __str__(self) -> str:
         return self.detail
@@ -71,7 +73,8 @@ class ApiError(HTTPException):
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """An error in the format of Anthropic's API."""
     kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
+    details = {"details": error.details} if error.details else {}
+    return {"type": "error", "error": {"type": kind, "message": str(error), **details}, "request_id": None}
 
 
 _ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",

@@ -144,6 +144,13 @@ def test_what_cannot_be_used_is_refused_in_anthropics_form(post, changes, words)
     assert reply.json()["error"]["type"] == "invalid_request_error" and words in reply.json()["error"]["message"]
 
 
+def test_anthropics_clients_learn_that_they_have_to_send_all_messages(post):
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        reply = post("/v1/messages", BODY | {"thread": thread, "stream": True})
+        details = reply.json()["error"]["details"]
+        assert reply.status_code == 400 and details["error_code"] == "thread_unsupported_request"
+
+
 def test_a_carried_thought_comes_back_and_other_signatures_are_nothing():
     assert carried(carry("é\n" * 9)) == "é\n" * 9
     assert carried("ld1.!!") == carried("EqQB") == carried(None) == carried("ld1.eJw=") == ""

@@ -75,6 +75,8 @@ class MessagesRequest(CountRequest):
     service_tier: Any = Field(default=None, description="No effect.")
     inference_geo: Any = Field(default=None, description="No effect.")
     betas: Any = Field(default=None, description="No effect.")
+    thread: Any = Field(default=None, description="Refused: no conversation is stored. Anthropic's clients then send "
+                                                  "all messages.")
     longdraft: LongdraftOptions | None = None
 
 
@@ -100,6 +102,10 @@ def to_chat(body: CountRequest, variables: frozenset[str]) -> dict[str, Any]:
         schema = {"name": "output", "schema": form.get("schema")}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
+        if body.thread is not None:
+            raise ApiError(400, "thread is not supported: this server stores no conversations; send all messages",
+                           param="thread", code="unsupported",
+                           details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]})
         chat |= {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences,
                  "temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "seed": body.seed,
                  "user": (body.metadata or {}).get("user_id") if is_object(body.metadata) else None,
