@@ -82,7 +82,7 @@ class FullCache:
         self.reserve(self.length + k.shape[1])
         taps = self.new_taps(k.shape[1])
         deltas = self.states.append(k.shape[1]) if self.states else ()
-        self._tail = LayersKV(self.stores, self.length, k, v, taps=taps, deltas=deltas)
+        self._tail, self._is_placed = LayersKV(self.stores, self.length, k, v, taps=taps, deltas=deltas), False
         return self._tail
 
     def new_taps(self, count: int) -> Taps | None:
@@ -97,7 +97,7 @@ class FullCache:
             self.taps.commit(self._tail.taps, rows, self.length)
         if self.states:
             self.states.commit(rows)
-        self._tail, self._is_placed = None, False
+        self._tail = None
         self.length += len(rows)
 
     def place(self, rows: Tensor, positions: Tensor) -> None:

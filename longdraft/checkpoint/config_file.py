@@ -23,8 +23,8 @@ from longdraft.model.experts_config import parse_experts
 from longdraft.model.families import ACTIVATIONS, FAMILIES, MISSING, Family, text_config
 from longdraft.model.gemma4 import parse_gemma4
 from longdraft.model.hybrid import parse_hybrid
-from longdraft.model.layer_kinds import by_layer, parse_windows
 from longdraft.model.rope_config import context_limit, parse_query_growth, parse_ropes
+from longdraft.model.window_config import by_layer, parse_windows
 
 SUPPORTED = tuple(FAMILIES)
 _SIZE, _POSITIONS, _FACTOR = (1, 1 << 24), (0, (1 << 31) - 1), (-1e15, 1e15)

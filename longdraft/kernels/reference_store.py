@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import KVStore
+from longdraft.kernels.interface import STORE_BLOCK, KVStore
 
-SPLIT = 4096  # positions of a block of storage; one call reduces each, and the results are merged in order
+SPLIT = STORE_BLOCK  # one call reduces a block, and the results are merged in order
 
 
 class ReferenceStore:

@@ -205,10 +205,9 @@ class BlockHead:
         turned = self.kernels.rope(heads, *self.rotations(positions))
         return turned.view(len(c), sizes.num_layers, sizes.num_kv_heads, sizes.head_dim).transpose(0, 1), v
 
-    def block(self, last: int, position: int, num_rows: int, stores: Sequence[tuple[KVStore, int]],
-              limited: Transformer | None = None) -> SlotRows:
+    def block(self, last: int, position: int, num_rows: int, stores: Sequence[tuple[KVStore, int]]) -> SlotRows:
         """Guess with one block; see `DraftBlock`."""
-        return self.launch([DraftBlock(last, position, num_rows, stores, limited)])[0]
+        return self.launch([DraftBlock(last, position, num_rows, stores)])[0]
 
     def launch(self, parts: Sequence[DraftBlock]) -> list[SlotRows]:
         """Guess with the blocks of several texts, in one forward."""

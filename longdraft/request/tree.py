@@ -9,9 +9,11 @@ its parent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+_MOST_ADDED = 32  # tokens that `Tree.extended` adds
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,24 @@ class Tree:
                 break
             nodes.append(child)
         return nodes
+
+    def extended(self, following: Callable[[int], Sequence[int]], max_depth: int, source: str) -> Tree:
+        """The tree with a chain of tokens after each leaf, as far as `max_depth` and 32 tokens reach. They come last.
+
+        following  leaf -> the tokens after it
+        """
+        tokens, parents, inner = list(self.tokens), list(self.parents), set(self.parents)
+        for leaf in range(len(self)):
+            if leaf not in inner:
+                room = min(max_depth - self.depths[leaf], _MOST_ADDED + len(self) - len(tokens))
+                parent = leaf
+                for token in following(leaf)[: max(0, room)]:
+                    parents.append(parent)
+                    parent = len(tokens)
+                    tokens.append(token)
+        count = len(tokens) - len(self)
+        rates = (*self.rates, *[None] * count) if self.rates else ()
+        return Tree(tuple(tokens), tuple(parents), (*self.sources, *[source] * count), rates) if count else self
 
     def kept(self, wanted: Sequence[bool]) -> Tree:
         """The tree of the root and all wanted nodes whose ancestors are wanted too."""

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 Mask = NDArray[np.bool_]  # [V]: the tokens that are allowed
 FORCED = "grammar"  # the source of forced tokens in the statistics
-_MAX_FORCED = 32  # forced tokens that a step adds to a tree at most
 _TAG = re.compile(r"<[^<>\s]+>")
 GAP = "\0"  # for `after`: the grammar begins with at most two blanks or line breaks, which may follow a thought
 # For `after`: the header of an answer in OpenAI's harmony format, with messages of other channels before it, or behind
@@ -392,26 +391,20 @@ class Grammar:
         return masks
 
     def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
-        """A tree of allowed nodes with the forced tokens after its leaves, within `max_depth`. New nodes are last."""
+        """A tree of allowed nodes with the forced tokens after its leaves. See `Tree.extended`."""
         self._update(context)
-        tokens, parents, sources = list(tree.tokens), list(tree.parents), list(tree.sources)
-        inner = set(tree.parents)
-        for leaf in range(len(tree)):
+
+        def forced(leaf: int) -> Sequence[int]:
             path = [tree.tokens[node] for node in tree.path(leaf)[1:]]
-            if leaf in inner or self._is_ended or any(token in self._rules.eos_ids for token in path):
-                continue
+            if self._is_ended or any(token in self._rules.eos_ids for token in path):
+                return ()
             for token in path:
                 self._consume(token)
-            room = min(max_depth - len(path), len(tree) + _MAX_FORCED - len(tokens))
-            forced = self._matcher.compute_ff_tokens()[: max(0, room)]
+            tokens: list[int] = self._matcher.compute_ff_tokens()
             self._matcher.rollback(len(path))
-            parent = leaf
-            for token in forced:
-                tokens.append(token)
-                parents.append(parent)
-                sources.append(FORCED)
-                parent = len(tokens) - 1
-        return tree if len(tokens) == len(tree) else Tree(tuple(tokens), tuple(parents), tuple(sources))
+            return tokens
+
+        return tree.extended(forced, max_depth, FORCED)
 
     def _update(self, context: Context) -> None:
         """Follow the tokens that the text has gained."""

@@ -207,9 +207,9 @@ def eta(kept: Support, epsilon: float, at_least: int) -> Support:
 def _above(kept: Support, threshold: float, at_least: int) -> Support:
     """Tokens with a score of at least `threshold`; the `at_least` best ones if those are fewer."""
     mask = kept.scores >= threshold
-    if int(mask.sum()) >= at_least or len(kept.ids) <= at_least:
-        return kept.keep(mask) if int(mask.sum()) >= at_least else kept
-    return top_k(kept, at_least)
+    if int(mask.sum()) >= at_least:
+        return kept.keep(mask)
+    return top_k(kept, at_least) if at_least < len(kept.ids) else kept
 
 
 def _masses(kept: Support) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

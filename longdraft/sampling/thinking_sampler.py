@@ -31,7 +31,6 @@ from longdraft.sampling.sampler import NO_MARKS, MarkedTokens, Sampler
 from longdraft.sampling.thought import AFTER, BEFORE, CLOSING, INSIDE, Thought, ThoughtRules, ThoughtState, is_free
 
 GIVEN = "thinking"  # the source of given tokens in the statistics
-_MAX_GIVEN = 32  # given tokens that a step adds to a tree at most
 
 
 class _States(NamedTuple):
@@ -206,20 +205,8 @@ class ThinkingSampler(Sampler):
         if self._quiet_mode(tree, context) is not None:
             return super().extended(tree, context, max_depth) if self._text.state.phase == AFTER else tree
         states, forced = self._states(tree, context), self.thought.forced
-        tokens, parents, sources = list(tree.tokens), list(tree.parents), list(tree.sources)
-        inner = set(tree.parents)
-        for leaf, state in enumerate(states):
-            if leaf in inner or state.phase != CLOSING:
-                continue
-            room = min(max_depth - tree.depths[leaf], len(tree) + _MAX_GIVEN - len(tokens))
-            parent = leaf
-            for token in forced[state.written : state.written + max(0, room)]:
-                tokens.append(token)
-                parents.append(parent)
-                sources.append(GIVEN)
-                parent = len(tokens) - 1
-        if len(tokens) > len(tree):
-            tree = Tree(tuple(tokens), tuple(parents), tuple(sources))
+        tree = tree.extended(lambda leaf: forced[states[leaf].written :] if states[leaf].phase == CLOSING else (),
+                             max_depth, GIVEN)
         return super().extended(tree, context, max_depth) if self._text.state.phase == AFTER else tree
 
     def _allowed(self, tree: Tree, context: Context) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longdraft.drafters.auto.acceptance import AcceptanceByDepth, NodeAcceptance
-from longdraft.request.tree import from_paths
+from longdraft.request.tree import Trie, from_paths, root_only
 from longdraft.speculation.decayed_rate import PRIOR_WEIGHT, DecayedRate
 
 
@@ -59,6 +59,19 @@ def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
     kept = tree.kept([True, False, True, True, True])
     assert kept == from_paths(1, [(3, 5)], "self")
     assert tree.kept([True] * 5) is tree
+
+
+def test_chains_after_the_leaves_of_a_tree_end_at_the_given_depth_and_keep_its_rates():
+    trie = Trie(1)
+    trie.add(trie.add(0, 2, "self", 0.9), 3, "self")
+    trie.add(0, 4, "self", 0.4)
+    tree = trie.tree()
+    longer = tree.extended(lambda leaf: [10 * tree.tokens[leaf]] * 9, 3, "grammar")
+    assert (longer.tokens, longer.parents) == ((1, 2, 3, 4, 30, 40, 40), (-1, 0, 1, 0, 2, 3, 5))
+    assert longer.sources == ("", "self", "self", "self", "grammar", "grammar", "grammar")
+    assert longer.rates == (None, 0.9, None, 0.4, None, None, None)
+    assert len(root_only(1).extended(lambda leaf: [2] * 99, 99, "grammar")) == 33, "of which 32 are new"
+    assert tree.extended(lambda leaf: (), 9, "grammar") is tree
 
 
 def test_a_path_follows_the_tokens_as_far_as_there_are_guesses():

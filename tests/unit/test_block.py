@@ -412,7 +412,8 @@ def test_a_draft_vocabulary_gives_the_same_logits_of_its_tokens(tiny, tmp_path):
     drafter, context = read(model, head, IDS)
     all_logits = slots_of(drafter, context).logits
     limited = DraftVocabulary(model, 100).model(context)
-    some = head.block(context.last, len(context) - 1, head.config.block_size, drafter.rows.stores, limited).whole()
+    part = block.DraftBlock(context.last, len(context) - 1, head.config.block_size, drafter.rows.stores, limited)
+    some = head.launch([part])[0].whole()
     assert (some > -torch.inf).sum() == 99 * len(some), "the mask is one of them"
     assert torch.equal(some[some > -torch.inf], all_logits[some > -torch.inf])
 

@@ -46,7 +46,6 @@ class CpuStore:
         self.kernels, self.dtype = kernels, dtype
         self._heads, self._dim = num_kv_heads, head_dim
         self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim, score_cap)
-        self.kind = dtype == torch.bfloat16, num_kv_heads, head_dim
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,8 +94,7 @@ class CpuStore:
 
 def native_stores(dtype: torch.dtype, stores: Sequence[KVStore], num_layers: int) -> list[_cpu.Store]:
     """The compiled module's stores of so many layers. ValueError for stores of other kernels or another dtype."""
-    is_bf16 = dtype == torch.bfloat16
-    native = [store.native for store in stores if isinstance(store, CpuStore) and store.kind[0] == is_bf16]
+    native = [store.native for store in stores if isinstance(store, CpuStore) and store.dtype == dtype]
     if len(native) != num_layers or len(stores) != num_layers:
         refuse(f"{num_layers} stores of {dtype}", len(native))
     return native

@@ -1,4 +1,4 @@
-"""From a `config.json` to what differs between the layers of a model: sliding windows."""
+"""From the values of a `config.json` to the sliding windows of a model's layers."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def parse_windows(config: Mapping[str, Any], family: Family, num_layers: int) ->
 
 
 def by_layer(values: Any, name: str, allowed: tuple[object, ...], yes: object, num_layers: int) -> tuple[bool, ...]:
+    """For each layer, whether its value in a list is `yes`. ModelError for a list that is too short or has others."""
     if not isinstance(values, list) or len(values) < num_layers or any(value not in allowed for value in values):
         raise ModelError(f"{name} in config.json must be a list of {num_layers} values, each one of {allowed}")
     return tuple(value == yes for value in values)
