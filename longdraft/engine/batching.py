@@ -173,7 +173,8 @@ class Batch:
             for clock in clocks:
                 clock.sharers = len(requests)
             contexts = [request.cache.length for request in requests.values()]
-            shares = self._model.knowledge.forward.at(shares, contexts, len(shares), clocks[0].batch_size).tolist()
+            costs = self._model.knowledge_for(self._drafter).forward
+            shares = costs.at(shares, contexts, len(shares), clocks[0].batch_size).tolist()
         total = sum(shares)
         for clock, share in zip(clocks, shares, strict=True):
             clock.charge(seconds * share / total)

@@ -103,7 +103,7 @@ class Generation(Iterator[Event]):
         draft_copy = model.draft_copy_for(length, drafter)
         self._resources = drafters.Resources(
             target, cache, sampler, params, model.heads, model.glide, model.corpora, draft, clock=self.clock,
-            knowledge=model.knowledge, draft_copy=draft_copy, eagle=model.eagle, block=model.block)
+            knowledge=model.knowledge_for(drafter), draft_copy=draft_copy, eagle=model.eagle, block=model.block)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         drafts = drafter.name != "plain"

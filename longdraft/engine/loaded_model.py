@@ -102,7 +102,7 @@ class LoadedModel:
     defaults           the model's own sampling defaults
     hub_options        how names of further models are resolved
     corpora            texts of the drafter `suffix`, indexed when a request needs them
-    knowledge          measurements of the drafter `auto` about its candidates, which all requests share
+    knowledge          what the drafter `auto` measured about its candidates, by its options; all requests share it
     heads_name         the folder or hub id that the user named for heads of any kind or glide
     heads, glide, eagle, block  trained parts, if found
     draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder
@@ -119,7 +119,7 @@ class LoadedModel:
     defaults: Defaults
     hub_options: hub.Hub
     corpora: Corpora
-    knowledge: SharedStatistics
+    knowledge: dict[DrafterOptions, SharedStatistics]
     heads_name: str | None = None
     heads: Heads | None = None
     glide: Glide | None = None
@@ -150,8 +150,7 @@ class LoadedModel:
             if heads_name is not None:
                 drafters.check_loaded_heads(choice.name, heads_name, parts)
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
-        loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
-                     SharedStatistics(target.weights_in_tokens), heads_name, *parts,
+        loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora, {}, heads_name, *parts,
                      quantized_cache=quantized_cache, ranks=ranks or parallel.SingleProcess())
         loaded = loaded.with_draft_for(choice)
         if loaded.lacks(choice):
@@ -179,7 +178,7 @@ class LoadedModel:
             loaded = replace(loaded, draft_weights=weights,
                              draft_copy=load_copy(self.files, self.target, weights, self.quantized_cache))
         if is_other:  # its costs and its acceptance differ
-            loaded = replace(loaded, knowledge=SharedStatistics(self.target.weights_in_tokens))
+            loaded = replace(loaded, knowledge={})
         return loaded
 
     def _load_draft(self, name: str, required: str) -> Transformer | None:
@@ -208,6 +207,10 @@ class LoadedModel:
         """The quantised copy that drafts a text of `length` tokens; None if the drafter uses none."""
         copy = self.draft_copy if choice.options.copy_weights != SAME else None
         return copy and copy.for_length(length)
+
+    def knowledge_for(self, choice: DrafterChoice) -> SharedStatistics:
+        """What the requests with these options of `auto` share. Others have other candidates, or other costs."""
+        return self.knowledge.setdefault(choice.options, SharedStatistics(self.target.weights_in_tokens))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked and returned. UsageError if it is empty or of another type."""

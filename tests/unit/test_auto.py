@@ -403,9 +403,12 @@ def test_the_requests_of_an_engine_share_their_knowledge(tiny, tmp_path, monkeyp
     engine = longdraft.load(str(tiny["gqa"]), drafter="auto")
     for _ in engine.generate("abcabc" * 9, SamplingParams(max_new_tokens=40, seed=1)):
         pass
-    knowledge = engine.loaded.knowledge
+    knowledge = engine.loaded.knowledge_for(engine.choice)
     assert sum(candidate.acceptance.steps for candidate in knowledge.candidates.values()) > 0
-    assert engine.with_drafter("auto").loaded.knowledge is knowledge
+    same = engine.with_drafter("auto")
+    assert same.loaded.knowledge_for(same.choice) is knowledge
     make_checkpoint(tmp_path, num_hidden_layers=1)
-    other = engine.with_drafter("draft-model", {"model": str(tmp_path)})
-    assert other.loaded.knowledge is not knowledge, "another draft model has other costs and acceptance"
+    other = engine.with_drafter("draft-model", {"model": str(tmp_path)}).with_drafter("auto")
+    assert other.loaded.knowledge_for(other.choice) is not knowledge, "another draft model has other costs"
+    other = engine.with_drafter("auto", {"draft_weights": "same"})
+    assert other.loaded.knowledge_for(other.choice) is not knowledge, "other weights have other costs"

@@ -167,7 +167,7 @@ def test_the_costs_of_every_candidate_are_measured(monkeypatch, tmp_path, tiny):
     prompt, params = "abcabc" * 9, SamplingParams(max_new_tokens=12, seed=1)
     texts = [[event.tokens for event in engine.generate(prompt, params)] for _ in range(2)]
     assert sum(texts[0], ()) == sum(texts[1], ()), "measuring leaves no trace in the text"
-    knowledge = engine.loaded.knowledge
+    knowledge = engine.loaded.knowledge_for(engine.choice)
     assert {"plain", "suffix", "magicdec", "tokenswift", "medusa", "glide"} <= set(knowledge.candidates)
     assert all(np.diff(knowledge.forward.rows) >= 0) and knowledge.forward.rows[0] > 0
     assert 0 <= knowledge.forward.ahead < knowledge.forward.rows[0] + knowledge.forward.host
@@ -205,4 +205,4 @@ def test_a_measurement_that_takes_long_is_announced_and_times_each_step_once(mon
     for _ in engine.generate("abc", SamplingParams(max_new_tokens=4, seed=1)):
         pass
     assert "timing the drafters of this model on this machine, once" in caplog.text
-    assert "magicdec" in engine.loaded.knowledge.candidates
+    assert "magicdec" in engine.loaded.knowledge_for(engine.choice).candidates

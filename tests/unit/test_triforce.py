@@ -16,6 +16,8 @@ from helpers.equality import SETTINGS, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.cache.taps import TapLog, TappedRows
+from longdraft.drafters.auto import costs
+from longdraft.drafters.auto.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.drafters.auto.drafter import AutoOptions
 from longdraft.drafters.eagle import EagleDraftModel, ParallelEagleModel
 from longdraft.drafters.layer_drafter import SlotModel
@@ -201,6 +203,19 @@ def test_auto_tries_it_over_a_copy_that_is_not_small(tiny, monkeypatch):
     stats = write("auto")
     assert "triforce" in stats["tokens_by_choice"]
     assert stats["sha256_tokens"] == write("plain")["sha256_tokens"]
+
+
+def test_an_engine_with_other_options_of_auto_has_candidates_of_its_own(tiny, monkeypatch):
+    monkeypatch.setattr(drafters, "SMALL_BYTES", -1)
+    forward = ForwardCosts(1e-4, (1e-2,) * len(costs.ROWS), 1e5, 0.0)  # drafts always pay, those of `triforce` most
+    monkeypatch.setattr(costs, "load_or_measure", lambda identity, names, agree, measured: Costs(
+        forward, {name: DraftCosts(0.0, 1e-6 if name == "triforce" else 1.0, 1.0, 4) for name in names}))
+    engine = longdraft.load(str(tiny["mha"]), drafter="auto", drafter_options={"draft_weights": "int8"})
+    params = SamplingParams(max_new_tokens=60, seed=2, ignore_eos=True)
+    first, second, plain = ([event.stats for event in each.generate(prompt_of(40), params)][-1] for each in (
+        engine, engine.with_drafter("auto", {"draft_weights": "same"}), engine.with_drafter("plain")))
+    assert first["tokens_by_choice"]["triforce"] > 0 and "triforce" not in second["tokens_by_choice"]
+    assert first["sha256_tokens"] == second["sha256_tokens"] == plain["sha256_tokens"]
 
 
 @pytest.fixture(scope="module")
