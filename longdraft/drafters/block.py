@@ -160,11 +160,11 @@ class ContextRows:
     @property
     def stores(self) -> list[tuple[KVStore, int]]:
         """The store of each layer, and how many of its rows the text and its drafts have."""
-        found: dict[int, tuple[KVStore, int]] = {}
+        by_layer: dict[int, tuple[KVStore, int]] = {}
         for size, layers in self._groups.items():
             rows = self.windows[size]
-            found |= {layer: (store, rows.length) for layer, store in zip(layers, rows.stores, strict=True)}
-        return [found[index] for index in range(len(found))]
+            by_layer |= {layer: (store, rows.length) for layer, store in zip(layers, rows.stores, strict=True)}
+        return [by_layer[index] for index in range(len(by_layer))]
 
 
 class BlockModel:
@@ -205,8 +205,8 @@ class BlockModel:
             shortlists = yield from self._sampler.shortlists(places.logits, context, SHORTLIST, rows.part, ahead)
             return [Slot(*shortlist) for shortlist in shortlists]
         scale = self._sampler.params.temperature or 1.0
-        found = yield from self._sampler.paired_shortlists(places, pairs, context, path[-1], SHORTLIST, ahead)
-        return [Slot(*shortlist, (table - table[0]) / scale, trust) for shortlist, table, trust in found]
+        paired = yield from self._sampler.paired_shortlists(places, pairs, context, path[-1], SHORTLIST, ahead)
+        return [Slot(*shortlist, (table - table[0]) / scale, trust) for shortlist, table, trust in paired]
 
     def _guessed(self, block: DraftBlock) -> LaunchedWork[SlotRows]:
         """The guesses of a block, which goes through the layers together with the blocks of other texts."""

@@ -108,8 +108,8 @@ class ReferenceIndex:
         def grow(path: list[int], parent: int, probability: float) -> None:
             if len(path) >= depth:
                 return
-            found = self._contexts((tail.tolist() + path)[-self._longest:], min_match, seen, contexts)
-            for token, estimate in self._estimates(found).items():
+            before = self._contexts((tail.tolist() + path)[-self._longest:], min_match, seen, contexts)
+            for token, estimate in self._estimates(before).items():
                 if token >= 0 and probability * estimate >= min_probability:
                     heapq.heappush(queue, (-probability * estimate, len(candidates)))
                     candidates.append((token, parent, [*path, token], probability * estimate))
@@ -133,17 +133,17 @@ class ReferenceIndex:
             if length > len(tail):
                 break
             ends = [end for end in ends if end >= length and self._text[end - length] == tail[-length]]
-        found: list[_Context] = []
+        chosen: list[_Context] = []
         for length in range(len(by_length), min_match - 1, -1):
             ends = by_length[length - 1]
             is_new = length == len(by_length) or len(ends) > len(by_length[length])
             followed = ends[:-1] if ends[-1] == len(self._text) else ends
-            if is_new and len(followed) >= seen and len(found) < contexts:
+            if is_new and len(followed) >= seen and len(chosen) < contexts:
                 successors: dict[int, int] = defaultdict(int)
                 for position in followed:
                     successors[self._text[position]] += 1
-                found.append(_Context(length, followed, successors))
-        return found
+                chosen.append(_Context(length, followed, successors))
+        return chosen
 
     def _estimates(self, contexts: list[_Context]) -> dict[int, float]:
         """Token -> its estimated probability after these contexts."""

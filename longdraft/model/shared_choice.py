@@ -63,22 +63,22 @@ class SharedTextChoices:
         walks: list[Walk | None] = [None] * len(choices)
         if self._source is None or not SHARES_CHOICES or len(choices) < 2:
             return walks
-        found = [(text, choice, cache) for text, (choice, cache) in enumerate(zip(choices, caches, strict=True))
-                 if choice is not None and isinstance(cache, FullCache) and len(cache.groups) == 1]
-        if len(found) < 2:
+        sharing = [(text, choice, cache) for text, (choice, cache) in enumerate(zip(choices, caches, strict=True))
+                   if choice is not None and isinstance(cache, FullCache) and len(cache.groups) == 1]
+        if len(sharing) < 2:
             return walks
-        if len(found) < len(choices):
+        if len(sharing) < len(choices):
             ends = [0, *accumulate(counts)]
-            own = [slice(ends[text], ends[text + 1]) for text, *_ in found]
+            own = [slice(ends[text], ends[text + 1]) for text, *_ in sharing]
             hidden = torch.cat([hidden[rows] for rows in own])
             k, v = (torch.cat([part[:, rows] for rows in own], 1) for part in (k, v))
         if self._choices is None:
             from longdraft.kernels.cuda.choices import TextChoices
 
             self._choices = TextChoices()
-        trees = [choice.of_text(cache.stores) for _, choice, cache in found]
+        trees = [choice.of_text(cache.stores) for _, choice, cache in sharing]
         made = self._choices.run(self._source, hidden, k, v, trees)
-        for (text, _, cache), walk in zip(found, made, strict=True):
+        for (text, _, cache), walk in zip(sharing, made, strict=True):
             cache.has_placed()
             walks[text] = walk
         return walks

@@ -73,8 +73,8 @@ class Target(NamedTuple):
                   head and a block head, which read states of the target, it gets one: the required one, else the block
         """
         def found_heads() -> Heads | None:
-            found = heads.find_heads(folder)
-            return heads.load_heads(found, *self[:3]) if found else None
+            own = heads.find_heads(folder)
+            return heads.load_heads(own, *self[:3]) if own else None
 
         def found_glide() -> Glide | None:
             return self._glide(folder / "glide") if glide.is_glide(folder / "glide") else None

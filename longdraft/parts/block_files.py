@@ -60,11 +60,11 @@ def load_block(folder: Path, target: Transformer, check: Callable[[Path, dict[st
 def canonical_names(files: TensorFiles) -> dict[str, str]:
     """Our names of the tensors in a head's file -> those of the file. Ours end with `.weight`, `.bias` or the name of a
     map."""
-    found = {}
+    names = {}
     for name in files.names():
         own = name.removeprefix("model.")
-        found[own if own.endswith((".weight", ".bias")) or own in MAPS else f"{own}.weight"] = name
-    return found
+        names[own if own.endswith((".weight", ".bias")) or own in MAPS else f"{own}.weight"] = name
+    return names
 
 
 def block_shapes(config: BlockConfig, present: Mapping[str, str], vocabulary: int) -> dict[str, tuple[int, ...]]:

@@ -81,13 +81,13 @@ class EagleConfig:
 def canonical_names(files: TensorFiles) -> dict[str, str]:
     """Our names of the tensors in a head's file -> those of the file."""
     legacy = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
-    found = {}
+    names = {}
     for name in files.names():
         own = name.removeprefix("model.")
         own = f"layers.0.{own.removeprefix('midlayer.')}" if own.startswith("midlayer.") else own
         first = own.partition(".")[0]
-        found[own.replace(first, legacy[first], 1) if first in legacy else own] = name
-    return found
+        names[own.replace(first, legacy[first], 1) if first in legacy else own] = name
+    return names
 
 
 def is_eagle(folder: Path) -> bool:

@@ -54,11 +54,11 @@ def load_eagle(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     _check_layers(folder, config, readings, target.whole.num_layers)
     weights = _read_weights(files, config, target, asked)
     head = Eagle(config, weights, target, readings[0])
-    found = likeliest(head, readings, target, encode)
+    taken = likeliest(head, readings, target, encode)
     log.info("%s: EAGLE-%d%s, reads layers %s, window %s, guesses %s of the model's %s tokens", folder, config.version,
-             " in one pass (P-EAGLE)" if config.is_parallel else "", ", ".join(map(str, found.layers)),
+             " in one pass (P-EAGLE)" if config.is_parallel else "", ", ".join(map(str, taken.layers)),
              config.window or "none", f"{config.draft_vocab_size:,}", f"{target.whole.vocab_size:,}")
-    return found
+    return taken
 
 
 def _check_layers(folder: Path, config: EagleConfig, readings: Sequence[Sequence[int]], count: int) -> None:

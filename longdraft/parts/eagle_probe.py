@@ -30,11 +30,11 @@ def likeliest(head: Eagle, readings: Sequence[Sequence[int]], target: Transforme
     if encode is None or (len(heads) == 1 and config.norm_output is not None):
         return heads[0]
     text = ReadText.for_heads(heads, target, encode)
-    found = _best(heads, [_score(each, text) for each in heads], "first guesses")
+    taken = _best(heads, [_score(each, text) for each in heads], "first guesses")
     if config.norm_output is None:  # it matters from the second guess on
-        heads = [found.reading(found.layers, norm_output=norm) for norm in (True, False)]
-        found = _best(heads, [_second_score(each, text) for each in heads], "second guesses")
-    return found
+        heads = [taken.reading(taken.layers, norm_output=norm) for norm in (True, False)]
+        taken = _best(heads, [_second_score(each, text) for each in heads], "second guesses")
+    return taken
 
 
 def _best(heads: Sequence[Eagle], scores: Sequence[float], of: str) -> Eagle:

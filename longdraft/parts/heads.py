@@ -105,12 +105,12 @@ def load_heads(folder: Path, model: Transformer, fingerprint: Callable[[], str] 
 
     Raises ModelError for heads that do not fit `model`.
     """
-    found = find_heads(folder)
-    if found is None:
+    own = find_heads(folder)
+    if own is None:
         raise ModelError(f"{folder} has no heads; give a folder with TokenSwift's heads (config.json with kind "
                          f"{HEADS_KIND!r}, or tensors {HEADS_PREFIX}*) or Medusa's (medusa_num_heads and "
                          f"{medusa.MEDUSA_FILE}), with an EAGLE head or with a glide layer")
-    folder, config = found, read_json(found / "config.json")
+    folder, config = own, read_json(own / "config.json")
     if _heads_kind(folder) == "medusa":
         if "base_sha256" in config:  # heads that longdraft trained; public ones do not record it
             check_target(folder, config, model, fingerprint, vocabulary)
@@ -128,16 +128,17 @@ def load_heads(folder: Path, model: Transformer, fingerprint: Callable[[], str] 
 
 
 def _head(folder: Path, files: TensorFiles, index: int, maps: tuple[str, ...], model: Transformer) -> Head:
-    *found, first, second = (files.read(f"{HEADS_PREFIX}{index}.{part}.weight")
-                             for part in (*maps, "input_layernorm", "post_layernorm"))
+    tensors = [files.read(f"{HEADS_PREFIX}{index}.{part}.weight")
+               for part in (*maps, "input_layernorm", "post_layernorm")]
     hidden, kernels = model.config.hidden_size, model.kernels
-    inner = found[0].shape[0]
-    wanted = [(hidden, hidden)] if len(maps) == 1 else [(inner, hidden), (hidden, inner)]
-    if [tuple(p.shape) for p in (*found, first, second)] != [*wanted, (hidden,), (hidden,)]:
-        raise ModelError(f"{folder}: head {index} has shapes {[list(p.shape) for p in (*found, first, second)]}; the "
-                         f"model's hidden size is {hidden}; use heads that were trained for this model")
-    norms = [p.to(kernels.device, kernels.dtype, copy=True) for p in (first, second)]
-    return Head(tuple(kernels.pack(p) for p in found), norms[0], norms[1])
+    inner = tensors[0].shape[0]
+    wanted = [[hidden, hidden]] if len(maps) == 1 else [[inner, hidden], [hidden, inner]]
+    if (shapes := [list(each.shape) for each in tensors]) != [*wanted, [hidden], [hidden]]:
+        raise ModelError(f"{folder}: head {index} has shapes {shapes}; the model's hidden size is {hidden}; use heads "
+                         "that were trained for this model")
+    *matrices, first, second = tensors
+    norms = [norm.to(kernels.device, kernels.dtype, copy=True) for norm in (first, second)]
+    return Head(tuple(map(kernels.pack, matrices)), *norms)
 
 
 def check_target(folder: Path, config: dict[str, Any], model: Transformer,

@@ -93,8 +93,8 @@ def _head(files: TensorFiles, present: Set[str], names: _Names, norm_offset: flo
     kernels = local_kernels(target.kernels)  # every rank has the head whole
 
     def norm(name: str) -> Tensor:
-        found = files.read(f"{name}.weight").to(kernels.device).float() + norm_offset
-        return found if config.float_norms else found.to(kernels.dtype)
+        weight = files.read(f"{name}.weight").to(kernels.device).float() + norm_offset
+        return weight if config.float_norms else weight.to(kernels.dtype)
 
     weights = EagleWeights(
         embedding=None, fc=kernels.pack(files.stack([f"{names.fc}.weight"], kernels.dtype)), fc_norms=(),
@@ -110,7 +110,7 @@ def _head(files: TensorFiles, present: Set[str], names: _Names, norm_offset: flo
 def _shapes(layer: ModelConfig, names: _Names) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of a head whose layer has this configuration."""
     hidden, inside = layer.hidden_size, f"model.{_LAYER}"
-    found = {name.replace(inside, f"{names.prefix}{_LAYER}"): shape for name, shape in expected_shapes(layer).items()
-             if name.startswith(inside)}
-    found |= {f"{name}.weight": (hidden,) for name in (names.embedding_norm, names.row_norm, names.last_norm)}
-    return found | {f"{names.fc}.weight": (hidden, 2 * hidden)}
+    shapes = {name.replace(inside, f"{names.prefix}{_LAYER}"): shape for name, shape in expected_shapes(layer).items()
+              if name.startswith(inside)}
+    shapes |= {f"{name}.weight": (hidden,) for name in (names.embedding_norm, names.row_norm, names.last_norm)}
+    return shapes | {f"{names.fc}.weight": (hidden, 2 * hidden)}

@@ -107,8 +107,8 @@ class LoopGuard:
         self._check()
         missing = self._needed - self._held
         self._due = max(1, int(missing.min()))
-        found = np.flatnonzero(missing <= 0)
-        return PERIODS - int(found[-1]) if len(found) else 0
+        lasting = np.flatnonzero(missing <= 0)
+        return PERIODS - int(lasting[-1]) if len(lasting) else 0
 
     def _check(self) -> None:
         """Compare the unchecked tokens with those a period before, from the last one back: most periods end at once."""

@@ -53,10 +53,10 @@ class Tree:
     @cached_property
     def children(self) -> dict[tuple[int, int], int]:
         """(node, token) -> the first child of that node with that token."""
-        found: dict[tuple[int, int], int] = {}
+        children: dict[tuple[int, int], int] = {}
         for node in range(1, len(self.tokens)):
-            found.setdefault((self.parents[node], self.tokens[node]), node)
-        return found
+            children.setdefault((self.parents[node], self.tokens[node]), node)
+        return children
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""

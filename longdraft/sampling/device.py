@@ -117,13 +117,13 @@ class DeviceSampler:
         from longdraft.kernels.cuda.logprobs import ranked_masses
 
         path = self._path_of_text(tokens, range(-1, len(tokens) - 1), context)
-        found = ranked_masses(self._choices, path, logits.clone(), chosen, max(num, 1))
-        scores = found.logits.astype(np.float64) / (self._params.temperature or 1.0)
+        ranked = ranked_masses(self._choices, path, logits.clone(), chosen, max(num, 1))
+        scores = ranked.logits.astype(np.float64) / (self._params.temperature or 1.0)
         entries = []
-        for row, total in enumerate(found.total):
-            is_token = found.tokens[row] < logits.shape[1]  # the filters may leave fewer than `num`
+        for row, total in enumerate(ranked.total):
+            is_token = ranked.tokens[row] < logits.shape[1]  # the filters may leave fewer than `num`
             own = process.log_probabilities_of(scores[row, 1] - scores[row, is_token], int(total)).tolist()
-            ids = found.tokens[row, is_token].tolist()
+            ids = ranked.tokens[row, is_token].tolist()
             best = sorted(zip(ids[1:], own[1:], strict=True), key=lambda pair: (-pair[1], pair[0]))
             entries.append(TokenLogprob(ids[0], own[0], tuple(best[:num])))
         return entries

@@ -243,8 +243,8 @@ class Sampler:
             rows, part = part.whole(rows), None
         if self._is_fast and len(rows):
             compiled = self._compiled(context, part.size if part else rows.shape[1])
-            found = compiled.shortlists(self._biased(rows, positions, masks), context, num, part, ahead)
-            return [Shortlist(tokens, np.array(scores)) for tokens, scores in found]
+            ranked = compiled.shortlists(self._biased(rows, positions, masks), context, num, part, ahead)
+            return [Shortlist(tokens, np.array(scores)) for tokens, scores in ranked]
         return self._shortlists(rows, context, num, ahead)
 
     def _device_for(self, logits: torch.Tensor, num: int, first: int) -> DeviceSampler | None:
@@ -262,19 +262,19 @@ class Sampler:
         if device := self._device_for(places.logits, num, len(context) + ahead):
             return [PairedShortlist(Shortlist(*each), table, trust) for each, table, trust in (
                 yield from device.paired_shortlists(places, pairs, context, before, num, ahead))]
-        found, tokens = list[PairedShortlist](), [before]
+        shortlists, tokens = list[PairedShortlist](), [before]
         for place in range(len(places.logits)):
             rows = places.of(place)
             one, all_before = (torch.tensor(each, device=rows.logits.device) for each in (tokens[:1], [tokens]))
             (shortlist,) = yield from self.shortlists(pairs.after(rows, one), context, num, pairs.part, ahead + place)
             trust = float(pairs.trust(rows, one))
             if not shortlist.tokens:
-                found.append(PairedShortlist(shortlist, np.zeros((len(tokens), 0)), trust))
+                shortlists.append(PairedShortlist(shortlist, np.zeros((len(tokens), 0)), trust))
                 break
             table = pairs.table(rows, all_before, torch.tensor([shortlist.tokens], device=rows.logits.device))
-            found.append(PairedShortlist(shortlist, table[0].double().cpu().numpy(), trust))
+            shortlists.append(PairedShortlist(shortlist, table[0].double().cpu().numpy(), trust))
             tokens = shortlist.tokens
-        return found
+        return shortlists
 
     def _shortlists(self, rows: torch.Tensor, context: Context, num: int, first: int) -> list[Shortlist]:
         """As `shortlists`, by `ranked`."""

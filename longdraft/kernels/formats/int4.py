@@ -68,13 +68,13 @@ def _quantise(weight: Tensor) -> Int4Weight:
     most, least = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
     best: tuple[Tensor, ...] | None = None
     for ratio in _RATIOS:
-        found = _clipped(groups, least, most - least, ratio)
+        clipped = _clipped(groups, least, most - least, ratio)
         if best is None:
-            best = found
+            best = clipped
         else:
-            is_better = found[3] < best[3]
+            is_better = clipped[3] < best[3]
             best = tuple(torch.where(is_better[..., None] if new.ndim == 3 else is_better, new, old)
-                         for new, old in zip(found, best, strict=True))
+                         for new, old in zip(clipped, best, strict=True))
     assert best is not None
     values, scale, zero, _ = best
     is_damaged = ~groups.isfinite().all(2)
