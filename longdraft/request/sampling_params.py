@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longdraft.errors import UsageError, check
-from longdraft.request.settings import Range, SettingScope, is_whole, names_of, setting, settings_of
+from longdraft.request.settings import Range, SettingScope, in_python_types, is_whole, names_of, setting, settings_of
 from longdraft.request.structured import SPELLINGS, check_structure, structured_outputs
 
 MAX_SEED = 2**64 - 1
@@ -50,7 +50,7 @@ _PROBABILITY = Range(0, 1, cure=_OFF_AT_0)
 
 
 def _check_texts(name: str, texts: Any) -> None:
-    check(isinstance(texts, tuple), name, texts, "a tuple of non-empty texts")
+    check(isinstance(texts, tuple), name, texts, "a list of non-empty texts")
     for text in texts:
         check(isinstance(text, str) and bool(text), name, text, "non-empty texts")
 
@@ -64,7 +64,7 @@ def _check_phrases(name: str, phrases: Any) -> None:
 
 def _check_ids(name: str, ids: Any) -> None:
     check(isinstance(ids, tuple) and all(is_whole(token) and token >= 0 for token in ids), name, ids,
-          "a tuple of token ids, 0 or more")
+          "a list of token ids, 0 or more")
 
 
 def _check_bias(name: str, pairs: Any) -> None:
@@ -126,7 +126,8 @@ def _to_temperature_last(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each token and when to stop. The constructor raises UsageError for an invalid value.
+    """How to choose each token and when to stop. The constructor raises UsageError for an invalid value. It turns lists
+    into tuples, and numbers of NumPy into Python's.
 
     docs/sampling.md has the range and the meaning of each setting, and the order in which they act.
     """
@@ -252,6 +253,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, each in settings_of(type(self)).items():
+            object.__setattr__(self, name, in_python_types(getattr(self, name)))
             each.require(getattr(self, name))
         check(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens,
               f"at most max_new_tokens ({self.max_new_tokens})")

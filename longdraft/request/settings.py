@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import numpy as np
+
 from longdraft.errors import UsageError, check
 
 T = TypeVar("T")
@@ -143,6 +145,13 @@ class Setting:
             check(value in self.allowed, name, value, self.allowed_words)
         elif isinstance(self.allowed, Range):
             self.allowed.require(name, value, self.type)
+
+
+def in_python_types(value: Any) -> Any:
+    """A number of NumPy as Python's, which JSON can hold; a list as a tuple, which can be hashed."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return tuple(map(in_python_types, value)) if isinstance(value, list | tuple) else value
 
 
 def is_whole(value: object) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -235,10 +237,10 @@ def test_invalid_requests_raise_an_error_with_the_reason(engine, prompt, setting
     (dict(max_new_tokens=5, min_new_tokens=6), r"at most max_new_tokens \(5\)"),
     (dict(seed=-1), "seed is -1"),
     (dict(seed=2**64), "0 to 2"),
-    (dict(stop="x"), "a tuple of non-empty texts"),
+    (dict(stop="x"), "a list of non-empty texts"),
     (dict(stop=("",)), "non-empty"),
     (dict(stop_token_ids=(-3,)), "token ids"),
-    (dict(stop_token_ids=5), "a tuple of token ids"),
+    (dict(stop_token_ids=5), "a list of token ids"),
     (dict(temperature=1e-8), "0, or 0.001 and more"),
     (dict(min_tokens_to_keep=0), "min_tokens_to_keep is 0"),
 ])
@@ -253,11 +255,18 @@ def test_setting_names_of_other_libraries_are_accepted():
     assert SamplingParams.from_names({"temperature": 0.7, "do_sample": True}).temperature == 0.7
     assert SamplingParams.from_names({"repeat_last_n": 64}).penalty_window == 64
     assert SamplingParams.from_names({"stop": None, "max_tokens": None}) == SamplingParams()
-    assert SamplingParams(max_new_tokens=np.int64(3), min_p=np.float32(0.5)).max_new_tokens == 3
     with pytest.raises(UsageError, match="unknown sampling setting 'temprature'; known: "):
         SamplingParams.from_names({"temprature": 1})
     with pytest.raises(UsageError, match="contradicts"):
         SamplingParams.from_names({"max_tokens": 5, "max_new_tokens": 6})
+
+
+def test_settings_may_be_lists_and_numbers_of_numpy():
+    given = SamplingParams(seed=np.uint64(3), min_p=np.float32(0.5), ignore_eos=np.bool_(True), stop=["x", "y"],
+                           logit_bias=[[np.int64(5), np.float64(1)]])
+    assert given == SamplingParams(seed=3, min_p=0.5, ignore_eos=True, stop=("x", "y"), logit_bias=((5, 1.0),))
+    assert hash(given)
+    assert json.loads(json.dumps(asdict(given)))["seed"] == 3  # as journals and statistics write them
 
 
 @pytest.mark.parametrize("settings, error, message", [
