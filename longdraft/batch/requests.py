@@ -98,11 +98,11 @@ def parse(row: Row | str, line: int, model: str) -> BatchRequest:
         metadata = _plain(row.get("metadata")) if is_flat else None
         row = {name: value for name, value in row.items() if value is not None}  # empty cells of a table
         is_openai = "custom_id" in row
-        kind = _kind(row) if is_openai else "simple"
+        kind = "completion" if is_openai else "simple"  # records of errors have one of these two forms
         key = _key(row, "custom_id" if is_openai else "id")
         if not is_flat:
             raise UsageError(f"the row nests lists or objects more than {_MAX_DEPTH} deep; allowed: {_MAX_DEPTH}")
-        return _openai(key, kind, row, model) if is_openai else _simple(key, row, metadata)
+        return _openai(key, row, model) if is_openai else _simple(key, row, metadata)
     except UsageError as error:
         return BatchRequest(key, kind, metadata=metadata, problem=str(error))
 
@@ -149,8 +149,8 @@ def _kind(row: Row) -> RequestKind:
     return _URLS[url]
 
 
-def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
-    body = row.get("body")
+def _openai(key: str, row: Row, model: str) -> BatchRequest:
+    kind, body = _kind(row), row.get("body")
     if not isinstance(body, dict):
         raise UsageError(f"body is a {type(body).__name__}; allowed: an object")
     body = {name: value for name, value in body.items() if value is not None}

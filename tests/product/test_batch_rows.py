@@ -15,7 +15,7 @@ from helpers.thinkers import make_thinker
 from longdraft.batch import job_files, work_folder
 from longdraft.batch.job_files import _line
 from longdraft.batch.local import in_process
-from longdraft.batch.requests import key_of, parse, text_record
+from longdraft.batch.requests import error_record, key_of, parse, text_record
 from longdraft.batch.run import run
 from longdraft.batch.worker import BatchJob, BatchWorker
 from longdraft.text.chat_template import ChatTemplate
@@ -60,6 +60,12 @@ def test_the_problem_of_an_invalid_row_is_reported(tmp_path, row, complaint):
     rows = put(tmp_path / "in.jsonl", [row])
     ((line, read),) = job_files.read_rows(rows)
     assert line == 1 == job_files.count_rows(rows) and complaint in parse(read, line, "tiny").problem
+
+
+@pytest.mark.parametrize("wrong", [{"url": "/v1/responses"}, {"method": "GET", "url": "/v1/completions"}, {}])
+def test_the_error_record_of_an_openai_row_has_its_id(wrong):
+    request = parse({"custom_id": "a", "body": {"input": "x"}} | wrong, 1, "tiny")
+    assert error_record(request, "invalid_request", request.problem)["custom_id"] == "a"
 
 
 def test_an_openai_body_is_parsed_like_a_server_request():
