@@ -83,7 +83,7 @@ class Calibration:
         return float(_SCALES[self._likelihoods[bisect_right(_DEPTHS, depth)].argmax()])
 
     def fit(self, scores: NDArray[np.float64], depth: int, right: int) -> None:
-        """The candidate at place `right` was the target's token."""
+        """The candidate at index `right` was the target's token."""
         scaled = (scores - scores[right]) / _SCALES[:, None]
         own = self._likelihoods[bisect_right(_DEPTHS, depth)]
         own *= _SCALE_DECAY
@@ -95,22 +95,22 @@ class Calibration:
         return min(_HIGHEST, share if rate is None else share * rate.value(1.0, _WEIGHT))
 
     def add(self, shares: Sequence[float], depth: int, right: int | None) -> None:
-        """The candidate at place `right` was the target's token; None: no candidate was."""
+        """The candidate at index `right` was the target's token; None: no candidate was."""
         expected, hits = defaultdict[tuple[int, int], float](float), None
-        for place, share in enumerate(shares):
+        for index, share in enumerate(shares):
             expected[self._class(share, depth)] += share
-            if place == right:
+            if index == right:
                 hits = self._class(share, depth)
         for kind, total in expected.items():
             self._rates[kind].add(kind == hits, total)
 
 
 class _Ranking(NamedTuple):
-    """The candidates of a slot after one parent: scores by place in the slot; then, best first, places, shares and
+    """The candidates of a slot after one parent: scores by index in the slot; then, best first, indices, shares and
     corrected shares."""
 
     scores: NDArray[np.float64]
-    places: list[int]
+    indices: list[int]
     shares: list[float]
     corrected: list[float]
 
@@ -122,7 +122,7 @@ class MarginalTrees:
         self._source = source
         self._calibration = Calibration()
         self._slots: Sequence[Slot] = ()  # of the latest tree
-        self._rankings: dict[tuple[int, int], _Ranking] = {}  # by depth and place of the parent, of the latest tree
+        self._rankings: dict[tuple[int, int], _Ranking] = {}  # by depth and index of the parent, of the latest tree
 
     def grow(self, root: int, slots: Sequence[Slot], num_nodes: int) -> Tree:
         """The tree of the `num_nodes` likeliest nodes at most."""
@@ -132,12 +132,12 @@ class MarginalTrees:
         heap: list[tuple[float, int, float, int, int, int, int]] = []
 
         def push(reach: float, parent: int, depth: int, before: int, rank: int) -> None:
-            """Offer the candidate of this rank in slot `depth`, after the candidate at place `before` of the slot
+            """Offer the candidate of this rank in slot `depth`, after the candidate at index `before` of the slot
             before. reach: of the parent"""
             if depth > len(slots):
                 return
             ranking = self._ranking(depth, before)
-            if rank < len(ranking.places):
+            if rank < len(ranking.indices):
                 own = reach * ranking.corrected[rank]
                 if own > 0:
                     heapq.heappush(heap, (-own, next(order), reach, parent, depth, before, rank))
@@ -146,14 +146,14 @@ class MarginalTrees:
         while heap and len(trie) <= min(num_nodes, MAX_NODES):
             own, _, reach, parent, depth, before, rank = heapq.heappop(heap)
             ranking = self._ranking(depth, before)
-            token = int(slots[depth - 1].tokens[ranking.places[rank]])
+            token = int(slots[depth - 1].tokens[ranking.indices[rank]])
             node = trie.add(parent, token, self._source, ranking.corrected[rank])
             push(reach, parent, depth, before, rank + 1)
-            push(-own, node, depth + 1, ranking.places[rank], 0)
+            push(-own, node, depth + 1, ranking.indices[rank], 0)
         return trie.tree()
 
     def _ranking(self, depth: int, before: int) -> _Ranking:
-        """The ranking of the slot at this depth, after the candidate at place `before` of the slot before."""
+        """The ranking of the slot at this depth, after the candidate at index `before` of the slot before."""
         slot = self._slots[depth - 1]
         key = depth, before if slot.pairs is not None else 0
         if key not in self._rankings:
@@ -167,8 +167,8 @@ class MarginalTrees:
         weights = np.exp((scores - scores.max()) / self._calibration.scale(depth))
         shares = ((1 - _MISSED) * slot.trust * weights / weights.sum()).tolist()
         corrected = [self._calibration.corrected(share, depth) for share in shares]
-        places = sorted(range(len(shares)), key=lambda place: -corrected[place])
-        return _Ranking(scores, places, [shares[place] for place in places], [corrected[place] for place in places])
+        indices = sorted(range(len(shares)), key=lambda index: -corrected[index])
+        return _Ranking(scores, indices, [shares[index] for index in indices], [corrected[index] for index in indices])
 
     def learn(self, tokens: Sequence[int]) -> None:
         """The text continued with these tokens after the root of the latest tree. All candidates of a slot learn from
@@ -178,9 +178,9 @@ class MarginalTrees:
             if slot.pairs is not None and before is None:
                 break
             ranking, before = self._ranking(depth, before or 0), None
-            right = next((rank for rank, place in enumerate(ranking.places) if slot.tokens[place] == token), None)
+            right = next((rank for rank, index in enumerate(ranking.indices) if slot.tokens[index] == token), None)
             self._calibration.add(ranking.shares, depth, right)
             if right is not None:
-                before = ranking.places[right]
+                before = ranking.indices[right]
                 self._calibration.fit(ranking.scores, depth, before)
         self._slots = ()

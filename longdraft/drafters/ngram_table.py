@@ -89,19 +89,19 @@ class NgramTable:
     def _rank(self, known: _Continuations, continuation: tuple[int, ...], entry: _Entry) -> None:
         ranked = known.ranked
         if continuation in ranked:
-            place = ranked.index(continuation)
+            index = ranked.index(continuation)
         elif len(ranked) < RANKED:
             ranked.append(continuation)
-            place = len(ranked) - 1
+            index = len(ranked) - 1
         elif known.entries[ranked[-1]] < entry:
             ranked[-1] = continuation
-            place = RANKED - 1
+            index = RANKED - 1
         else:
             return
-        while place and known.entries[ranked[place - 1]] < entry:
-            ranked[place] = ranked[place - 1]
-            place -= 1
-        ranked[place] = continuation
+        while index and known.entries[ranked[index - 1]] < entry:
+            ranked[index] = ranked[index - 1]
+            index -= 1
+        ranked[index] = continuation
 
     def _halve_counts(self) -> None:
         """Halve all counts, until half of the capacity is free. Amortised O(1) for each n-gram read."""

@@ -237,10 +237,10 @@ class BlockHead:
         """Neighbouring layers with one window, and their decoder."""
         config, sizes, runs = self.config, self.config.layer, []
         geometry = Geometry(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.rms_norm_eps)
-        for _, places in groupby(range(sizes.num_layers), lambda layer: config.windows[layer]):
-            own = list(places)
-            layers = [self._weights.layers[layer]._replace(is_causal=config.causal[layer]) for layer in own]
-            runs.append((range(own[0], own[-1] + 1), self.kernels.new_decoder(layers, geometry)))
+        for _, alike in groupby(range(sizes.num_layers), lambda layer: config.windows[layer]):
+            run = list(alike)
+            layers = [self._weights.layers[layer]._replace(is_causal=config.causal[layer]) for layer in run]
+            runs.append((range(run[0], run[-1] + 1), self.kernels.new_decoder(layers, geometry)))
         return runs
 
     def _guesses(self, guessing: Sequence[Tensor], target: Transformer) -> list[SlotRows]:

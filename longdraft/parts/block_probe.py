@@ -75,11 +75,12 @@ def _score(head: BlockHead, text: ReadText) -> _Score:
         store.write(0, keys, values)
     slots = min(_NUM_SLOTS, head.most_slots)
     likelihoods, first = [], []
+    positions = {1 + (count - 2 - slots) * step // _NUM_BLOCKS for step in range(_NUM_BLOCKS)}
     # From the end: attention may write a block's rows to the positions after the rows that it sees.
-    for place in sorted({1 + (count - 2 - slots) * step // _NUM_BLOCKS for step in range(_NUM_BLOCKS)}, reverse=True):
-        rows = head.block(text.ids[place], place, head.config.block_size, [(store, place) for store in stores])
+    for position in sorted(positions, reverse=True):
+        rows = head.block(text.ids[position], position, head.config.block_size, [(store, position) for store in stores])
         logits = rows.whole()
-        wanted = text.choices[place : place + slots]
+        wanted = text.choices[position : position + slots]
         said = logits[:slots].log_softmax(-1).gather(1, wanted[:, None])[:, 0]
         likelihoods.append(said[said.isfinite()])
         first.append(bool(logits[0].argmax() == wanted[0]))

@@ -112,14 +112,14 @@ class LoopGuard:
 
     def _check(self) -> None:
         """Compare the unchecked tokens with those a period before, from the last one back: most periods end at once."""
-        last, places = self._last, np.arange(PERIODS)  # of the periods that have held so far
+        last, indices = self._last, np.arange(PERIODS)  # of the periods that have held so far
         for end in range(self._at - 1, self._at - 1 - self._unchecked, -1):
-            holds = last[end - PERIODS + places] == last[end]
-            self._held[places[~holds]] = self._at - 1 - end
-            places = places[holds]
-            if not len(places):
+            holds = last[end - PERIODS + indices] == last[end]
+            self._held[indices[~holds]] = self._at - 1 - end
+            indices = indices[holds]
+            if not len(indices):
                 break
-        self._held[places] += self._unchecked
+        self._held[indices] += self._unchecked
         self._unchecked = 0
 
     def _count(self, token: int) -> None:

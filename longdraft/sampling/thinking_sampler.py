@@ -347,10 +347,10 @@ def _edited(logits: torch.Tensor, edits: _Edits) -> Iterator[None]:
         yield
         return
     with torch.inference_mode(logits.is_inference()):
-        place = torch.tensor(edits.rows, device=logits.device), torch.tensor(edits.ids, device=logits.device)
-        before = logits[place]
-        logits[place] = before + torch.tensor(edits.amounts, dtype=torch.float32, device=logits.device)
+        index = torch.tensor(edits.rows, device=logits.device), torch.tensor(edits.ids, device=logits.device)
+        before = logits[index]
+        logits[index] = before + torch.tensor(edits.amounts, dtype=torch.float32, device=logits.device)
         try:
             yield
         finally:
-            logits[place] = before
+            logits[index] = before

@@ -47,7 +47,7 @@ class PlainAhead:
         self._model, self._cache, self._sampler, self._clock = model, cache, sampler, clock
         self._tokens: list[int] = []
         self._taps: Taps | None = None  # of the rows that the tokens were computed from
-        self._place = 0  # length of the text that the first of them follows
+        self._length = 0  # length of the text that the first of them follows
         self._is_begun = is_long
         self._is_possible = WRITES_AHEAD and not cache.states
         self._burst = 1  # tokens that a processor computes ahead
@@ -67,11 +67,11 @@ class PlainAhead:
 
     def step(self, context: Context, max_tokens: int) -> Accepted | None:
         """The outcome of the next step, as that of `Step.run`; None where a step has to compute it."""
-        if not self._tokens or self._place != len(context):
-            self._place, self._tokens = len(context), self._computed(context, max_tokens)
+        if not self._tokens or self._length != len(context):
+            self._length, self._tokens = len(context), self._computed(context, max_tokens)
         if not self._tokens:
             return None
-        self._place += 1
+        self._length += 1
         self._cache.skip(1, self._next_taps())
         token = self._tokens.pop(0)
         context.extend([token])
