@@ -46,6 +46,9 @@ class OutputError(LongdraftError):
 class NumericalError(LongdraftError):
     """The model produced logits, or training a loss, that are not finite."""
 
+    def __init__(self, message: str = "the model's logits are not finite; its weights may be damaged") -> None:
+        super().__init__(message)
+
 
 class WorkerError(LongdraftError):
     """A worker or rank has ended or cannot continue, and no other process can replace it."""

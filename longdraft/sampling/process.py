@@ -70,7 +70,7 @@ def filtered(row: NDArray[np.float32], params: SamplingParams, coin: float = 1.0
     divisor = filter_temperature(params)
     best = float(row.max())
     if not math.isfinite(best):
-        raise NumericalError("the model's logits are not finite; its weights may be damaged")
+        raise NumericalError
     # With min_p alone, a threshold on the float32 row removes most tokens; a nat of margin keeps it exact.
     lowest = -math.inf
     is_alone = params.top_p == 1 and params.top_k == 0 and params.typical_p == 1 and params.top_n_sigma <= 0
@@ -240,5 +240,5 @@ def best_token(row: NDArray[Any]) -> int:
     """The id of the highest logit; the smallest id among equals. NumericalError if that logit is not finite."""
     best = int(row.argmax())  # numpy returns the first
     if not math.isfinite(float(row[best])):
-        raise NumericalError("the model's logits are not finite; its weights may be damaged")
+        raise NumericalError
     return best

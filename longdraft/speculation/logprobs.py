@@ -31,7 +31,7 @@ def text_logprobs(model: Transformer, hidden: Tensor, tokens: Sequence[int], num
         following = torch.tensor(tokens[piece], device=rows.device)
         own, best = rows.gather(1, following[:, None])[:, 0], rows.topk(num)
         if not own.isfinite().all():
-            raise NumericalError("the model's logits are not finite; its weights may be damaged")
+            raise NumericalError
         for token, logprob, ids, values in zip(tokens[piece], own.tolist(), best.indices.tolist(),
                                                best.values.tolist(), strict=True):
             top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))

@@ -100,7 +100,7 @@ class Step(NamedTuple):
         verified = clock()
         path, tokens = verify(sampler, result, tree, context, self.cache)
         if NO_TOKEN in tokens:
-            raise NumericalError("the model's logits are not finite; its weights may be damaged")
+            raise NumericalError
         logprobs = () if self.num_logprobs is None else path_logprobs(
             sampler, result.logits, tree, path, tokens, context, self.num_logprobs)
         chosen = clock()
