@@ -38,9 +38,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,), "truncate_prompt_tokens": (-1,),
     "spaces_between_special_tokens": (True, False),
     "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "store": (False,), "suffix": ("",),
-    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "verbosity": (),
-    "web_search_options": (), "prompt_cache_key": _AnyValue(), "prompt_cache_retention": _AnyValue(),
-    "safety_identifier": _AnyValue(),
+    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "verbosity": ("medium",),
+    "web_search_options": (), "prompt_cache_key": _AnyValue(), "prompt_cache_options": _AnyValue(),
+    "prompt_cache_retention": _AnyValue(), "safety_identifier": _AnyValue(),
 }
 
 

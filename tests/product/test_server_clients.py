@@ -55,7 +55,8 @@ def test_the_bodies_of_real_clients_are_accepted(post, recorded):
 
 
 def test_members_that_ask_for_nothing_are_accepted_with_any_value(post):
-    body = {"prompt_cache_key": "k", "safety_identifier": "user", "prompt_cache_retention": "24h", "max_tokens": 2}
+    body = {"prompt_cache_key": "k", "safety_identifier": "user", "prompt_cache_retention": "24h",
+            "prompt_cache_options": {"mode": "implicit"}, "verbosity": "medium", "max_tokens": 2}
     hello = {"messages": [{"role": "user", "content": "Hi"}]}
     for path, prompt in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", hello)):
         reply = post(path, body | prompt | {"stream": True, "stream_options": {"include_obfuscation": True}})

@@ -101,7 +101,8 @@ def test_a_schema_is_the_form_of_the_text(post):
 
 def test_settings_that_ask_for_nothing_are_accepted(post):
     reply = respond(post, tools=[{"type": "web_search"}], tool_choice="auto", parallel_tool_calls=True,
-                    text={"verbosity": "medium"}, top_logprobs=0, include=["reasoning.encrypted_content"])
+                    text={"verbosity": "medium"}, top_logprobs=0, include=["reasoning.encrypted_content"],
+                    max_tool_calls=3, prompt_cache_options={"mode": "implicit"})
     assert text_of(reply) == text_of(respond(post))
 
 
