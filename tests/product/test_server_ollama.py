@@ -86,18 +86,34 @@ def test_calls_come_whole_and_results_belong_to_them_by_name(post):
             jsonschema.validate(each["function"]["arguments"], CITY)
 
 
-def test_a_call_that_is_cut_is_left_out(engine):
-    parts = [Part("call", "get_weather", "c"), Part("arguments", '{"city": "Rom"}'), Part("call", "get_weather", "d"),
-             Part("arguments", '{"city": ')]
+def lines_of(engine, parts: list[Part]) -> list[dict[str, Any]]:
+    """The whole reply of an answer of these parts, and the lines of a stream of it."""
     options = ResponseOptions("chat.completion", "x", 1, True,
                               new_reader=lambda seed: SimpleNamespace(read=lambda events, is_end: parts))
     end = Event((1,), "", finish_reason="length")
     whole, streamed = (OllamaReply(options, "novelist", engine.tokenizer, [GenerationJob(
         "x", 0, None, lambda: None, engine.params(), 1, 0)]) for _ in range(2))
     whole.add(whole._job, [end])
-    lines = [json.loads(line) for line in (*whole.whole(), *streamed.news(streamed._job, [end]), *streamed.end())]
-    calls = [[call["function"]["arguments"] for call in line["message"].get("tool_calls", ())] for line in lines]
+    return [json.loads(line) for line in (*whole.whole(), *streamed.news(streamed._job, [end]), *streamed.end())]
+
+
+def functions(line: dict[str, Any]) -> list[dict[str, Any]]:
+    return [call["function"] for call in line["message"].get("tool_calls", ())]
+
+
+def test_a_call_that_is_cut_is_left_out(engine):
+    lines = lines_of(engine, [Part("call", "get_weather", "c"), Part("arguments", '{"city": "Rom"}'),
+                              Part("call", "get_weather", "d"), Part("arguments", '{"city": ')])
+    calls = [[function["arguments"] for function in functions(line)] for line in lines]
     assert calls == [[{"city": "Rom"}], [{"city": "Rom"}], []] and lines[0]["done_reason"] == "length"
+
+
+def test_calls_have_the_same_numbers_whole_and_in_lines(engine):
+    parts = [Part("call", "get_weather", "c"), Part("arguments", "{}"), Part("call", "get_time", "d"),
+             Part("arguments", "{}")]
+    whole, *lines = lines_of(engine, parts)
+    assert [each["index"] for each in functions(whole)] == [0, 1]
+    assert functions(whole) == [each for line in lines for each in functions(line)]
 
 
 def test_a_request_without_a_text_loads_or_unloads(post):

@@ -171,6 +171,7 @@ class OllamaReply(TextReply):
         super().__init__(options, jobs)
         self._model, self._is_chat = model, is_chat
         self._call: Call | None = None  # that is not complete yet
+        self._num_sent = 0  # calls of a stream
 
     def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
         for part in self._choice.read(events):
@@ -192,6 +193,7 @@ class OllamaReply(TextReply):
         call, self._call = self._call, None
         if call is not None and parsed_arguments(call.arguments) is not None:
             yield self._line(self._content("", "", [call]))
+            self._num_sent += 1
 
     def end(self) -> Iterator[bytes]:
         yield from self._end_call()
@@ -209,7 +211,7 @@ class OllamaReply(TextReply):
         if not self._is_chat:
             return {"response": text, **thinking}
         functions = [{"function": {"index": index, "name": call.name, "arguments": arguments}}
-                     for index, call in enumerate(calls)
+                     for index, call in enumerate(calls, self._num_sent)
                      if (arguments := parsed_arguments(call.arguments)) is not None]
         message = {"role": "assistant", "content": text, **thinking}
         return {"message": message | ({"tool_calls": functions} if functions else {})}
