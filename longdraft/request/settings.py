@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
 from typing import Any, TypeVar, get_args, get_type_hints
 
-import numpy as np
-
 from longdraft.errors import UsageError, check
 
 T = TypeVar("T")
@@ -149,7 +147,7 @@ class Setting:
 
 def in_python_types(value: Any) -> Any:
     """A number of NumPy as Python's, which JSON can hold; a list as a tuple, which can be hashed."""
-    if isinstance(value, np.generic):
+    if getattr(value, "shape", None) == ():  # NumPy is not imported for `--help`
         return value.item()
     return tuple(map(in_python_types, value)) if isinstance(value, list | tuple) else value
 
