@@ -17,9 +17,17 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
     block         block.py        trained layers that guess a block of tokens in one pass
     triforce      triforce.py     a head or a small model, for the target on a partial cache, for the target
 
-CONTRIBUTING.md has the steps to add one. `matches.py` has what `ngram` and `suffix` share, `layer_drafter.py` what
-`glide`, `eagle` and `block` share. `template.py` and `chain.py` help with trees of heads and with chains of
-forwards.
+CONTRIBUTING.md has the steps to add one. Several drafters use
+
+    options.py            the base class of options, and reading them from text
+    chain.py              chains of forwards
+    confidence.py         where a chain ends
+    template.py           trees of guesses of heads, in fixed places
+    marginal_tree.py      trees of the likeliest guesses that are made in one pass
+    matches.py            what `ngram` (ngram_table.py) and `suffix` (suffix_index.py, corpus.py) have in common
+    layer_drafter.py      what `glide`, `eagle` and `block` have in common
+    streaming_model.py    a smaller model that reads a window of the text
+    draft_vocabulary.py   the likely tokens of a text, to which a chain's guesses are limited
 """
 
 from __future__ import annotations
