@@ -24,6 +24,7 @@ from torch import Tensor
 
 from longdraft import drafters, kernels
 from longdraft.checkpoint import memory_plan
+from longdraft.drafters.plain import PlainDrafter
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
 from longdraft.engine.provenance import create_journal, open_for_resume
 from longdraft.engine.rewind import settle
@@ -389,6 +390,8 @@ class Generation(Iterator[Event]):
         self.step = self.step._replace(sampler=sampler, drafts_forced=self.choice.name != "plain", ahead=None)
 
     def _new_drafter(self, sampler: Sampler) -> Drafter:
+        if not self.params.max_new_tokens:  # others would read the prompt for nothing
+            return PlainDrafter()
         return self.choice.build(self._resources._replace(sampler=sampler))
 
     def _event(self, new: DecodedTokens, **about: Any) -> Event:

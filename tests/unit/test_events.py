@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.extents import extent
+from longdraft.drafters.plain import PlainDrafter
 from longdraft.engine.engine import Engine
 from longdraft.engine.loaded_model import DrafterChoice
 from longdraft.errors import NumericalError, UsageError
@@ -182,6 +183,7 @@ def test_log_probabilities_of_a_prompt_are_the_same_bits_alone_beside_others_and
 @pytest.mark.parametrize("drafter", ["plain", "magicdec", "auto"])
 def test_a_text_without_new_tokens_reads_its_prompt_only(engine, drafter, tmp_path):
     params, engine = SamplingParams(max_new_tokens=0, seed=5), engine.with_drafter(drafter)
+    assert isinstance(engine.generate(SCORED, params).step.drafter, PlainDrafter), "no drafter reads it, too"
     event, = engine.generate(SCORED, params, prompt_logprobs=1, journal=tmp_path / "journal")
     assert (event.tokens, event.text, event.finish_reason, event.stats["new_tokens"]) == ((), "", "length", 0)
     assert event.prompt_logprobs == next(engine.generate(SCORED, prompt_logprobs=1)).prompt_logprobs
