@@ -123,7 +123,7 @@ async def generation(name: GenerationId, request: Request, service: ServiceDepen
 
 
 @router.post(_GENERATIONS + "/{name}/cancel", summary="Cancel a text. Its journal remains.")
-async def cancel(name: GenerationId, request: Request, service: ServiceDependency) -> dict[str, Any]:
+async def cancel(name: str, request: Request, service: ServiceDependency) -> dict[str, Any]:
     detached = service.detached.find(name, getattr(request.state, "key_label", None))  # by its conversation, too
     job = detached.job if detached else _find_job(service, name)
     if job is None:

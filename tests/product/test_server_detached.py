@@ -110,8 +110,8 @@ def test_no_other_key_takes_the_name_of_a_conversation_or_an_id_away(server, who
 
 def test_a_conversation_is_cancelled_by_its_name(server):
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=BODY | {"max_tokens": 3000},
-                      headers=key(**{"X-Conversation-Id": "long"}), timeout=60) as reply:
-        url = f"{server.url}/v1/longdraft/generations/long/cancel"
+                      headers=key(**{"X-Conversation-Id": "user:1 long"}), timeout=60) as reply:
+        url = f"{server.url}/v1/longdraft/generations/user:1 long/cancel"
         assert httpx.post(url, json={}, headers=key("two")).status_code == 404
         assert httpx.post(url, json={}, headers=key()).status_code == 200
         assert '"cancelled"' in reply.read().decode()
