@@ -45,7 +45,7 @@ from longdraft.cache.taps import TapLog
 from longdraft.errors import check
 from longdraft.kernels import AttentionRows, Kernels, LayersKV
 from longdraft.kernels.chain_plan import DraftStores
-from longdraft.kernels.native_remainder import RemainderFit
+from longdraft.kernels.interface import RemainderFit
 
 CacheMode = Literal["dynamic", "static", "full"]
 _DEVICE_ROOM = 128  # drafted rows for which a device's cache has room at once

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import AttentionRows, Kernels, KVStore
-from longdraft.kernels.native_remainder import CompiledRemainder, FitRules, FitsRemainders, RemainderFit, supports
+from longdraft.kernels.interface import FitRules, RemainderFit
 
 _DECAY_ROWS = 128.0  # rows after which a row's weight is 1 / e
 _RIDGE = 0.05  # ridge penalty, relative to the queries' mean variance
@@ -34,9 +34,7 @@ _RULES = FitRules(_FIT_EVERY, _DECAY_ROWS, _RIDGE, _RIDGE_ROWS, _LEAST_SPREAD, _
 
 def new_fit(kernels: Kernels, stores: Sequence[KVStore], num_heads: int) -> RemainderFit:
     """The fit for a partial cache in these stores, which have one shape."""
-    if supports(stores):
-        return CompiledRemainder(stores, num_heads, _RULES)
-    own = kernels.new_fit(stores, num_heads, _RULES) if isinstance(kernels, FitsRemainders) else None
+    own = kernels.new_fit(stores, num_heads, _RULES)
     return own or Remainder(kernels, len(stores), num_heads, stores[0].shape[1])
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from longdraft.kernels.attention_output import AttentionOutput
+from longdraft.kernels.attention_output import AttentionOutput, AttentionRows
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.formats.groups import GroupedWeight
 from longdraft.kernels.formats.int4 import Int4Weight
@@ -215,6 +215,32 @@ class TokenDecoder(Protocol):
         """As `Decoder.forward`, for rows that are not a chunk of a prompt."""
 
 
+class FitRules(NamedTuple):
+    """The constants of longdraft/cache/remainder.py, where each is described."""
+
+    fit_every: int
+    decay_rows: float
+    ridge: float
+    ridge_rows: float
+    least_spread: float
+    last_error: float
+    log_zero: float
+
+
+class RemainderFit(Protocol):
+    """The fit of one partial cache's remainder. `Remainder` in longdraft/cache/remainder.py defines it; others agree up
+    to rounding."""
+
+    def update(self, stores: Sequence[KVStore], length: int, whole: AttentionRows) -> Tensor:
+        """Add verified rows. Returns the function [L, H, D + 1, D + 1] for the next drafts; the next call changes it.
+
+        The arguments are those of `Kernels.remainder`.
+        """
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class LayerOperations(Protocol):
     """The operations of a layer. Activations are [R, ...] in the model's dtype; sums are float32."""
 
@@ -338,3 +364,7 @@ class Kernels(HybridOperations, Protocol):
 
         The result is an output and its log-sum-exp, which is -inf where nothing remains.
         """
+
+    def new_fit(self, stores: Sequence[KVStore], num_heads: int, rules: FitRules) -> RemainderFit | None:
+        """The fit of the remainder of a partial cache in these stores of one shape, in one call of the kernels; None
+        where they have none for the shape."""

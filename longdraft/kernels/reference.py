@@ -23,7 +23,7 @@ from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.formats import groups, int4, int8
 from longdraft.kernels.formats.groups import GroupedWeight
-from longdraft.kernels.interface import FLOAT_DTYPES, KV, Decoder, KVStore, LayersKV, Positions
+from longdraft.kernels.interface import FLOAT_DTYPES, KV, Decoder, FitRules, KVStore, LayersKV, Positions
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.reference_store import SPLIT, ReferenceStore
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight, Routing
@@ -201,6 +201,9 @@ class ReferenceKernels:
         return 2 * head_dim * torch.float32.itemsize  # stores hold float32 for every dtype
 
     def free_bytes(self) -> int | None:
+        return None
+
+    def new_fit(self, stores: Sequence[KVStore], num_heads: int, rules: FitRules) -> None:
         return None
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Positions, start: int) -> None:

@@ -55,7 +55,7 @@ class ParallelKernels:
         self.is_device, self.scatter_rows = kernels.is_device, kernels.scatter_rows
         self.cache_bytes, self.free_bytes = kernels.cache_bytes, kernels.free_bytes
         self.new_store, self.keep, self.copy = kernels.new_store, kernels.keep, kernels.copy
-        self.remainder, self.attention = kernels.remainder, kernels.attention
+        self.remainder, self.new_fit, self.attention = kernels.remainder, kernels.new_fit, kernels.attention
         self.new_state, self.delta_rule = kernels.new_state, kernels.delta_rule
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:

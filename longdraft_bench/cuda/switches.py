@@ -24,8 +24,8 @@ from longdraft.drafters.template import ranked_heads
 from longdraft.kernels import AttentionRows
 from longdraft.kernels.chain_plan import Ranked
 from longdraft.kernels.cuda import ranker, remainder, shared_forward
+from longdraft.kernels.interface import RemainderFit
 from longdraft.kernels.launched import LaunchedWork, finished, read_together
-from longdraft.kernels.native_remainder import RemainderFit
 from longdraft.model import shared_choice
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, tree_rows
 from longdraft.parts.heads import ChainedHeads, Head

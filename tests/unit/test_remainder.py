@@ -8,7 +8,7 @@ import torch
 from longdraft import kernels
 from longdraft.cache.remainder import Remainder, new_fit
 from longdraft.kernels import KV, AttentionOutput, AttentionRows, LayersKV
-from longdraft.kernels.native_remainder import CompiledRemainder
+from longdraft.kernels.cpu.remainder import CompiledRemainder
 
 REFERENCE = kernels.choose("cpu", "float32", "reference")
 

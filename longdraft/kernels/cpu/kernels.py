@@ -18,12 +18,13 @@ from torch import Tensor
 from longdraft.kernels.attention_output import AttentionOutput
 from longdraft.kernels.cpu import delta as cpu_delta
 from longdraft.kernels.cpu.decoder import CpuDecoder
+from longdraft.kernels.cpu.remainder import CompiledRemainder
 from longdraft.kernels.cpu.store import CpuLinear, CpuStore, evenly_strided, native_stores, refuse, require
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.formats import int4, int8, mxfp4
 from longdraft.kernels.formats.groups import COMMON_GROUPS, BlockRows, GroupedWeight
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
-from longdraft.kernels.interface import KV, Decoder, KVStore, LayersKV, Positions
+from longdraft.kernels.interface import KV, Decoder, FitRules, KVStore, LayersKV, Positions
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight, Routing
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
@@ -220,6 +221,9 @@ class CpuKernels:
         remainder = torch.empty(num_layers, rows, heads, dim + 1)
         self.native.remainder(native_stores(self.dtype, stores, num_layers), length, q, output, lse, remainder)
         return remainder
+
+    def new_fit(self, stores: Sequence[KVStore], num_heads: int, rules: FitRules) -> CompiledRemainder:
+        return CompiledRemainder(stores, num_heads, rules)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         store, length = kv.store, kv.length

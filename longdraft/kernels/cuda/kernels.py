@@ -28,8 +28,7 @@ from longdraft.kernels.cuda.row_invariance import delta_is_row_invariant, is_row
 from longdraft.kernels.delta import DeltaState, DeltaWeights
 from longdraft.kernels.formats.int8 import Quantised
 from longdraft.kernels.formats.mxfp4 import Mxfp4Weight
-from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, KVStore, LayersKV, PartOfWeight, Positions
-from longdraft.kernels.native_remainder import FitRules
+from longdraft.kernels.interface import FLOAT_DTYPES, Decoder, FitRules, KVStore, LayersKV, PartOfWeight, Positions
 from longdraft.kernels.reference import remainder_of
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear, QuantisedWeight
 
@@ -154,5 +153,4 @@ class CudaKernels(CudaOperations):
         return remainder_of(whole, output, lse)
 
     def new_fit(self, stores: Sequence[KVStore], num_heads: int, rules: FitRules) -> CudaRemainder | None:
-        """See `longdraft.kernels.native_remainder.FitsRemainders`."""
         return new_fit(self, stores, num_heads, rules)

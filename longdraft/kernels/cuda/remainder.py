@@ -28,8 +28,7 @@ from longdraft.kernels.cuda.launch import (
     staged_parts,
 )
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import KVStore
-from longdraft.kernels.native_remainder import FitRules
+from longdraft.kernels.interface import FitRules, KVStore
 from longdraft.kernels.reference import NEGLIGIBLE_SHARE
 from longdraft.kernels.switches import is_on
 
