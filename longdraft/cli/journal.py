@@ -33,8 +33,8 @@ def resume(
     *,
     journaling: Annotated[OptionValues, engine_options(JOURNALING, FILES)],
     loading: Annotated[OptionValues, engine_options(
-        [SETTINGS[name] for name in ("model", "tokenizer", "cache_dir", "offline", "drafter", "drafter_options",
-                                     "heads", "threads", "quantized_cache")],
+        [SETTINGS[name] for name in ("model", "tokenizer", "chat_template", "cache_dir", "offline", "drafter",
+                                     "drafter_options", "heads", "threads", "quantized_cache")],
         model=_ELSEWHERE, drafter=dict(help="As for generate.", default=None, shown="the journal's"))],
     allow_different_kernels: Annotated[bool, option(
         "Continue with other kernels or versions than the journal's. The statistics say so.", RUNNING,

@@ -257,7 +257,8 @@ class LoadedModel:
               "thinking_budget limits the thought of any text")
         if params.thought_rule and self.answer_format is None:
             raise UsageError(f"{params.thought_rule} needs a model that marks its thinking, which this one does not; "
-                             "leave it out", params.thought_rule)
+                             "leave it out, or give a chat template with the marks by --chat-template",
+                             params.thought_rule)
         if self.answer_format is not None:
             check_thought_rules(self.answer_format, self._markers, params)
         if params.dry_multiplier:

@@ -172,7 +172,8 @@ def load_for(header: Header, *, model: str | None = None, drafter: str | None = 
     model                             the model's folder or name now; default: the journal's
     drafter, drafter_options, heads   default: the journal's; the text does not depend on them
     options                           threads, token, cache_dir, offline, quantized_cache, cache_ram, on_load, and
-                                      tokenizer, to be given again if it was given to the journal's run: as for `load`
+                                      tokenizer and chat_template, to be given again if they were given to the
+                                      journal's run: as for `load`
 
     The errors are those of `load`.
     """

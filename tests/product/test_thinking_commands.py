@@ -262,6 +262,20 @@ def test_the_command_line_has_every_rule(engine, folder, tmp_path):
     assert run(["generate", "Hi", *options, "--thinking", "temperature=hot"]) == 2
 
 
+def test_a_text_with_rules_by_a_given_chat_template_is_resumed_with_that_template(tmp_path, capfd):
+    template, journal = tmp_path / "thinker.jinja", str(tmp_path / "journal")
+    template.write_text("{{ messages[-1].content }}\n<think>\n{# the answer follows </think> #}")
+    given = ["--chat-template", str(template), "--threads", "1", "--quiet"]
+    assert run(["generate", "Hi", "--chat", *given, "--max-new-tokens", "30", "--thinking-budget", "8", "--seed", "1",
+                "--journal", journal]) == 0
+    written = capfd.readouterr().out
+    assert "</think>" in written
+    assert run(["resume", journal, "--quiet"]) == 2
+    assert "--chat-template" in capfd.readouterr().err
+    assert run(["resume", journal, *given]) == 0
+    assert capfd.readouterr().out == written
+
+
 def test_rows_of_a_batch_have_the_names_too():
     row = {"id": "a", "prompt": "x", "thinking_token_budget": 5, "thinking": {"temperature": 0.5}, "on_loop": "answer"}
     parsed = requests.parse(row, 1, "")
