@@ -30,8 +30,8 @@ from longdraft.text.tools.reader import (
 )
 
 EVENTS = "text/event-stream"
-_LARGE = 8192  # tokens of a reply, or entries of its log-probabilities
-_LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token costs, about
+_LARGE = 8192  # tokens of a reply
+_LOGPROB_COST = 16  # tokens that take as long to encode as the log-probabilities of one
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
 ObjectType = Literal["text_completion", "chat.completion"]
 
@@ -282,9 +282,8 @@ class ReplyBuilder:
 
     @property
     def is_large(self) -> bool:
-        """Whether encoding the whole reply would keep the event loop from other requests."""
-        return sum(job.num_tokens + _LOGPROB_COST * len(choice.logprobs)
-                   for job, choice in self._choices.items()) > _LARGE
+        return is_large(sum(job.num_tokens for job in self._choices),
+                        sum(len(choice.logprobs) for choice in self._choices.values()))
 
     def whole(self) -> Iterator[bytes]:
         """The reply of a request without `stream`, as JSON in pieces of limited size."""
@@ -307,15 +306,13 @@ class ReplyBuilder:
             if not isinstance(value, list):
                 yield json.dumps(value).encode()
                 continue
-            offsets = TextOffsets(self._tokenizer)
-            opening = b"["
-            for start in range(0, len(entries), _SLICE):
-                part = entries[start : start + _SLICE]
-                values = (self._logprobs(part, offsets) or {})[key]
-                yield opening + as_json(values)[1:-1]
-                opening = b","
-            yield b"]"
+            yield from list_pieces(entries, self._encoder(key))
         yield b"}"
+
+    def _encoder(self, key: str) -> Callable[[list[TokenLogprob]], Sequence[object]]:
+        """Encodes a list of the log-probabilities, one slice after the other."""
+        offsets = TextOffsets(self._tokenizer)
+        return lambda part: (self._logprobs(part, offsets) or {})[key]
 
     def _whole(self, mark: str) -> dict[str, Any]:
         """The reply, with `mark` in the place of log-probabilities."""
@@ -397,6 +394,21 @@ class ReplyBuilder:
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+def is_large(num_tokens: int, num_logprobs: int) -> bool:
+    """Whether encoding a whole reply would keep the event loop from other requests. num_logprobs: tokens that have
+    log-probabilities"""
+    return num_tokens + _LOGPROB_COST * num_logprobs > _LARGE
+
+
+def list_pieces(entries: list[TokenLogprob], encoded: Callable[[list[TokenLogprob]], Sequence[object]]
+                ) -> Iterator[bytes]:
+    """A list with an item for each entry as JSON, in pieces. encoded: the items of some entries"""
+    yield b"["
+    for start in range(0, len(entries), _SLICE):
+        yield (b"," if start else b"") + as_json(encoded(entries[start : start + _SLICE]))[1:-1]
+    yield b"]"
 
 
 def as_json(content: object) -> bytes:

@@ -137,8 +137,7 @@ class Service:
                 return Response(status_code=CLIENT_CLOSED)
         if text.error is not None:
             raise self.api_error(text.error)
-        return Response(b"".join(reply.whole()), media_type="application/json",
-                        headers={"X-Generation-Id": text.job.id})
+        return _whole_response(reply, {"X-Generation-Id": text.job.id})
 
     def read_on(self, text: DetachedText, num_seen: int, other: NewReply | None = None, num_pieces: int = 0
                 ) -> Response:
@@ -193,9 +192,7 @@ class Service:
                     raise self.api_error(error)
             if pending and await request.is_disconnected():
                 return Response(status_code=CLIENT_CLOSED)
-        if reply.is_large:  # Starlette takes the pieces in a thread
-            return StreamingResponse(reply.whole(), media_type="application/json")
-        return Response(b"".join(reply.whole()), media_type="application/json")
+        return _whole_response(reply)
 
     async def _stream(self, prepared: PreparedRequest, reply: Reply) -> AsyncIterator[bytes]:
         for piece in reply.begin():
@@ -236,6 +233,13 @@ class Service:
     def _progress(self, job: GenerationJob) -> bytes:
         position = {"position": self.scheduler.position(job)} if job.state == "queued" else {}
         return progress_comment({"id": job.id, **job.progress(), **position})
+
+
+def _whole_response(reply: Reply, headers: dict[str, str] | None = None) -> Response:
+    """The reply to a request without a stream."""
+    if reply.is_large:  # Starlette takes the pieces in a thread
+        return StreamingResponse(reply.whole(), headers=headers, media_type="application/json")
+    return Response(b"".join(reply.whole()), headers=headers, media_type="application/json")
 
 
 def _require_events(reply: Reply) -> None:

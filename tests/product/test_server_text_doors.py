@@ -75,6 +75,19 @@ def test_probabilities_of_llama_cpp_are_openais(post):
     assert all(len(each["top_logprobs"]) == 2 for each in whole["completion_probabilities"])
 
 
+def test_a_large_reply_with_probabilities_is_sent_in_pieces(post):
+    """Encoding it at once would take a second, in which the server answers nobody."""
+    body = LLAMA | {"n_probs": 20, "n_predict": 600, "ignore_eos": True, "return_tokens": True}
+    whole, streamed = post("/completion", body), contents(post("/completion", body | {"stream": True}))
+    assert "content-length" not in whole.headers
+    for name in ("completion_probabilities", "tokens"):
+        assert whole.json()[name] == [item for each in streamed for item in each[name]]
+        assert len(whole.json()[name]) == 600
+    detached = post("/completion", body, headers={"X-Conversation-Id": "large"})
+    assert "content-length" not in detached.headers
+    assert detached.json()["completion_probabilities"] == whole.json()["completion_probabilities"]
+
+
 def test_no_tokens_of_llama_cpp_read_the_prompt_into_the_cache(post):
     body = LLAMA | {"prompt": "The sea was calm. " * 60}
     whole = post("/completion", body | {"n_predict": 0, "n_probs": 1}).json()

@@ -151,13 +151,16 @@ class TextReply:
     """What the replies of these APIs have in common. Each is that of one text; most send nothing before it."""
 
     media_type = EVENTS
-    is_large = False
     is_numbered = False
 
     def __init__(self, options: ResponseOptions, jobs: list[GenerationJob]) -> None:
         self._options = options
         self._job, = jobs
         self._choice = Choice.of(options, self._job)
+
+    @property
+    def is_large(self) -> bool:
+        return False
 
     def begin(self) -> Iterator[bytes]:
         yield from ()

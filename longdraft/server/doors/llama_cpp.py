@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from longdraft.engine.engine import Engine
-from longdraft.request.events import Event
+from longdraft.request.events import Event, TokenLogprob
 from longdraft.request.sampling_params import ALIASES
 from longdraft.server.doors.blocks import SettingNames, StopSearch, TextReply, refused, without_none
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import ResponseOptions, as_json, data_event
+from longdraft.server.replies import ResponseOptions, as_json, data_event, is_large, list_pieces
 from longdraft.server.schemas import MAX_LOGPROBS, CompletionRequest
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
@@ -79,7 +80,7 @@ class CompletionReply(TextReply):
         self._stops = StopSearch(tokenizer, self._job.params.stop)
         self._text: list[str] = []
         self._tokens: list[int] = []
-        self._probabilities: list[dict[str, Any]] = []
+        self._entries: list[TokenLogprob] = []
 
     def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
         done, total = job.prefill
@@ -89,9 +90,8 @@ class CompletionReply(TextReply):
                 "total": total, "cache": job.cached_tokens, "processed": done}})
 
     def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
-        start = len(self._tokens), len(self._probabilities)
-        text = self._read(events)
-        yield data_event(self._content(text, self._tokens[start[0] :], self._probabilities[start[1] :]))
+        yield data_event(self._content(self._read(events), self._tokens_of(events),
+                                       self._probabilities(_entries_of(events))))
 
     def end(self) -> Iterator[bytes]:
         yield data_event(self._content("", [], []) | self._figures())
@@ -101,25 +101,39 @@ class CompletionReply(TextReply):
 
     def add(self, job: GenerationJob, events: list[Event]) -> None:
         self._text.append(self._read(events))
+        self._tokens += self._tokens_of(events)
+        self._entries += _entries_of(events)
+
+    @property
+    def is_large(self) -> bool:
+        return is_large(self._job.num_tokens, len(self._entries))
 
     def whole(self) -> Iterator[bytes]:
-        yield as_json(self._content("".join(self._text), self._tokens, self._probabilities) | self._figures())
+        mark = secrets.token_hex(16)  # in the place of the probabilities
+        content = self._content("".join(self._text), self._tokens, mark) | self._figures()
+        before, *behind = as_json(content).split(f'"{mark}"'.encode())
+        yield before
+        for last in behind:
+            yield from list_pieces(self._entries, self._probabilities)
+            yield last
 
     def _read(self, events: list[Event]) -> str:
-        """The text of new events, whose tokens are kept."""
-        text = "".join(part.text for part in self._choice.read(events))
+        """The text of new events."""
         self._stops.add(events)
-        for event in events:
-            self._tokens += event.tokens if self._body.return_tokens else ()
-            self._probabilities += [self._probability(each.token, each.logprob) | {
-                "top_logprobs": [self._probability(*pair) for pair in each.top]} for each in event.logprobs]
-        return text
+        return "".join(part.text for part in self._choice.read(events))
+
+    def _tokens_of(self, events: list[Event]) -> list[int]:
+        return [token for event in events for token in event.tokens] if self._body.return_tokens else []
+
+    def _probabilities(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
+        return [self._probability(each.token, each.logprob) | {
+            "top_logprobs": [self._probability(*pair) for pair in each.top]} for each in entries]
 
     def _probability(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._tokenizer.text_of(token)
         return {"id": token, "token": text, "bytes": self._tokenizer.bytes_of(token, text), "logprob": logprob}
 
-    def _content(self, text: str, tokens: list[int], probabilities: list[dict[str, Any]]) -> dict[str, Any]:
+    def _content(self, text: str, tokens: list[int], probabilities: list[dict[str, Any]] | str) -> dict[str, Any]:
         shown = {"completion_probabilities": probabilities} if self._options.logprobs else {}
         return {"index": 0, "content": text, "tokens": tokens, "id_slot": 0, "stop": False,
                 "tokens_predicted": self._job.num_tokens, "tokens_evaluated": self._options.prompt_tokens, **shown}
@@ -140,6 +154,10 @@ class CompletionReply(TextReply):
                 "stop": list(params.stop)},
             "timings": {"cache_n": job.cached_tokens, **_speed("prompt", read, prefill),
                         **_speed("predicted", self._job.num_tokens, decoding)}}
+
+
+def _entries_of(events: list[Event]) -> list[TokenLogprob]:
+    return [entry for event in events for entry in event.logprobs]
 
 
 def _speed(name: str, count: int, milliseconds: float) -> dict[str, float]:
