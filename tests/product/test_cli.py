@@ -215,6 +215,13 @@ def test_characters_outside_the_terminals_encoding_are_replaced(monkeypatch):
     assert shown.getvalue()
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "batch", "book", "resume"])
+def test_the_help_has_the_whole_names_of_options_in_a_terminal_of_80_columns(command, monkeypatch, capfd):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([command, "--help"]) == 0
+    assert re.findall(r"--\S*…", capfd.readouterr().out) == []
+
+
 def test_no_arguments_print_only_the_help(capfd):
     assert run([]) == 2
     captured = capfd.readouterr()
