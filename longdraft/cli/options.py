@@ -83,21 +83,13 @@ def _parameter_name(each: Setting) -> str:
     return each.flag.removeprefix("--").replace("-", "_")
 
 
-def _is_negated(each: Setting) -> bool:
-    """Whether the option only turns the setting off. Two names for it would narrow every line of --help."""
-    return each.type is bool and each.default is True
-
-
 def _parameter(each: Setting, panel: str, default: Any) -> inspect.Parameter:
     """The parameter of an option. default: None where the setting's own applies later, and is only shown."""
     name = _parameter_name(each)
     shown: Any = True
     if default is None:
         shown = False if each.type is bool else each.shown or (True if each.default is None else each.shown_default)
-    flag, text = each.flag, each.help
-    if _is_negated(each):
-        flag, text = f"--no-{flag[2:]}", f"Turns this off: {text}"
-    declared = option(text, each.panel or panel, flag, show_default=shown,
+    declared = option(each.option_help, each.panel or panel, each.flag, show_default=shown,
                       envvar=f"LONGDRAFT_{name.upper()}" if each.has_env else None)
     # Lists and mappings are options that may be repeated; token ids are whole numbers, all other items are texts.
     items = get_args(each.type)
@@ -149,7 +141,7 @@ def sampling_options(owner: type = SamplingParams, *, without: Iterable[str] = (
             if each.name == "banned_strings":
                 value = [phrase for text in value for phrase in _phrases(text)]
             parse = {"logit_bias": _parse_bias, "thinking": _parse_thinking}.get(each.name)
-            chosen[each.name] = not value if _is_negated(each) else parse(value) if parse else value
+            chosen[each.name] = not value if each.is_negated else parse(value) if parse else value
         structures = {each.name: given[each.name] for each in _STRUCTURES if given[each.name] is not None}
         return chosen | _structure(structures)
 

@@ -100,9 +100,18 @@ class Setting:
     unit: float = 1  # one unit of the option in units of the field: 1048576 for bytes that are given in MiB
 
     @property
+    def is_negated(self) -> bool:
+        """Whether the option only turns the setting off. Two names for it would narrow every line of --help."""
+        return self.type is bool and self.default is True
+
+    @property
     def flag(self) -> str:
         """The option: --top-k."""
-        return f"--{self.option or self.name.replace('_', '-')}"
+        return f"--{'no-' * self.is_negated}{self.option or self.name.replace('_', '-')}"
+
+    @property
+    def option_help(self) -> str:
+        return "Turns this off: " * self.is_negated + self.help
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longdraft.errors import UsageError, check
-from longdraft.request.settings import settings_of
+from longdraft.request.settings import Setting, settings_of
 from longdraft.train.presets import PRESETS
 from longdraft.train.settings import (
     BlockSettings,
@@ -63,11 +63,13 @@ def _command(kind: type[TrainingSettings], text: str) -> None:
     options = dict(_RUN)
     if recipes := PRESETS.get(kind.KIND):
         options["preset"] = Annotated[str, typer.Option(
-            help=f"A published recipe; other options override it. One of {', '.join(recipes)}.")], ""
+            help="A published recipe, see above; other options override it.")], ""
+        text += f" Recipes of --preset: {', '.join(recipes)}."
     for name, each in settings_of(kind).items():
         default = None if each.default in (MISSING, ()) else each.default
         hint = list[str] if typing.get_args(each.type) else each.type
-        options[name] = Annotated[hint | None if default is None else hint, typer.Option(help=each.help)], default
+        option = typer.Option(each.flag, help=each.option_help)
+        options[name] = Annotated[hint | None if default is None else hint, option], default
     # Typer reads the parameters from these attributes.
     command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
         inspect.Parameter("called", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
@@ -86,7 +88,8 @@ def _run(kind: type[TrainingSettings], called: typer.Context, given: dict[str, A
     is_resumed = given.pop("resume")
     progress = TrainingProgress(sys.stderr, given.pop("quiet"))
     preset = given.pop("preset", "")
-    explicit = {name: _setting(name, value) for name, value in given.items()
+    settings = settings_of(kind)
+    explicit = {name: _setting(settings[name], value) for name, value in given.items()
                 if (source := called.get_parameter_source(name)) and source.name != "DEFAULT"}
     if is_resumed:
         if preset:
@@ -100,13 +103,15 @@ def _run(kind: type[TrainingSettings], called: typer.Context, given: dict[str, A
     _report(result)
 
 
-def _setting(name: str, value: Any) -> Any:
-    """An option's value for the settings, with absolute paths, so that --resume works in any folder."""
+def _setting(each: Setting, value: Any) -> Any:
+    """The setting that an option's value means, with absolute paths, so that --resume works in any folder."""
     from longdraft.checkpoint.hub import from_anywhere
 
-    if name in ("data", "validation"):
+    if each.is_negated:
+        return not value
+    if each.name in ("data", "validation"):
         return tuple(item if is_hub_data(item) else str(Path(item).absolute()) for item in value or ())
-    return from_anywhere(value) if name in ("model", "tokenizer", "start", "distill_from") else value
+    return from_anywhere(value) if each.name in ("model", "tokenizer", "start", "distill_from") else value
 
 
 def _report(result: Result) -> None:

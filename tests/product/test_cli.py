@@ -215,10 +215,10 @@ def test_characters_outside_the_terminals_encoding_are_replaced(monkeypatch):
     assert shown.getvalue()
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "batch", "book", "resume"])
+@pytest.mark.parametrize("command", ["generate", "chat", "batch", "book", "resume", "train heads", "train lm"])
 def test_the_help_has_the_whole_names_of_options_in_a_terminal_of_80_columns(command, monkeypatch, capfd):
     monkeypatch.setenv("COLUMNS", "80")
-    assert run([command, "--help"]) == 0
+    assert run([*command.split(), "--help"]) == 0
     assert re.findall(r"--\S*…", capfd.readouterr().out) == []
 
 

@@ -68,11 +68,12 @@ def test_train_commands_print_json_on_the_last_line(text, tokens, tmp_path, caps
     small = ["--data", text, "--steps", "2", "--sequence-length", "32", "--probe-tokens", "4", "--threads", "1"]
     shape = ["--layers", "1", "--hidden-size", "16", "--num-heads", "2", "--num-kv-heads", "1", "--context", "256"]
     commands = {"glide": ["--model", str(tokens), "--window", "8", "--max-lag", "2"],
-                "draft": ["--model", str(tokens), *shape], "lm": ["--tokenizer", str(tokens), *shape]}
+                "draft": ["--model", str(tokens), *shape], "lm": ["--tokenizer", str(tokens), *shape, "--no-tied"]}
     for kind, more in commands.items():
         assert run(["train", kind, "--output", str(tmp_path / kind), *small, *more]) == 0
         last = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert last["kind"] == kind and last["steps"] == 2 and len(last["probe"]) == (0 if kind == "lm" else 2)
+    assert json.loads((tmp_path / "lm" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_options_override_a_preset(text, tokens, tmp_path, capsys):
