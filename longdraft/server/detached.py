@@ -21,7 +21,6 @@ from longdraft.server.prepare import PreparedRequest
 from longdraft.server.replies import NewReply, Reply, progress_comment
 
 _MAX_KEPT = 64  # texts; each holds its tokens and their text
-_MAX_EVENTS = 256  # steps that a reply is given in one turn of the event loop: reading a token takes microseconds
 _POLL_S = 0.5  # how often a text is asked whether a client still reads it
 
 
@@ -41,6 +40,7 @@ class DetachedText:
         self.error: BaseException | None = None
         self.is_ended = False
         self._prepared, self._detach_s, self._cancel = prepared, detach_s, cancel
+        self._max_steps = prepared.options.max_steps
         self._events: list[Event] = []
         self._reply: Reply | None = None  # of `so_far`
         self._num_told = 0  # events that it has
@@ -69,7 +69,7 @@ class DetachedText:
         self._unread_since = time.monotonic()
         async with self._telling:
             self._reply = self._reply or self.make_reply(None)
-            while new := self._events[self._num_told : self._num_told + _MAX_EVENTS]:
+            while new := self._events[self._num_told : self._num_told + self._max_steps]:
                 self._num_told += len(new)
                 self._reply.add(self.job, new)
                 await asyncio.sleep(0)
@@ -86,7 +86,7 @@ class DetachedText:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(interval_s):
                             await changed.wait()
-                batch = self._events[position : position + _MAX_EVENTS]
+                batch = self._events[position : position + self._max_steps]
                 position += len(batch)
                 if batch or not self.is_ended:
                     yield batch

@@ -32,6 +32,7 @@ from longdraft.text.tools.reader import (
 EVENTS = "text/event-stream"
 _LARGE = 8192  # tokens of a reply
 _LOGPROB_COST = 16  # tokens that take as long to encode as the log-probabilities of one
+MAX_STEPS = 256  # of a text that a reply is given in one turn of the event loop: reading a token takes microseconds
 _SLICE = 256  # tokens whose log-probabilities are encoded at a time
 ObjectType = Literal["text_completion", "chat.completion"]
 
@@ -66,6 +67,11 @@ class ResponseOptions:
     new_reader: Callable[..., ToolReader] | None = None
     tools: ToolRequest | None = None
     warnings: Callable[[], Sequence[str]] = tuple
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of a text that a stream of it is given in one turn of the event loop."""
+        return MAX_STEPS // _LOGPROB_COST if self.logprobs else MAX_STEPS
 
 
 @dataclass
@@ -238,8 +244,8 @@ class ReplyBuilder:
             delta = {"reasoning_content": texts["thought"]} if texts["thought"] else {}
             has_text = texts["text"] or not texts["thought"]
             content = {"delta": delta | ({"content": texts["text"]} if has_text else {})}
-        logprobs = [entry for event in events for entry in event.logprobs]
-        content |= {"logprobs": self._logprobs(logprobs, self._offsets[job]), "finish_reason": choice.finish_reason}
+        content |= {"logprobs": self._logprobs(logprobs_of(events), self._offsets[job]),
+                    "finish_reason": choice.finish_reason}
         chunk = self._chunk(job, content)
         if self._options.details:
             chunk["longdraft"] = self._details(job, events)
@@ -287,13 +293,8 @@ class ReplyBuilder:
 
     def whole(self) -> Iterator[bytes]:
         """The reply of a request without `stream`, as JSON in pieces of limited size."""
-        mark = secrets.token_hex(16)  # in the place of log-probabilities, which are encoded one slice after the other
-        *parts, last = as_json(self._whole(mark)).split(f'"{mark}"'.encode())
         choices = [choice for choice in self._choices.values() if choice.logprobs]
-        for part, choice in zip(parts, choices, strict=False):
-            yield part
-            yield from self._logprob_pieces(choice)
-        yield last
+        return pieces_around(self._whole, map(self._logprob_pieces, choices))
 
     def _logprob_pieces(self, choice: Choice) -> Iterator[bytes]:
         """The log-probabilities of a whole text as JSON."""
@@ -370,9 +371,7 @@ class ReplyBuilder:
         if not self._options.logprobs or not entries:
             return None
         if self._is_chat:
-            return {"content": [self._logprob(e.token, e.logprob) | {
-                "top_logprobs": [self._logprob(token, value) for token, value in e.top]} for e in entries],
-                "refusal": None}
+            return {"content": token_logprobs(entries, self._tokenizer), "refusal": None}
         texts = [self._tokenizer.text_of(e.token) for e in entries]
         return {"tokens": texts, "token_logprobs": [e.logprob for e in entries],
                 "text_offset": [offsets.next(e.token, text) for e, text in zip(entries, texts, strict=True)],
@@ -388,10 +387,6 @@ class ReplyBuilder:
             top.setdefault(self._tokenizer.text_of(token), value)
         return top
 
-    def _logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._tokenizer.text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": self._tokenizer.bytes_of(token, text)}
-
 
 DONE = b"data: [DONE]\n\n"
 
@@ -400,6 +395,33 @@ def is_large(num_tokens: int, num_logprobs: int) -> bool:
     """Whether encoding a whole reply would keep the event loop from other requests. num_logprobs: tokens that have
     log-probabilities"""
     return num_tokens + _LOGPROB_COST * num_logprobs > _LARGE
+
+
+def logprobs_of(events: Iterable[Event]) -> list[TokenLogprob]:
+    return [entry for event in events for entry in event.logprobs]
+
+
+def token_logprobs(entries: Iterable[TokenLogprob], tokenizer: Tokenizer, *, has_ids: bool = False
+                   ) -> list[dict[str, Any]]:
+    """Log-probabilities as chats have them. has_ids: with the ids of the tokens"""
+    def described(token: int, logprob: float | None) -> dict[str, Any]:
+        text = tokenizer.text_of(token)
+        about = {"token": text, "logprob": logprob, "bytes": tokenizer.bytes_of(token, text)}
+        return {"id": token, **about} if has_ids else about
+
+    return [described(entry.token, entry.logprob) | {"top_logprobs": [described(*pair) for pair in entry.top]}
+            for entry in entries]
+
+
+def pieces_around(content: Callable[[str], object], lists: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """A content as JSON, in pieces. content: makes it, with a mark in the place of each of the `lists`; lists: which
+    are encoded one piece after the other"""
+    mark = secrets.token_hex(16)
+    first, *others = as_json(content(mark)).split(f'"{mark}"'.encode())
+    yield first
+    for pieces, other in zip(lists, others, strict=False):
+        yield from pieces
+        yield other
 
 
 def list_pieces(entries: list[TokenLogprob], encoded: Callable[[list[TokenLogprob]], Sequence[object]]

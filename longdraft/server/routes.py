@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +52,8 @@ async def chat(request: Request, service: ServiceDependency) -> Response:
 
 @router.get("/v1/models", summary="List the served model.")
 async def models(service: ServiceDependency) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_object(service)]}
+    name = service.settings.model_name
+    return {"object": "list", "data": [_model_object(service)], "has_more": False, "first_id": name, "last_id": name}
 
 
 @router.get("/v1/models/{model:path}", summary="Describe the served model.")
@@ -90,9 +92,12 @@ def _as_json(work: Callable[[Any], dict[str, Any]], body: StrictModel) -> Respon
 
 
 def _model_object(service: Service) -> dict[str, Any]:
-    return {"id": service.settings.model_name, "object": "model", "created": int(service.started),
-            "owned_by": "longdraft", "root": service.engine.name, "parent": None,
-            "max_model_len": service.preparer.context_limit}
+    """The model as OpenAI's and vLLM's lists have it, and as Anthropic's have it."""
+    name, started, limit = service.settings.model_name, int(service.started), service.preparer.context_limit
+    return {"id": name, "object": "model", "created": started, "owned_by": "longdraft", "root": service.engine.name,
+            "parent": None, "max_model_len": limit,
+            "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(started, UTC).isoformat(),
+            "lifecycle": "active", "max_input_tokens": limit, "max_tokens": limit}
 
 
 # Generations: texts that are queued, running or ended, and journals
@@ -122,7 +127,7 @@ async def generation(name: GenerationId, request: Request, service: ServiceDepen
     return detail
 
 
-@router.post(_GENERATIONS + "/{name}/cancel", summary="Cancel a text. Its journal remains.")
+@router.post(_GENERATIONS + "/{name:path}/cancel", summary="Cancel a text. Its journal remains.")
 async def cancel(name: str, request: Request, service: ServiceDependency) -> dict[str, Any]:
     detached = service.detached.find(name, getattr(request.state, "key_label", None))  # by its conversation, too
     job = detached.job if detached else _find_job(service, name)

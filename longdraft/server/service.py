@@ -25,7 +25,7 @@ from longdraft.server.journals import JournalFolder
 from longdraft.server.keys import KeyRing
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.prepare import PreparedRequest, Preparer
-from longdraft.server.replies import EVENTS, NewReply, Reply, TimedStream, event_stream, progress_comment
+from longdraft.server.replies import EVENTS, MAX_STEPS, NewReply, Reply, TimedStream, event_stream, progress_comment
 from longdraft.server.scheduler import Scheduler
 from longdraft.server.schemas import ExportRequest
 from longdraft.server.settings import ServerSettings
@@ -34,10 +34,8 @@ _MIN_VALUES = 1 << 18  # of a body: a parser takes some 20 ms for so many
 _MAX_FILES = 32  # requests that read the folder of journals
 _MAX_GRAMMARS = 8  # requests whose grammar is not known yet: each may take seconds, and delays these only
 _MAX_EXPORTS = 8  # that are prepared or sent: each holds its text, and its latest chapter as a page
-_MAX_EVENTS = 256  # steps of a chunk: a client that was slow gets several chunks
 _CHUNK_INTERVAL_S = 0.01  # steps of a text that come faster than this share a chunk
 _PROMPT_PROGRESS_S = 0.25  # between chunks with `prompt_progress`
-_MAX_CONVERSATION = 128  # characters of the name of a conversation
 _DISCONNECT_POLL_S = 0.25  # how often to check that the client of a non-streaming request is still connected
 Model = TypeVar("Model", bound=StrictModel)
 Prepared = TypeVar("Prepared", bound=PreparedRequest | Response)
@@ -122,7 +120,7 @@ class Service:
             _require_events(self._new_reply(prepared))
         text = DetachedText(prepared, partial(self._new_reply, prepared), self.settings.detach_s, self.scheduler.cancel)
         self.scheduler.submit(prepared.jobs)
-        self.detached.add(text, request.headers.get("x-conversation-id", "")[:_MAX_CONVERSATION])
+        self.detached.add(text, request.headers.get("x-conversation-id", ""))
         return text
 
     async def _read(self, request: Request, text: DetachedText) -> Response:
@@ -181,7 +179,7 @@ class Service:
 
     async def _whole(self, request: Request, prepared: PreparedRequest, reply: Reply) -> Response:
         pending = set(prepared.jobs)
-        prepared.events.wakes_at = _MAX_EVENTS  # one step would make the event loop compete with the engine each time
+        prepared.events.wakes_at = MAX_STEPS  # one step would make the event loop compete with the engine each time
         while pending:
             events, ended = await prepared.events.take(_DISCONNECT_POLL_S)
             for job, new in events.items():
@@ -201,6 +199,7 @@ class Service:
         if has_comments:
             yield self._progress(prepared.jobs[0])
         pending, last_progress = set(prepared.jobs), time.monotonic()
+        max_steps = prepared.options.max_steps  # of a chunk: a client that was slow gets several chunks
         while pending:
             next_progress = last_progress + self.settings.progress_s
             wait_s = max(0.0, next_progress - time.monotonic())
@@ -211,8 +210,8 @@ class Service:
                 for piece in reply.prompt_news(job):
                     yield piece
             for job, new in events.items():
-                for start in range(0, len(new), _MAX_EVENTS):
-                    for piece in reply.news(job, new[start : start + _MAX_EVENTS]):
+                for start in range(0, len(new), max_steps):
+                    for piece in reply.news(job, new[start : start + max_steps]):
                         yield piece
                     await asyncio.sleep(0)
             for job, error in ended.items():

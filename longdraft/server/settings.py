@@ -17,6 +17,7 @@ from longdraft.errors import UsageError, check
 from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.request.settings import Range, Setting, setting, settings_of
 from longdraft.request.tools import FORM_NAMES
+from longdraft.system.files import read_text
 
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -231,10 +232,7 @@ def read_keys(given: tuple[str, ...], file: Path | None, variable: str = "LONGDR
     """
     keys = [(key, "") for key in given]
     if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
+        lines = read_text(str(file), "--api-key-file").splitlines()
         words = [line.split() for line in lines if line.strip() and not line.strip().startswith("#")]
         for number, line in enumerate(words, 1):
             if len(line) > 2 or not all(map(_LABEL.fullmatch, line[1:])):

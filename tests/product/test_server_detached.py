@@ -29,8 +29,9 @@ def key(name: str = "one", **more: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {name}", **more}
 
 
-def post(server, **changes: Any) -> httpx.Response:
-    return httpx.post(server.url + "/v1/chat/completions", json=BODY | changes, headers=key(), timeout=60)
+def post(server, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
+    return httpx.post(server.url + "/v1/chat/completions", json=BODY | changes, headers=key(**headers or {}),
+                      timeout=60)
 
 
 def ids(body: str) -> list[str]:
@@ -108,10 +109,30 @@ def test_no_other_key_takes_the_name_of_a_conversation_or_an_id_away(server, who
     assert content(read_on(server, mine).text) == content(whole)
 
 
+def test_conversations_have_names_of_any_length_and_with_slashes(server):
+    for path in ("/v1/longdraft/generations/{}/events?from=0", "/v1/responses/{}?stream=true"):
+        assert "no detached text 'org/model'" in httpx.get(server.url + path.format("org/model"), headers=key()).text
+    names = ("chat::org/model", "x" * 200 + "a", "x" * 200 + "b")
+    texts = [content(post(server, {"X-Conversation-Id": name}, seed=seed, max_tokens=20).text)
+             for seed, name in enumerate(names)]
+    assert [content(read_on(server, name).text) for name in names] == texts and len(set(texts)) == 3
+
+
+def test_a_reader_gets_log_probabilities_in_small_chunks(server):
+    """Encoding those of hundreds of tokens at once would keep the server from other requests."""
+    body = {"max_tokens": 300, "logprobs": True, "top_logprobs": 20, "longdraft": {"detach": True, "drafter": "plain"}}
+    whole = post(server, stream=False, **body)
+    name = whole.headers["x-generation-id"]
+    chunks = [chunk["choices"][0]["logprobs"] for chunk in serving.events(read_on(server, name).text)]
+    found = [chunk["content"] for chunk in chunks if chunk]
+    assert [each for some in found for each in some] == whole.json()["choices"][0]["logprobs"]["content"]
+    assert max(map(len, found)) <= 16
+
+
 def test_a_conversation_is_cancelled_by_its_name(server):
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=BODY | {"max_tokens": 3000},
-                      headers=key(**{"X-Conversation-Id": "user:1 long"}), timeout=60) as reply:
-        url = f"{server.url}/v1/longdraft/generations/user:1 long/cancel"
+                      headers=key(**{"X-Conversation-Id": "user:1/long"}), timeout=60) as reply:
+        url = f"{server.url}/v1/longdraft/generations/user:1/long/cancel"
         assert httpx.post(url, json={}, headers=key("two")).status_code == 404
         assert httpx.post(url, json={}, headers=key()).status_code == 200
         assert '"cancelled"' in reply.read().decode()

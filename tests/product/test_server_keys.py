@@ -32,6 +32,8 @@ def test_a_key_in_the_file_may_have_a_label(tmp_path):
         with pytest.raises(UsageError, match="write KEY or KEY LABEL") as caught:
             read_keys((), tmp_path / "keys")
         assert "secret" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"--api-key-file cannot read [^ ]*/none: No such file or directory; give"):
+        read_keys((), tmp_path / "none")
 
 
 def test_the_log_and_the_metrics_name_keys_by_their_labels(engine, caplog):

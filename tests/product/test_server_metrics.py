@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from datetime import datetime
 
 import httpx
 import pytest
@@ -18,6 +19,14 @@ engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
 client = pytest.fixture(scope="module")(serving.client)
 post = pytest.fixture(serving.poster)
+
+
+def test_the_list_of_models_has_what_anthropics_clients_read_too(server):
+    listed = httpx.get(server.url + "/v1/models").json()
+    model, = listed["data"]
+    assert (model["type"], model["display_name"], model["max_input_tokens"]) == ("model", "novelist", 131072)
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "novelist", "novelist")
 
 
 def test_models_tokenize_detokenize_version(client, server, engine, post):

@@ -86,6 +86,20 @@ def test_calls_come_whole_and_results_belong_to_them_by_name(post):
             jsonschema.validate(each["function"]["arguments"], CITY)
 
 
+def test_log_probabilities_are_openais_whole_and_in_lines(post):
+    asked = {"logprobs": True, "top_logprobs": 2}
+    body = {"temperature": 0, "seed": 3, "max_tokens": 40, "min_p": 0.1, "repetition_penalty": 1.1}
+    same = post("/v1/chat/completions", body | asked | {"messages": HELLO}).json()["choices"][0]["logprobs"]["content"]
+    for path, changes in (("chat", {}), ("generate", {"prompt": "Hi"})):
+        whole, = ask(post, path, stream=False, **asked, **changes)
+        lines = ask(post, path, **asked, **changes)
+        assert whole["logprobs"] == [each for line in lines for each in line.get("logprobs", ())] == same
+    raw, = ask(post, "generate", prompt="It was", raw=True, stream=False, **asked)
+    completion = post("/v1/completions", body | {"prompt": "It was", "logprobs": 2}).json()["choices"][0]["logprobs"]
+    assert [each["logprob"] for each in raw["logprobs"]] == completion["token_logprobs"]
+    assert "logprobs" not in ask(post, stream=False, top_logprobs=2)[0]
+
+
 def lines_of(engine, parts: list[Part]) -> list[dict[str, Any]]:
     """The whole reply of an answer of these parts, and the lines of a stream of it."""
     options = ResponseOptions("chat.completion", "x", 1, True,
@@ -148,7 +162,7 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(engine):
     ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "images"), ({"format": "xml"}, "format"),
     ({"options": {"num_predict": -5}}, "options.num_predict is -5"),
     ({"options": {"repeat_penalty": "x"}}, "options.repeat_penalty: Input"),
-    ({"mumble": 1}, "mumble"), ({"model": "another"}, "another")])
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"mumble": 1}, "mumble"), ({"model": "another"}, "another")])
 def test_what_cannot_be_used_is_refused_in_ollamas_form(post, changes, words):
     reply = post("/api/chat", {"model": "novelist", "messages": HELLO} | changes)
     assert reply.status_code in (400, 404) and words in reply.json()["error"], reply.text
@@ -158,7 +172,8 @@ def test_ollamas_client_chats_and_calls(server):
     ollama = pytest.importorskip("ollama", reason="ollama is not installed")
     client = ollama.Client(host=server.url)
     assert client.list().models[0].model == "novelist" and client.show("novelist").capabilities
-    whole = client.chat("novelist", HELLO, options=OPTIONS)
+    whole = client.chat("novelist", HELLO, options=OPTIONS, logprobs=True, top_logprobs=2)
+    assert len(whole.logprobs) == 40 and whole.logprobs[0].top_logprobs[0].logprob == whole.logprobs[0].logprob
     pieces = [piece.message.content for piece in client.chat("novelist", HELLO, options=OPTIONS, stream=True)]
     assert "".join(pieces) == whole.message.content
     assert client.generate("novelist", "Hi", options=OPTIONS).response == whole.message.content

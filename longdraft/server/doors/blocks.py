@@ -18,7 +18,7 @@ from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
 from longdraft.server.logs import log_event
-from longdraft.server.replies import EVENTS, Choice, ResponseOptions, data_event
+from longdraft.server.replies import EVENTS, Choice, ResponseOptions, data_event, is_large, logprobs_of
 from longdraft.text.chat_template import THINKING_SWITCHES
 from longdraft.text.tokenizer import StopText, Tokenizer
 
@@ -160,7 +160,7 @@ class TextReply:
 
     @property
     def is_large(self) -> bool:
-        return False
+        return is_large(self._job.num_tokens, len(self._choice.logprobs))
 
     def begin(self) -> Iterator[bytes]:
         yield from ()
@@ -170,6 +170,7 @@ class TextReply:
 
     def add(self, job: GenerationJob, events: list[Event]) -> None:
         self._choice.parts += self._choice.read(events)
+        self._choice.logprobs += logprobs_of(events)
 
 
 class StopSearch:

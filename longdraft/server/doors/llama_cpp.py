@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,14 @@ from longdraft.request.sampling_params import ALIASES
 from longdraft.server.doors.blocks import SettingNames, StopSearch, TextReply, refused, without_none
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import ResponseOptions, as_json, data_event, is_large, list_pieces
+from longdraft.server.replies import (
+    ResponseOptions,
+    data_event,
+    list_pieces,
+    logprobs_of,
+    pieces_around,
+    token_logprobs,
+)
 from longdraft.server.schemas import MAX_LOGPROBS, CompletionRequest
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
@@ -78,9 +84,7 @@ class CompletionReply(TextReply):
         super().__init__(options, jobs)
         self._model, self._tokenizer, self._body = model, tokenizer, body
         self._stops = StopSearch(tokenizer, self._job.params.stop)
-        self._text: list[str] = []
         self._tokens: list[int] = []
-        self._entries: list[TokenLogprob] = []
 
     def prompt_news(self, job: GenerationJob) -> Iterator[bytes]:
         done, total = job.prefill
@@ -90,8 +94,9 @@ class CompletionReply(TextReply):
                 "total": total, "cache": job.cached_tokens, "processed": done}})
 
     def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
-        yield data_event(self._content(self._read(events), self._tokens_of(events),
-                                       self._probabilities(_entries_of(events))))
+        self._stops.add(events)
+        text = "".join(part.text for part in self._choice.read(events))
+        yield data_event(self._content(text, self._tokens_of(events), self._probabilities(logprobs_of(events))))
 
     def end(self) -> Iterator[bytes]:
         yield data_event(self._content("", [], []) | self._figures())
@@ -100,38 +105,19 @@ class CompletionReply(TextReply):
         yield data_event(error.body)
 
     def add(self, job: GenerationJob, events: list[Event]) -> None:
-        self._text.append(self._read(events))
+        super().add(job, events)
+        self._stops.add(events)
         self._tokens += self._tokens_of(events)
-        self._entries += _entries_of(events)
-
-    @property
-    def is_large(self) -> bool:
-        return is_large(self._job.num_tokens, len(self._entries))
 
     def whole(self) -> Iterator[bytes]:
-        mark = secrets.token_hex(16)  # in the place of the probabilities
-        content = self._content("".join(self._text), self._tokens, mark) | self._figures()
-        before, *behind = as_json(content).split(f'"{mark}"'.encode())
-        yield before
-        for last in behind:
-            yield from list_pieces(self._entries, self._probabilities)
-            yield last
-
-    def _read(self, events: list[Event]) -> str:
-        """The text of new events."""
-        self._stops.add(events)
-        return "".join(part.text for part in self._choice.read(events))
+        return pieces_around(lambda mark: self._content(self._choice.answer.content, self._tokens, mark)
+                             | self._figures(), [list_pieces(self._choice.logprobs, self._probabilities)])
 
     def _tokens_of(self, events: list[Event]) -> list[int]:
         return [token for event in events for token in event.tokens] if self._body.return_tokens else []
 
     def _probabilities(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
-        return [self._probability(each.token, each.logprob) | {
-            "top_logprobs": [self._probability(*pair) for pair in each.top]} for each in entries]
-
-    def _probability(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._tokenizer.text_of(token)
-        return {"id": token, "token": text, "bytes": self._tokenizer.bytes_of(token, text), "logprob": logprob}
+        return token_logprobs(entries, self._tokenizer, has_ids=True)
 
     def _content(self, text: str, tokens: list[int], probabilities: list[dict[str, Any]] | str) -> dict[str, Any]:
         shown = {"completion_probabilities": probabilities} if self._options.logprobs else {}
@@ -154,10 +140,6 @@ class CompletionReply(TextReply):
                 "stop": list(params.stop)},
             "timings": {"cache_n": job.cached_tokens, **_speed("prompt", read, prefill),
                         **_speed("predicted", self._job.num_tokens, decoding)}}
-
-
-def _entries_of(events: list[Event]) -> list[TokenLogprob]:
-    return [entry for event in events for entry in event.logprobs]
 
 
 def _speed(name: str, count: int, milliseconds: float) -> dict[str, float]:

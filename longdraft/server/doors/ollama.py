@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from pydantic import Field
 from longdraft.checkpoint.config_file import read_json
 from longdraft.checkpoint.gguf.container import open_gguf
 from longdraft.engine.engine import Engine
-from longdraft.request.events import Event
+from longdraft.request.events import Event, TokenLogprob
 from longdraft.request.tools import parsed_arguments
 from longdraft.server.body_types import AnyObject, Name, StrictModel, Utf8Text, one_of
 from longdraft.server.doors.blocks import (
@@ -32,8 +33,8 @@ from longdraft.server.doors.blocks import (
 )
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import GenerationJob
-from longdraft.server.replies import ResponseOptions, as_json
-from longdraft.server.schemas import LongdraftOptions
+from longdraft.server.replies import ResponseOptions, as_json, list_pieces, logprobs_of, pieces_around, token_logprobs
+from longdraft.server.schemas import MAX_LOGPROBS, LongdraftOptions
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.text.tools.reader import Call, Part
 
@@ -61,6 +62,9 @@ class Body(StrictModel):
     think: Any = Field(default=None, description="true, false, or a level, as reasoning_effort.")
     format: Any = Field(default=None, description="`json`, or a JSON schema.")
     options: AnyObject | None = Field(default=None, description="Sampling settings by Ollama's names.")
+    logprobs: bool = Field(default=False, description="The reply has the log-probabilities of its tokens.")
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS,
+                              description="With `logprobs`: so many of the likeliest tokens, too.")
     keep_alive: Any = Field(default=None, description="0 where nothing is asked: the answer says `unload`.")
     longdraft: LongdraftOptions | None = None
 
@@ -91,15 +95,13 @@ class ShowBody(StrictModel):
 
 def chat_of(body: ChatBody, variables: frozenset[str]) -> dict[str, Any]:
     """The same request as a chat. variables: of the chat template. Raises ApiError for what cannot be one."""
-    return _settings(body) | without_none({"messages": _messages(body.messages), "tools": body.tools or None,
-                                           **_thinking(body, variables)})
+    return _chat(body, variables) | without_none({"messages": _messages(body.messages), "tools": body.tools or None})
 
 
 def generate_chat_of(body: GenerateBody, variables: frozenset[str]) -> dict[str, Any]:
     """A prompt as a chat of one message."""
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return _settings(body) | {"messages": [*system, {"role": "user", "content": body.prompt}],
-                              **_thinking(body, variables)}
+    return _chat(body, variables) | {"messages": [*system, {"role": "user", "content": body.prompt}]}
 
 
 def completion_of(body: GenerateBody) -> dict[str, Any]:
@@ -107,15 +109,17 @@ def completion_of(body: GenerateBody) -> dict[str, Any]:
     if body.think:
         raise refused("think", body.think, "false where the prompt is continued as it is (`raw`, or a model without a "
                                            "chat template)")
-    return _settings(body) | {"prompt": body.prompt}
+    return _settings(body) | {"prompt": body.prompt} | ({"logprobs": body.top_logprobs} if body.logprobs else {})
 
 
-def _thinking(body: Body, variables: frozenset[str]) -> dict[str, Any]:
-    """The settings of `think`."""
-    options = {"chat_template_kwargs": template_options(variables, None)}
+def _chat(body: Body, variables: frozenset[str]) -> dict[str, Any]:
+    """The settings of a chat."""
+    chat = _settings(body) | {"chat_template_kwargs": template_options(variables, None)}
+    if body.logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if isinstance(body.think, bool):
-        return options | {"thinking": {"type": "enabled" if body.think else "disabled"}}
-    return options | without_none({"reasoning_effort": effort_of(body.think, "think")})
+        return chat | {"thinking": {"type": "enabled" if body.think else "disabled"}}
+    return chat | without_none({"reasoning_effort": effort_of(body.think, "think")})
 
 
 def _settings(body: Body) -> dict[str, Any]:
@@ -169,11 +173,13 @@ class OllamaReply(TextReply):
     def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob], *,
                  is_chat: bool = True) -> None:
         super().__init__(options, jobs)
-        self._model, self._is_chat = model, is_chat
+        self._model, self._tokenizer, self._is_chat = model, tokenizer, is_chat
+        self._entries: list[TokenLogprob] = []  # that no line of a stream has yet
         self._call: Call | None = None  # that is not complete yet
         self._num_sent = 0  # calls of a stream
 
     def news(self, job: GenerationJob, events: list[Event]) -> Iterator[bytes]:
+        self._entries += logprobs_of(events)
         for part in self._choice.read(events):
             yield from self._part(part)
 
@@ -204,7 +210,8 @@ class OllamaReply(TextReply):
 
     def whole(self) -> Iterator[bytes]:
         answer = self._choice.answer
-        yield self._line(self._content(answer.reasoning, answer.content, answer.calls) | self._figures())
+        content = self._content(answer.reasoning, answer.content, answer.calls) | self._figures()
+        return pieces_around(partial(self._object, content), [list_pieces(self._choice.logprobs, self._logprobs)])
 
     def _content(self, thought: str, text: str, calls: list[Call]) -> dict[str, Any]:
         thinking = {"thinking": thought} if thought else {}
@@ -217,7 +224,15 @@ class OllamaReply(TextReply):
         return {"message": message | ({"tool_calls": functions} if functions else {})}
 
     def _line(self, content: dict[str, Any]) -> bytes:
-        return as_json({"model": self._model, "created_at": now(), "done": False} | content) + b"\n"
+        entries, self._entries = self._entries, []
+        return as_json(self._object(content, self._logprobs(entries))) + b"\n"
+
+    def _object(self, content: dict[str, Any], logprobs: list[dict[str, Any]] | str) -> dict[str, Any]:
+        shown = {"logprobs": logprobs} if self._options.logprobs and logprobs else {}
+        return {"model": self._model, "created_at": now(), "done": False, **shown} | content
+
+    def _logprobs(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
+        return token_logprobs(entries, self._tokenizer)
 
     def _figures(self) -> dict[str, Any]:
         """The members of the last line. Durations are in nanoseconds."""

@@ -147,7 +147,7 @@ async def ollama_generate(request: Request, service: ServiceDependency) -> Respo
 _DOORS: dict[str, NewReply] = {"chat": ReplyBuilder, "messages": messages.MessagesReply}
 
 
-@router.get("/v1/longdraft/generations/{name}/events",
+@router.get("/v1/longdraft/generations/{name:path}/events",
             summary="Read on a detached text: what comes behind `from` tokens, or behind Last-Event-ID.")
 async def read_on(name: str, request: Request, service: ServiceDependency) -> Response:
     given = request.headers.get("last-event-id", "").rpartition(":")[2] or request.query_params.get("from", "0")
@@ -159,7 +159,7 @@ async def read_on(name: str, request: Request, service: ServiceDependency) -> Re
     return service.read_on(_detached(request, service, name), num_seen, _DOORS[door] if door else None)
 
 
-@router.get("/v1/responses/{name}", summary="A detached response, as far as it is written. With stream=true its "
+@router.get("/v1/responses/{name:path}", summary="A detached response, as far as it is written. With stream=true its "
                                             "events, behind starting_after=N.")
 async def read_response(name: str, request: Request, service: ServiceDependency) -> Response:
     text, query = _detached(request, service, name), request.query_params
@@ -170,7 +170,7 @@ async def read_response(name: str, request: Request, service: ServiceDependency)
     return service.read_on(text, 0, num_pieces=num_pieces)
 
 
-@router.post("/v1/responses/{name}/cancel", summary="Cancel a detached response.")
+@router.post("/v1/responses/{name:path}/cancel", summary="Cancel a detached response.")
 async def cancel_response(name: str, request: Request, service: ServiceDependency) -> Response:
     text = _detached(request, service, name)
     service.scheduler.cancel(text.job, Cancelled(keeps_journal=True))
