@@ -162,7 +162,8 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(engine):
     ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "images"), ({"format": "xml"}, "format"),
     ({"options": {"num_predict": -5}}, "options.num_predict is -5"),
     ({"options": {"repeat_penalty": "x"}}, "options.repeat_penalty: Input"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"mumble": 1}, "mumble"), ({"model": "another"}, "another")])
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"mumble": 1}, "mumble"), ({"model": "another"}, "another")])
 def test_what_cannot_be_used_is_refused_in_ollamas_form(post, changes, words):
     reply = post("/api/chat", {"model": "novelist", "messages": HELLO} | changes)
     assert reply.status_code in (400, 404) and words in reply.json()["error"], reply.text
