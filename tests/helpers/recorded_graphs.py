@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from longdraft.kernels.cuda.graph_cache import GraphCache
 
 _WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique")  # operations whose results the host needs
-_UNSET = ("empty", "new_empty", "empty_like", "empty_strided")  # whose results hold anything
+UNSET = ("empty", "new_empty", "empty_like", "empty_strided")  # whose results hold anything
 
 
 class Recording(TorchDispatchMode):
@@ -40,7 +40,7 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._calls.append(lambda: func(*args, **kwargs))
-        elif name not in _UNSET:
+        elif name not in UNSET:
             given = {part.untyped_storage().data_ptr() for part in tree_leaves((args, kwargs))
                      if isinstance(part, torch.Tensor)}
             made = [part for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
