@@ -21,7 +21,7 @@ from typing import Any
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError, missing_extra
 from longdraft.request.openai_body import parse_json
-from longdraft.system.files import append_synced, open_locked, replacing, sync_folder
+from longdraft.system.files import append_synced, open_locked, replacing, require_file_name, sync_folder
 
 PARQUET = ".parquet"
 _LONGEST_LINE = 1 << 28  # bytes
@@ -72,7 +72,7 @@ def _parsed(line: bytes) -> Row | str:
         row = parse_json(line)
     except (ValueError, RecursionError) as error:
         return f"the line is not valid JSON: {error}"
-    return row if isinstance(row, dict) else f"the line holds a {type(row).__name__}; allowed: an object"
+    return row if isinstance(row, dict) else 'the line is no JSON object; a row is one, such as {"id": "a", "prompt": "It was"}'
 
 
 def _table_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
@@ -132,8 +132,7 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
 class RecordFile(AbstractContextManager["RecordFile"]):
     """The records of a job, in a file that only grows.
 
-    done         ids of the rows that have a record
-    failed       how many of them are errors
+    done         id of each row that has a record -> whether that is an error
     tokens       tokens of all their texts
     fingerprint  of the engine that wrote the texts; None if there are none
     """
@@ -145,6 +144,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
 
         Raises UsageError if the file holds something else, or another job writes it.
         """
+        require_file_name(output, "the output")
         if is_parquet(output) and os.path.exists(output):  # a Parquet output is complete once it exists
             raise UsageError(f"the output {output} exists and is complete; give another name, or remove it")
         self._output = output
@@ -164,15 +164,14 @@ class RecordFile(AbstractContextManager["RecordFile"]):
                              "path") from error
         try:
             os.ftruncate(self._file, self._read())
-            if without_errors and self.failed:
+            if without_errors and any(self.done.values()):
                 self._drop_errors()
         except BaseException:
             self.close()
             raise
 
     def _reset_counts(self) -> None:
-        self.done: set[str] = set()
-        self.failed = 0
+        self.done: dict[str, bool] = {}
         self.tokens = 0
 
     def _read(self) -> int:
@@ -201,8 +200,7 @@ class RecordFile(AbstractContextManager["RecordFile"]):
         key = key_of(record)
         if key is None or key in self.done:
             raise ValueError("not a record, or a second one of a row")
-        self.done.add(key)
-        self.failed += is_failed(record)
+        self.done[key] = is_failed(record)
         self.tokens += num_tokens(record)
         self.fingerprint = fingerprint_of(record) or self.fingerprint
 

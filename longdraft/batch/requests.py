@@ -152,7 +152,7 @@ def _kind(row: Row) -> RequestKind:
 def _openai(key: str, row: Row, model: str) -> BatchRequest:
     kind, body = _kind(row), row.get("body")
     if not isinstance(body, dict):
-        raise UsageError(f"body is a {type(body).__name__}; allowed: an object")
+        raise UsageError("the row's body is missing or no JSON object; it is the request")
     body = {name: value for name, value in body.items() if value is not None}
     if body.get("model") not in (None, model):
         raise UsageError(f"the body asks for model {str(body['model'])[:80]!r}, the job has {model!r}; use that name "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -37,7 +37,7 @@ class Totals:
     """
 
     rows: int
-    skipped: int
+    skipped: int = 0
     errors: int = 0
     done: int = 0
     failed: int = 0
@@ -123,8 +123,8 @@ def run(rows: Path, output: Path, job: BatchJob, executor: Executor, *, check: C
     work_folder.require_same_job(job.work_folder, output, settings, begin=False)
     with RecordFile(output, job.work_folder, without_errors=retry_errors) as records:
         work_folder.require_same_job(job.work_folder, output, settings, begin=True)
-        totals = Totals(num_rows, len(records.done), records.failed)
-        requests = _pending(rows, job.model, frozenset(records.done))
+        totals = Totals(num_rows)
+        requests = _pending(rows, job.model, dict(records.done), totals)
         try:
             if (first := next(requests, None)) is not None:
                 updates = executor(replace(job, fingerprint=records.fingerprint), chain([first], requests), check)
@@ -148,13 +148,16 @@ def run(rows: Path, output: Path, job: BatchJob, executor: Executor, *, check: C
     return totals
 
 
-def _pending(rows: Path, model: str, done: frozenset[str]) -> Iterator[BatchRequest]:
-    """Requests without a record, one at a time."""
+def _pending(rows: Path, model: str, done: Mapping[str, bool], totals: Totals) -> Iterator[BatchRequest]:
+    """Requests without a record, one at a time. The others are counted. done: as in `RecordFile`."""
     lines: dict[str, int] = {}
     for line, row in job_files.read_rows(rows):
         request = parse(row, line, model)
         if (earlier := lines.setdefault(request.key, line)) != line:
             problem = f"the id {request.key!r} is that of line {earlier} too; give every row its own"
             request = replace(request, key=f"line {line}", problem=problem)
-        if request.key not in done:
+        if request.key in done:
+            totals.skipped += 1
+            totals.errors += done[request.key]
+        else:
             yield request

@@ -49,7 +49,9 @@ def _quieten(is_quiet: bool) -> bool:
 
 ChatOption = Annotated[list[str] | None, option("KEY=VALUE for the chat template, such as enable_thinking=false. "
                                                 "Repeatable.", FILES, "--chat-option")]
-Output = Annotated[Path | None, option("Write the text to this file.", FILES, "--output", show_default="stdout")]
+Output = Annotated[Path | None, option("Write the text to this file; '-' is stdout.", FILES, "--output",
+                                       show_default="stdout",
+                                       callback=lambda path: None if path == Path("-") else path)]
 TokensOut = Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES, "--tokens-out")]
 Stats = Annotated[Path | None, option("Write statistics to this JSON file.", FILES, "--stats")]
 Quiet = Annotated[bool, option("Print no progress, summary or remarks on stderr.", FILES, "--quiet",

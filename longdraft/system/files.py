@@ -22,6 +22,7 @@ class OutputFile:
 
     def __init__(self, path: Path, option: str) -> None:
         self._option = option
+        require_file_name(path, option)
         try:
             # Write to the target of a symbolic link (/dev/stdout is one) instead of replacing the link.
             self.path = Path(os.path.realpath(path))
@@ -184,6 +185,11 @@ def append_synced(file: int, data: bytes) -> None:
     while remainder:
         remainder = remainder[os.write(file, remainder) :]
     sync_file(file)
+
+
+def require_file_name(path: Path, option: str) -> None:
+    """UsageError for `-`, which means stdout where a text may go there."""
+    check(str(path) != "-", option, "-", "the name of a file", "it is not written to stdout")
 
 
 def named_folder(name: str | Path) -> Path:

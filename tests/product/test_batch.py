@@ -88,6 +88,9 @@ def test_a_job_interrupted_anywhere_writes_the_same_bytes(job, tmp_path):
     assert totals.skipped + totals.done == 7 and not job.work_folder.exists()
     again = run(rows, output, job, in_process)
     assert (again.skipped, again.done) == (7, 0) and output.read_bytes() == expected
+    put(rows, ROWS[:2])
+    shorter = run(rows, output, job, in_process)
+    assert shorter.last_line().startswith("0 of 2 rows written; 2 were done before"), "not the records of other rows"
 
 
 def test_retry_errors_replaces_error_records(job, tmp_path):

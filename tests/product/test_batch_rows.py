@@ -24,7 +24,7 @@ from longdraft.text.tools.reader import Call, WholeAnswer
 
 @pytest.mark.parametrize("row, complaint", [
     ("{", "not valid JSON"),
-    ("[1]", "allowed: an object"),
+    ("[1]", "the line is no JSON object; a row is one, such as"),
     ({"prompt": "x"}, "the row has no id; give it"),
     ({"id": "", "prompt": "x"}, "id is ''"),
     ({"id": "line 3", "prompt": "x"}, "except 'line N'"),
@@ -44,7 +44,7 @@ from longdraft.text.tools.reader import Call, WholeAnswer
     ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "POST /v1/chat/completions or /v1/completions"),
     ({"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}, "the request is GET"),
     ({"custom_id": "a", "prompt": "x"}, "the row has no url; allowed: /v1/chat/completions or /v1/completions, or"),
-    ({"custom_id": "a", "url": "/v1/completions"}, "body is a NoneType"),
+    ({"custom_id": "a", "url": "/v1/completions"}, "body is missing or no JSON object"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "has prompt, and no messages"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "model": "other"}}, "--served-model-name"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}}, "n is '2'; supported: 1"),

@@ -34,6 +34,19 @@ def test_only_the_text_goes_to_stdout_and_stderr_is_empty(capfd):
     assert captured.err == ""
 
 
+def test_a_hyphen_as_output_is_stdout_and_refused_for_all_but_texts(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run([*QUICK, "--output", "-", "--journal", "work"]) == 0
+    text = capfd.readouterr().out
+    assert run(["resume", "work", "--output", "-"]) == 0
+    assert len(text) > 40 and capfd.readouterr().out == text
+    (tmp_path / "in.jsonl").write_text('{"prompt": "It was"}')
+    for command in ([*QUICK, "--stats", "-"], [*QUICK, "--report", "-"], ["batch", "in.jsonl", "-"]):
+        assert run(command) == 2
+        assert "is '-'; allowed: the name of a file" in capfd.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "work"]
+
+
 def test_every_drafter_writes_the_same_bytes(capfd, tmp_path):
     texts, hashes = set(), set()
     for drafter in ("plain", "ngram", "auto"):

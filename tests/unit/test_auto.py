@@ -393,6 +393,8 @@ def test_the_report_counts_each_part_of_the_text():
     assert len(text.auto.report.choices) >= 3 and text.auto.nbytes == 0
     choices = text.auto.summary(num_new := len(text.context) - 1)["choices"]
     assert sum(sum(counts.values()) for counts in choices) == num_new
+    counts = [sum(part.values()) for part in text.auto.summary(3 * TOKENS_PER_PART)["choices"]]
+    assert counts == [TOKENS_PER_PART] * 3, "a text that ends with a part begins no further one"
     assert all(first <= second for first, second in pairwise(text.ends))
 
 
