@@ -72,7 +72,9 @@ def _parsed(line: bytes) -> Row | str:
         row = parse_json(line)
     except (ValueError, RecursionError) as error:
         return f"the line is not valid JSON: {error}"
-    return row if isinstance(row, dict) else 'the line is no JSON object; a row is one, such as {"id": "a", "prompt": "It was"}'
+    if isinstance(row, dict):
+        return row
+    return 'the line is no JSON object; a row is one, such as {"id": "a", "prompt": "It was"}'
 
 
 def _table_rows(path: Path) -> Iterator[tuple[int, Row | str]]:

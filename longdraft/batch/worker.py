@@ -197,7 +197,8 @@ class BatchWorker(AbstractContextManager["BatchWorker"]):
         params = engine.params(**{**self._job.defaults, **request.settings})
         prompt, tools = request.prompt, request.tools
         if request.is_chat:
-            effort = engine.effort(params, request.chat_options, turns_on=request.thinking.turns_on)
+            effort = engine.effort(params, request.chat_options, turns_on=request.thinking.turns_on,
+                                   is_required="reasoning_effort" not in request.settings)
             text = self._tools.prompt(prompt, tools, effort.variables)
             prompt = engine.tokenizer.encode(text, add_special_tokens=False)
             params = self._tools.applied(effort.applied(params), tools, prompt)

@@ -134,11 +134,13 @@ class Book:
                     raise UsageError(f"the book in {folder} was begun with another {_WORDS[name]}"
                                      f"{_difference(began, now)}; give the first one again, or another --folder")
             state = state_of_folder
+        book = cls(folder, engine, plan, params, state, options or {})
+        book._require_usable_settings()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--folder {folder} cannot be made: {error.strerror or error}; choose another") from error
-        return cls(folder, engine, plan, params, state, options or {})
+        return book
 
     def outline(self, follow: Follow) -> Iterator[BookProgress]:
         """Write what is missing of the outline."""
@@ -200,7 +202,21 @@ class Book:
         form = self.engine.loaded.answer_format if self._is_chat else None
         return divide(form, generation.prompt, generation.tokens.tolist(), text).content
 
+    def _require_usable_settings(self) -> None:
+        """UsageError for settings that the model cannot follow."""
+        first = len(self.state.chapters)
+        missing = min(_OUTLINE_BATCH, self.plan.chapters - first)
+        params = self._outline_params(first, missing) if self._is_chat and missing > 0 else self._params_of(0)
+        self.engine.loaded.check_settings(params)
+        self.engine.loaded.grammar_rules(params)
+
     # The outline
+
+    def _outline_params(self, first: int, count: int, **changes: Any) -> SamplingParams:
+        """The settings of the next chapters of the outline, as JSON."""
+        schema = json.dumps(_schema(count, first == 0, self.plan.words))
+        return self._params_of(0, min_new_tokens=0, stop=(), ignore_eos=False, structured_outputs=("json", schema),
+                               **changes)
 
     def _outline_batch(self, follow: Follow, first: int, count: int) -> None:
         """The next chapters of the outline, as JSON."""
@@ -212,8 +228,7 @@ class Book:
         tokens, each = _OUTLINE_TOKENS
         ids = self.engine.chat(messages, **self._options)
         room = self._room(ids, tokens + each * count + self._thought_tokens)
-        params = self._params_of(0, max_new_tokens=room, min_new_tokens=0, stop=(), ignore_eos=False,
-                                 structured_outputs=("json", json.dumps(_schema(count, first == 0, self.plan.words))))
+        params = self._outline_params(first, count, max_new_tokens=room)
         part = f"outline, chapters {first + 1} to {first + count}"
         text = self._write(self.engine.generate(ids, params), follow, part)
         try:

@@ -133,6 +133,8 @@ class TextDisplay(_LiveLine):
         else:
             self._start = self._start or time.monotonic()
             self._steps += 1
+            if self._steps == 1 and self._live:
+                self._live.refresh()  # else the line would be about the prompt, below the first words of the text
         if not self._shows_text or not event.text:
             return
         self._has_output = True
@@ -160,7 +162,9 @@ class TextDisplay(_LiveLine):
     def _status(self) -> str:
         if not self._steps:
             done, total = self._prefill
-            return f"reading the prompt: {done:,} of {total:,} tokens" if total else "loading"
+            return f"reading the prompt: {done:,} of {total:,} tokens" if total else "reading the prompt"
+        if self._steps == 1:  # no time to measure a speed by
+            return f"{self._tokens:,} of {self._goal:,} tokens"
         seconds = max(time.monotonic() - self._start, 1e-9)
         written = self._tokens - self._resumed
         speed = max(written, 1) / seconds

@@ -145,18 +145,20 @@ class Engine:
         return self.tokenizer.encode(self.tokenizer.chat(messages, variables, **options), add_special_tokens=False)
 
     def effort(self, params: SamplingParams, variables: Mapping[str, Any] | None = None, *,
-               turns_on: bool = False) -> Effort:
+               turns_on: bool = False, is_required: bool = True) -> Effort:
         """What `reasoning_effort` and a `thinking_budget` of 0 mean for a chat with this model: variables of the chat
         template, and settings.
 
             effort = engine.effort(params, {"enable_thinking": True})
             generation = engine.generate(engine.chat(messages, effort.variables), effort.applied(params))
 
-        variables  of the chat template; they win over the effort
-        turns_on   turn thinking on where the template can, without an effort
+        variables    of the chat template; they win over the effort
+        turns_on     turn thinking on where the template can, without an effort
+        is_required  UsageError for an effort with a model that marks no thinking, and whose template has no effort
         """
         return find_effort(self.tokenizer.chat_template, self.loaded.answer_format, params.reasoning_effort,
-                           params.thinking_budget, variables or {}, turns_on=turns_on)
+                           params.thinking_budget, variables or {}, turns_on=turns_on,
+                           is_required=is_required)
 
     @cached_property
     def is_tuned_for_chat(self) -> bool:

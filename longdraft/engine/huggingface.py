@@ -30,7 +30,7 @@ from longdraft.checkpoint.tensor_file import text_entries
 from longdraft.engine.engine import Engine
 from longdraft.engine.generation import Generation
 from longdraft.engine.loaded_model import DrafterChoice, LoadedModel
-from longdraft.errors import UsageError, check
+from longdraft.errors import UsageError, check, missing_extra
 from longdraft.parts.public_heads import chosen_heads
 from longdraft.request.sampling_params import MAX_SEED, SamplingParams
 from longdraft.text.chat_template import ChatTemplate
@@ -134,8 +134,10 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _require_version() -> None:
-    import transformers
-
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("`longdraft.from_transformers`", str(error.name), "train") from error
     if int(transformers.__version__.partition(".")[0]) < 5:
         raise UsageError(f"transformers is {transformers.__version__}; needed: 5.0 or newer; "
                          "pip install --upgrade transformers")

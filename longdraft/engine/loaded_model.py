@@ -50,7 +50,7 @@ from longdraft.sampling.thought import Markers, ThoughtRules
 from longdraft.speculation.drafter import Drafter
 from longdraft.text.harmony import ANSWER_HEADER, Harmony
 from longdraft.text.thinking import TAG_TOKENS, AnswerFormat, closed_thinking, find_format
-from longdraft.text.thought_rules import check_thought_rules, thought_markers, thought_rules, with_closing
+from longdraft.text.thought_rules import check_thought_rules, needs_marks, thought_markers, thought_rules, with_closing
 from longdraft.text.tokenizer import Tokenizer
 from longdraft.version import __version__
 
@@ -256,9 +256,7 @@ class LoadedModel:
         check(not params.reasoning_effort, "reasoning_effort", params.reasoning_effort, "chats only",
               "thinking_budget limits the thought of any text")
         if params.thought_rule and self.answer_format is None:
-            raise UsageError(f"{params.thought_rule} needs a model that marks its thinking, which this one does not; "
-                             "leave it out, or give a chat template with the marks by --chat-template",
-                             params.thought_rule)
+            raise needs_marks(params.thought_rule)
         if self.answer_format is not None:
             check_thought_rules(self.answer_format, self._markers, params)
         if params.dry_multiplier:

@@ -161,7 +161,7 @@ class Preparer:
         with _spelled(given, request.longdraft.model_fields_set):
             params = SamplingParams.from_names({name: given[name] for name in names})
             return self.engine.effort(params, request.chat_template_kwargs or {},
-                                      turns_on=request.asked_thinking.turns_on)
+                                      turns_on=request.asked_thinking.turns_on, is_required=False)
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""

@@ -15,6 +15,7 @@ from longdraft.request.sampling_params import EFFORTS, SamplingParams
 from longdraft.text.chat_template import THINKING_SWITCHES, ChatTemplate
 from longdraft.text.harmony import Harmony
 from longdraft.text.thinking import AnswerFormat
+from longdraft.text.thought_rules import needs_marks
 
 _VARIABLE = "reasoning_effort"
 _SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 1.0, "max": 1.0}  # of the new tokens
@@ -40,12 +41,13 @@ class Effort(NamedTuple):
 
 
 def find_effort(template: ChatTemplate | None, form: AnswerFormat | None, effort: str | None, budget: int,
-                variables: Mapping[str, Any], *, turns_on: bool = False) -> Effort:
+                variables: Mapping[str, Any], *, turns_on: bool = False, is_required: bool = True) -> Effort:
     """UsageError if the template accepts no effort near this one. Variables of the request win over the effort.
 
     effort  as `reasoning_effort`
     budget  as `thinking_budget`
     turns_on  turn thinking on where the template can, without an effort
+    is_required  UsageError if the model knows no effort
     """
     known = template.options if template else []
     chosen = dict(variables)
@@ -56,6 +58,8 @@ def find_effort(template: ChatTemplate | None, form: AnswerFormat | None, effort
         return Effort(chosen)
     if template is not None and _VARIABLE in known:
         return Effort(chosen | {_VARIABLE: _accepted(template, effort, chosen, isinstance(form, Harmony))})
+    if form is None and is_required:
+        raise needs_marks(_VARIABLE)
     return Effort(chosen, _SHARES.get(effort, 0.0) if form is not None else None)
 
 

@@ -163,6 +163,12 @@ def _following(tokenizer: Tokenizer, text: str) -> list[int]:
     return both[len(first) :] if both[: len(first)] == first else tokenizer.encode(text, add_special_tokens=False)
 
 
+def needs_marks(setting: str) -> UsageError:
+    """The error of a setting of thoughts with a model that does not mark them."""
+    return UsageError(f"{setting} needs a model that marks its thinking, which this one does not; leave it out, or "
+                      "give a chat template with the marks by --chat-template", setting)
+
+
 def check_thought_rules(form: AnswerFormat, markers: Markers, params: SamplingParams) -> None:
     """UsageError for rules that the model cannot follow, whatever the prompt is."""
     if params.thinking_wait:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,16 @@ def test_a_damaged_state_is_refused(tmp_path):
     engine = longdraft.load("novelist", drafter="plain", threads=1)
     with pytest.raises(JournalError, match=r"BOOK.json cannot be read"):
         Book.open(tmp_path, engine, BookPlan(PREMISE, 1, 50), SamplingParams(seed=1))
+
+
+def test_settings_that_the_model_cannot_follow_are_refused_before_there_is_a_folder(chat, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    folder, plan = tmp_path / "book", BookPlan(PREMISE, 1, 50)
+    with pytest.raises(UsageError, match="install the extra 'structured'"):
+        Book.open(folder, chat, plan, SamplingParams(seed=3))
+    with pytest.raises(UsageError, match="needs a model that marks its thinking"):
+        Book.open(folder, chat, plan, SamplingParams(seed=3, thinking_budget=9))
+    assert not folder.exists()
 
 
 @pytest.fixture(scope="module")

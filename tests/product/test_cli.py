@@ -317,9 +317,10 @@ def test_a_terminal_shows_a_live_line_below_the_text(tmp_path, shares):
     shown = on_terminal([*QUICK, "--output", str(tmp_path / "x")] if not shares else QUICK)
     assert "tokens/s" in shown and "per step" in shown and "left" in shown
     quiet = on_terminal([*QUICK, "--quiet"])
-    assert "tokens/s" not in quiet
+    assert "tokens/s" not in quiet and "loading" not in shown
     if shares:
         words = quiet.split()
+        assert shown.rfind("reading the prompt") < shown.index(words[0])
         assert len(words) > 5 and all(word in shown for word in words)
 
 

@@ -261,3 +261,9 @@ def test_several_prompts_logits_processors_and_stop_strings_without_a_tokenizer_
 def test_importing_longdraft_does_not_import_transformers():
     code = "import sys, longdraft; longdraft.from_transformers; assert 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_missing_transformers_is_one_line_with_the_extra(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="needs transformers; install the extra 'train'"):
+        longdraft.from_transformers(model)

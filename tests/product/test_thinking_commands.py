@@ -245,6 +245,23 @@ def test_answer_now_closes_the_thought_of_a_running_text(server, engine):
     assert post(server, "/v1/longdraft/generations/other/answer", {}).status_code == 404
 
 
+def test_an_effort_without_effect_is_refused_unless_a_client_sends_it_by_habit(chatty, tmp_path, capsys):
+    rows, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text(json.dumps({"id": "a", "messages": [{"role": "user", "content": "Hi"}]}))
+    options = ["--model", str(chatty), "--max-new-tokens", "3", "--drafter", "plain", "--threads", "1"]
+    effort, refused = ["--reasoning-effort", "low"], "reasoning_effort needs a model that marks its thinking"
+    for command in (["generate", "Hi", "--chat"], ["chat"], ["book", "Hi", "--folder", str(tmp_path / "book")]):
+        assert run([*command, *(options if command[0] != "book" else options[:2]), *effort]) == 2
+        assert refused in capsys.readouterr().err
+    assert run(["batch", str(rows), str(output), *options, *effort]) == 1
+    assert refused in output.read_text() and not (tmp_path / "book").exists()
+    output.unlink()
+    rows.write_text(json.dumps(json.loads(rows.read_text()) | {"reasoning_effort": "low"}))
+    assert run(["batch", str(rows), str(output), *options]) == 0
+    with serving.running(longdraft.load(str(chatty), drafter="plain", threads=1)) as running:
+        assert ask(running, reasoning_effort="low", max_tokens=3)["choices"]
+
+
 def test_the_command_line_has_every_rule(engine, folder, tmp_path):
     stats = tmp_path / "stats.json"
     options = ["--model", str(folder), "--chat", "--max-new-tokens", "60", "--seed", "5", "--min-p", "0.02",
