@@ -83,8 +83,8 @@ def inspect(
     text: Annotated[Path | None, option("Write the text so far to this file; '-' is stdout.", FILES)] = None,
     tokens_out: options.TokensOut = None,
     *,
-    loading: Annotated[OptionValues, engine_options([SETTINGS[name] for name in ("model", "cache_dir", "offline")],
-                                              model=_ELSEWHERE)],
+    loading: Annotated[OptionValues, engine_options(
+        [SETTINGS[name] for name in ("model", "chat_template", "cache_dir", "offline")], model=_ELSEWHERE)],
 ) -> None:
     """Show a journal: settings, progress, and speed and acceptance over the length. It may be in use."""
     from longdraft.errors import UsageError
@@ -119,7 +119,8 @@ def inspect(
         _print(report)
 
 
-def _text(content: JournalContent, model: str | None, cache_dir: Path | None, offline: bool) -> str:
+def _text(content: JournalContent, model: str | None, chat_template: Path | None, cache_dir: Path | None,
+          offline: bool) -> str:
     """The text of the tokens, by the journal's tokenizer."""
     from longdraft.checkpoint import hub
     from longdraft.errors import JournalError
@@ -128,13 +129,15 @@ def _text(content: JournalContent, model: str | None, cache_dir: Path | None, of
     from longdraft.text.tokenizer import Tokenizer
 
     name = model or content.header.model
-    tokenizer = Tokenizer(hub.resolve(name, hub.Hub(cache_dir=cache_dir, offline=offline)))
+    tokenizer = Tokenizer(hub.resolve(name, hub.Hub(cache_dir=cache_dir, offline=offline)), chat_template)
     if tokenizer.sha256 != content.header.tokenizer:
         raise JournalError(f"the tokenizer of {name} differs from the journal's; give the journal's model as --model")
     writing = TextStream(tokenizer, content.params, content.header.eos_token_ids,
                          new_thought(tokenizer, content.params, content.header.prompt))
-    text = writing.push(content.tokens.tolist()).text
-    return text if writing.finish_reason else text + writing.flush()
+    shown = writing.push(content.tokens.tolist())
+    if len(shown.tokens) < len(content.tokens):  # a stop text in a thought that was not found
+        raise JournalError("tokens follow the end of the text; give the --chat-template with which it was begun")
+    return shown.text if writing.finish_reason else shown.text + writing.flush()
 
 
 def describe(folder: Path, content: JournalContent) -> dict[str, Any]:

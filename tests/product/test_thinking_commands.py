@@ -19,6 +19,7 @@ from longdraft.request.settings import settings_of
 
 SETTINGS = dict(seed=5, temperature=1.0, max_tokens=60)
 EXTENSION = dict(min_p=0.02, ignore_eos=True)
+OPENS_THOUGHT = "{{ messages[-1].content }}\n<think>\n{# the answer follows </think> #}"  # a chat template
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +282,7 @@ def test_the_command_line_has_every_rule(engine, folder, tmp_path):
 
 def test_a_text_with_rules_by_a_given_chat_template_is_resumed_with_that_template(tmp_path, capfd):
     template, journal = tmp_path / "thinker.jinja", str(tmp_path / "journal")
-    template.write_text("{{ messages[-1].content }}\n<think>\n{# the answer follows </think> #}")
+    template.write_text(OPENS_THOUGHT)
     given = ["--chat-template", str(template), "--threads", "1", "--quiet"]
     assert run(["generate", "Hi", "--chat", *given, "--max-new-tokens", "30", "--thinking-budget", "8", "--seed", "1",
                 "--journal", journal]) == 0
@@ -290,6 +291,20 @@ def test_a_text_with_rules_by_a_given_chat_template_is_resumed_with_that_templat
     assert run(["resume", journal, "--quiet"]) == 2
     assert "--chat-template" in capfd.readouterr().err
     assert run(["resume", journal, *given]) == 0
+    assert capfd.readouterr().out == written
+
+
+def test_a_text_by_a_given_chat_template_is_shown_with_that_template(tmp_path, capfd):
+    template, journal = tmp_path / "thinker.jinja", str(tmp_path / "journal")
+    template.write_text(OPENS_THOUGHT)
+    assert run(["generate", "Hi", "--chat", "--chat-template", str(template), "--threads", "1", "--quiet",
+                "--seed", "1", "--max-new-tokens", "30", "--thinking-budget", "8", "--no-stop-in-thinking", "--stop",
+                " ", "--journal", journal]) == 0
+    written = capfd.readouterr().out
+    assert " " in written.partition("</think>")[0]
+    assert run(["inspect", journal, "--text", "-"]) == 2
+    assert "give the --chat-template" in capfd.readouterr().err
+    assert run(["inspect", journal, "--text", "-", "--chat-template", str(template)]) == 0
     assert capfd.readouterr().out == written
 
 
