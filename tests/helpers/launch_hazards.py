@@ -2,8 +2,8 @@
 
     programs of a launch      run at the same time, in any order: none may read what another one writes, and two that
                               write the same write the same value
-    threads of a program      too: between two instructions of which one writes, memory that other threads use needs a
-                              barrier (`tl.debug_barrier`); a lane of a tensor belongs to one thread
+    threads of a program      too: memory that one uses and another one writes, with another value than it has, needs a
+                              barrier between (`tl.debug_barrier`); a lane of a tensor belongs to one thread
     a chained kernel          begins while earlier kernels run (`jit_chain`): until it waits for its inputs it may read
                               what no kernel writes, and write nothing
     an address                must be that of a tensor
@@ -50,7 +50,7 @@ class Access(NamedTuple):
 
     def meets(self, other: Access) -> bool:
         """Whether this and the other one, of which one writes, use the same bytes in different lanes."""
-        if not (self.writes or other.writes):
+        if not (self.writes or other.writes) or not len(self.used):
             return False
         first, last = sorted((self, other), key=lambda each: int(each.used.min()))
         if first.used.max() + first.size <= last.used.min():
@@ -104,6 +104,13 @@ class Memory:
         is_other = (writers >= launch) & (writers != program) & (self._bytes[at] != values)
         self.writers[at] = program
         return bool(is_other.any()), bool(((np.abs(readers) >= launch) & (readers != program)).any())
+
+    def changes(self, access: Access, values: NDArray[np.uint8]) -> Access:
+        """The part of a write that changes what is there."""
+        changed = (self._bytes[access.bytes_from(self.begin)] != values).reshape(-1, access.size).any(1)
+        lanes = access.lanes.copy()
+        lanes[lanes >= 0] = np.where(changed, access.used, -1)
+        return access._replace(lanes=lanes, used=access.used[changed])
 
     def has_written(self, access: Access) -> bool:
         return self.writers is not None and bool(self.writers[access.bytes_from(self.begin)].any())
@@ -170,14 +177,17 @@ class Launches(TorchDispatchMode):
         if not self._has_waited:
             assert values is None, f"{kernel} writes before it waits for its inputs"
             assert not memory.has_written(access), f"{kernel} reads early what a kernel writes"
+        changed = access
         if values is None:
             is_read = memory.read(access, self._program, self._launch)
         else:
             written = np.ascontiguousarray(np.broadcast_to(values, is_used.shape)[is_used]).view(np.uint8)
+            changed = memory.changes(access, written)
             is_written, is_read = memory.write(access, written, self._program, self._launch)
             assert not is_written, f"two programs of {kernel} write to the same place"
         assert not is_read, f"a program of {kernel} reads what another one writes"
-        assert not any(held is memory and access.meets(earlier) for held, earlier in self._since_barrier), \
+        here = [earlier for held, earlier in self._since_barrier if held is memory]
+        assert not any((changed if earlier.writes else access).meets(earlier) for earlier in here), \
             f"threads of {kernel} use the same memory without a barrier"
         self._since_barrier.append((memory, access))
 

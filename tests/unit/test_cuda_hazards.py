@@ -66,7 +66,7 @@ def test_programs_that_use_what_another_one_writes_are_found():
 
 def test_threads_that_use_what_others_of_their_program_write_are_found():
     with watched_launches():
-        x = torch.zeros(2)
+        x = torch.arange(2)
         reverse_kernel[(1,)](x, True)
         with pytest.raises(AssertionError, match="threads of reverse_kernel use the same memory without a barrier"):
             reverse_kernel[(1,)](x, False)
