@@ -37,7 +37,7 @@ class Totals:
     """
 
     rows: int
-    skipped: int = 0
+    skipped: int
     errors: int = 0
     done: int = 0
     failed: int = 0
@@ -123,7 +123,7 @@ def run(rows: Path, output: Path, job: BatchJob, executor: Executor, *, check: C
     work_folder.require_same_job(job.work_folder, output, settings, begin=False)
     with RecordFile(output, job.work_folder, without_errors=retry_errors) as records:
         work_folder.require_same_job(job.work_folder, output, settings, begin=True)
-        totals = Totals(num_rows)
+        totals = Totals(num_rows, len(records.done), sum(records.done.values()))
         requests = _pending(rows, job.model, dict(records.done), totals)
         try:
             if (first := next(requests, None)) is not None:
@@ -149,15 +149,19 @@ def run(rows: Path, output: Path, job: BatchJob, executor: Executor, *, check: C
 
 
 def _pending(rows: Path, model: str, done: Mapping[str, bool], totals: Totals) -> Iterator[BatchRequest]:
-    """Requests without a record, one at a time. The others are counted. done: as in `RecordFile`."""
+    """Requests without a record, one at a time. done: as in `RecordFile`
+
+    At the end, `totals` counts the records of these rows alone: the output may have others.
+    """
     lines: dict[str, int] = {}
+    skipped: list[bool] = []
     for line, row in job_files.read_rows(rows):
         request = parse(row, line, model)
         if (earlier := lines.setdefault(request.key, line)) != line:
             problem = f"the id {request.key!r} is that of line {earlier} too; give every row its own"
             request = replace(request, key=f"line {line}", problem=problem)
         if request.key in done:
-            totals.skipped += 1
-            totals.errors += done[request.key]
+            skipped.append(done[request.key])
         else:
             yield request
+    totals.skipped, totals.errors = len(skipped), sum(skipped)
