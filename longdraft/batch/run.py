@@ -154,14 +154,15 @@ def _pending(rows: Path, model: str, done: Mapping[str, bool], totals: Totals) -
     At the end, `totals` counts the records of these rows alone: the output may have others.
     """
     lines: dict[str, int] = {}
-    skipped: list[bool] = []
+    skipped = errors = 0
     for line, row in job_files.read_rows(rows):
         request = parse(row, line, model)
         if (earlier := lines.setdefault(request.key, line)) != line:
             problem = f"the id {request.key!r} is that of line {earlier} too; give every row its own"
             request = replace(request, key=f"line {line}", problem=problem)
         if request.key in done:
-            skipped.append(done[request.key])
+            skipped += 1
+            errors += done[request.key]
         else:
             yield request
-    totals.skipped, totals.errors = len(skipped), sum(skipped)
+    totals.skipped, totals.errors = skipped, errors

@@ -210,7 +210,8 @@ class LoadedModel:
 
     def knowledge_for(self, choice: DrafterChoice) -> SharedStatistics:
         """What the requests with these options of `auto` share. Others have other candidates, or other costs."""
-        return self.knowledge.setdefault(choice.options, SharedStatistics(self.target.weights_in_tokens))
+        known = self.knowledge.get(choice.options)
+        return known or self.knowledge.setdefault(choice.options, SharedStatistics(self.target.weights_in_tokens))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked and returned. UsageError if it is empty or of another type."""

@@ -159,8 +159,9 @@ async def read_on(name: str, request: Request, service: ServiceDependency) -> Re
     return service.read_on(_detached(request, service, name), num_seen, _DOORS[door] if door else None)
 
 
-@router.get("/v1/responses/{name:path}", summary="A detached response, as far as it is written. With stream=true its "
-                                            "events, behind starting_after=N.")
+@router.get("/v1/responses/{name:path}",
+            summary="A detached response, as far as it is written. With stream=true its events, behind "
+                    "starting_after=N.")
 async def read_response(name: str, request: Request, service: ServiceDependency) -> Response:
     text, query = _detached(request, service, name), request.query_params
     so_far = await _response_so_far(service, text)
