@@ -41,10 +41,19 @@ def test_a_hyphen_as_output_is_stdout_and_refused_for_all_but_texts(capfd, tmp_p
     assert run(["resume", "work", "--output", "-"]) == 0
     assert len(text) > 40 and capfd.readouterr().out == text
     (tmp_path / "in.jsonl").write_text('{"prompt": "It was"}')
-    for command in ([*QUICK, "--stats", "-"], [*QUICK, "--report", "-"], ["batch", "in.jsonl", "-"]):
+    for command in ([*QUICK, "--stats", "-"], [*QUICK, "--tokens-out", "-"], ["batch", "in.jsonl", "-"]):
         assert run(command) == 2
         assert "is '-'; allowed: the name of a file" in capfd.readouterr().err
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "work"]
+
+
+def test_a_report_is_not_written_to_stdout(capfd, tmp_path, monkeypatch):
+    for package in ("matplotlib", "pandas", "tabulate"):
+        pytest.importorskip(package, reason="the extra `bench` is not installed")
+    monkeypatch.chdir(tmp_path)
+    assert run([*QUICK, "--report", "-"]) == 2
+    assert "is '-'; allowed: the name of a file" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_drafter_writes_the_same_bytes(capfd, tmp_path):
